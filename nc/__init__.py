@@ -1,0 +1,35 @@
+"""Post-training quantization for PyTorch models on Intel CPUs."""
+
+from nc._version import __version__ as __version__
+from nc.artefact import export_torchscript as export_torchscript
+from nc.artefact import load as load
+from nc.artefact import save as save
+from nc.backends import available_backends as available_backends
+from nc.backends import register_backend as register_backend
+from nc.config import StaticQuantConfig as StaticQuantConfig
+from nc.config import get_default_static_config as get_default_static_config
+from nc.errors import ArtefactCorruptError as ArtefactCorruptError
+from nc.errors import ArtefactError as ArtefactError
+from nc.errors import ArtefactMissingError as ArtefactMissingError
+from nc.errors import ArtefactOperatorError as ArtefactOperatorError
+from nc.errors import ArtefactSchemaError as ArtefactSchemaError
+from nc.errors import BackendError as BackendError
+from nc.errors import BackendUnavailableError as BackendUnavailableError
+from nc.errors import CalibrationError as CalibrationError
+from nc.errors import CaptureError as CaptureError
+from nc.errors import ConfigError as ConfigError
+from nc.errors import InputError as InputError
+from nc.errors import NCError as NCError
+from nc.errors import NCWarning as NCWarning
+from nc.errors import PatternError as PatternError
+from nc.errors import StateError as StateError
+from nc.errors import UnknownBackendError as UnknownBackendError
+from nc.errors import UnknownFieldError as UnknownFieldError
+from nc.errors import UnmatchedRuleError as UnmatchedRuleError
+from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
+from nc.errors import UnsupportedError as UnsupportedError
+from nc.errors import VerificationError as VerificationError
+from nc.quantize import convert as convert
+from nc.quantize import describe as describe
+from nc.quantize import prepare as prepare
+from nc.quantize import quantize as quantize

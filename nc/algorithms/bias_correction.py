@@ -1,0 +1,147 @@
+"""Bias correction: take the mean error that quantization causes in each output channel out of the bias.
+
+`b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721, section 4.2, the empirical
+form), in execution order: each operator is corrected with the corrected operators in front of it, in one pass over the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.passes import add_constant
+
+Batch = Sequence[torch.Tensor]
+#: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
+MAC_BUDGET = 2e11
+
+
+@torch.no_grad()
+def correct_biases(float_module: fx.GraphModule, quantized: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> int:
+    """Correct the biases of a QDQ graph in place.
+
+    Args:
+        float_module: the captured fp32 graph.
+        quantized: its QDQ graph; gets new bias constants.
+        operators: names of the operators to correct (weighted ones that are quantized).
+        batches: flat calibration inputs, each with shapes of its own; the first are used, up to `MAC_BUDGET`.
+
+    Returns:
+        Number of operators corrected.
+    """
+    used, means = _float_means(float_module, operators, batches)
+    corrected = 0
+
+    def correct(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        nonlocal corrected
+        totals = [_channel_sums(node, v) for v in values]
+        mean = sum(t for t, _ in totals) / sum(n for _, n in totals)
+        delta = (means[node.meta["operator"]] - mean).float()
+        if not bool(torch.isfinite(delta).all()):
+            return values
+        _add_to_bias(quantized, node, delta)
+        corrected += 1
+        shape = [-1 if d == _channel_axis(node, values[0]) else 1 for d in range(values[0].dim())]
+        return [v.add_(delta.reshape(shape)) for v in values]
+
+    _run_all(quantized, used, dict.fromkeys(_targets(quantized, operators), correct))
+    quantized.graph.lint()
+    quantized.recompile()
+    return corrected
+
+
+def _float_means(module: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> tuple[list[Batch], dict[str, torch.Tensor]]:
+    """The batches within the budget, and each operator's mean fp32 output per channel over them."""
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    macs = 0.0
+
+    def record(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        nonlocal macs
+        name = node.meta["operator"]
+        total, positions = _channel_sums(node, values[0])
+        sums[name] = sums.get(name, 0) + total
+        counts[name] = counts.get(name, 0) + positions
+        macs += positions * node.args[1].meta["val"].numel()
+        return values
+
+    hooks = dict.fromkeys(_targets(module, operators), record)
+    used: list[Batch] = []
+    for batch in batches:
+        if macs >= MAC_BUDGET:
+            break
+        _run_all(module, [batch], hooks)
+        used.append(batch)
+    return used, {name: sums[name] / counts[name] for name in sums}
+
+
+def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.meta.get("operator") in operators and op_name(n) in WEIGHTED]
+
+
+def _run_all(module: fx.GraphModule, batches: Sequence[Batch], hooks: Mapping[fx.Node, object]) -> None:
+    """Run a graph node by node over all batches at once; a hook sees a node's values for all batches and may replace them."""
+    interpreters = [fx.Interpreter(module, garbage_collect_values=False) for _ in batches]
+    for interpreter, batch in zip(interpreters, batches, strict=True):
+        interpreter.env = {}
+        interpreter.args_iter = iter(batch)
+    last_use = _last_use(module)
+    constant: set[fx.Node] = set()
+    for node in list(module.graph.nodes):
+        if node.op == "output":
+            break
+        if node.op == "get_attr" or (node.all_input_nodes and constant.issuperset(node.all_input_nodes)):
+            constant.add(node)  # a weight: the same for every batch
+            values = [interpreters[0].run_node(node)] * len(interpreters)
+        else:
+            values = [interpreter.run_node(node) for interpreter in interpreters]
+        if node in hooks:
+            values = hooks[node](node, values)
+        for interpreter, value in zip(interpreters, values, strict=True):
+            interpreter.env[node] = value
+            for done in last_use.get(node, ()):
+                del interpreter.env[done]
+
+
+def _last_use(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Which values nobody reads after a node."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last.items():
+        result.setdefault(node, []).append(source)
+    return result
+
+
+def _channel_axis(node: fx.Node, value: torch.Tensor) -> int:
+    if op_name(node) == "linear":
+        return value.dim() - 1
+    return 1 if value.dim() == node.args[1].meta["val"].dim() else 0
+
+
+def _channel_sums(node: fx.Node, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """float64 sum of an operator's output per channel, shape [channels], and the number of positions."""
+    axis = _channel_axis(node, value)
+    others = [d for d in range(value.dim()) if d != axis]
+    sums = value.sum(dim=others, dtype=torch.float64) if others else value.double()
+    return sums, value.numel() // value.shape[axis]
+
+
+def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> None:
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    value = delta if bias is None else getattr(module, bias.target) + delta
+    fqn = node.args[1].args[0].meta.get("fqn", "weight").removesuffix("weight") + "bias"
+    constant = add_constant(module, node, f"{node.name}_bias_corrected", value, fqn)
+    if len(node.args) > 2:
+        node.update_arg(2, constant)
+    else:
+        node.args, node.kwargs = (*node.args, constant), {k: v for k, v in node.kwargs.items() if k != "bias"}
+    if bias is not None and not bias.users:
+        module.graph.erase_node(bias)
+        if not any(n.op == "get_attr" and n.target == bias.target for n in module.graph.nodes):
+            del module._buffers[bias.target]

@@ -1,0 +1,125 @@
+"""Save and load quantized models as directories without code (docs/artefact.md); export to TorchScript."""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from pathlib import Path
+
+import torch
+
+from nc.backends import choose_backend, cpu
+from nc.backends.reference import NAME as REFERENCE
+from nc.errors import StateError, UnsupportedError
+from nc.graph import store
+from nc.quantized import QuantizedModel
+
+
+def save(q_model: QuantizedModel, directory: str | os.PathLike[str]) -> None:
+    """Save a quantized model as a directory of three files: weights, graph and checksums.
+
+    It is written beside its place and then renamed, so nobody ever sees half of it; saving the same model
+    again gives the same bytes. The example inputs given to `prepare` are part of it: `load` warms up and
+    verifies the engine with them.
+
+    Args:
+        q_model: what `convert` or `load` returned.
+        directory: created with its parents; an earlier artefact there is replaced.
+
+    Raises:
+        StateError: not a quantized model.
+        ArtefactError: the directory holds something else, or the model something that an artefact can't; the
+            message names it.
+        ArtefactOperatorError: the model uses an operator that `load` would not accept.
+    """
+    store.write(_checked(q_model, "save").graph, q_model.backend, directory)
+
+
+def load(directory: str | os.PathLike[str], backend: str = "auto", *, verify: str = "raise", isolate: str = "auto") -> QuantizedModel:
+    """Load a saved model; the class of the user's model is not needed.
+
+    Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
+    artefact is executed: its graph may only call operators of a fixed list. Outputs come back in the
+    structure that they were captured with; see `nc.graph.tree` for classes that do not exist here.
+
+    Args:
+        directory: what `save` wrote.
+        backend: the engine to run on: "auto", "ipex", "reference" or a registered one.
+        verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
+            "off".
+        isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+
+    Raises:
+        ArtefactMissingError: the directory or a file of it is not there.
+        ArtefactCorruptError: a file is truncated or altered.
+        ArtefactSchemaError: a newer version wrote it, or it is not an artefact.
+        ArtefactOperatorError: it holds an operator that is not on the list.
+        UnsupportedError: its numbers rely on CPU features that this CPU lacks.
+        UnknownBackendError, BackendUnavailableError: as for `prepare`.
+        VerificationError: the engine computes something else than the reference.
+    """
+    stored = store.read(directory)
+    engine = choose_backend(backend)
+    if engine.name != REFERENCE:  # which computes in fp32, alike on every CPU
+        _check_cpu(stored.plan.isa, stored.directory)
+    graph = stored.graph()
+    del stored  # it holds the weights once more
+    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
+
+
+def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:
+    """Write the engine's frozen TorchScript program as one file, for C++ and for serving without `nc`.
+
+    The file is a program: load one only if you would run a program from where it came. `torch.jit.load` reads
+    it; what to know there:
+
+    * the process must have imported `intel_extension_for_pytorch` (in C++: linked its library) before, or
+      there are no int8 kernels;
+    * it takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
+      tuple of outputs;
+    * inputs must be contiguous (row-major): `x.contiguous()` on each. Another layout can give wrong numbers;
+    * the first three calls warm up: they are slow, and must have finished before several threads call it.
+
+    Args:
+        q_model: what `convert` or `load` returned.
+        path: the file; created with its parents, replaced as a whole.
+
+    Raises:
+        StateError: not a quantized model.
+        UnsupportedError: its backend has no TorchScript form.
+    """
+    script = _checked(q_model, "export_torchscript").engine.script
+    if script is None:
+        msg = f'Backend {q_model.backend!r} has no TorchScript form; load or convert with backend="ipex".'
+        raise UnsupportedError(msg)
+    buffer = io.BytesIO()  # a file's own name would become part of its bytes
+    torch.jit.save(script, buffer)
+    target = Path(path).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        staged.write_bytes(buffer.getbuffer())
+        staged.replace(target)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _checked(q_model: QuantizedModel, step: str) -> QuantizedModel:
+    if not isinstance(q_model, QuantizedModel):
+        msg = f"{step}() takes what convert() or load() returned, but got {type(q_model).__name__}."
+        raise StateError(msg)
+    return q_model
+
+
+def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
+    """Raise UnsupportedError when this CPU lacks a feature that the artefact's integer ranges rely on."""
+    have = cpu.features()
+    missing = [f for f in isa if f not in have and not (f in cpu.WIDE_ACCUMULATION and cpu.accumulates_wide())]
+    if missing:
+        msg = (
+            f"{str(directory)!r} was quantized for CPUs with {', '.join(isa)}; this one lacks "
+            f"{', '.join(missing)} (it has {', '.join(have) or 'none that matter'}) and would compute other "
+            'numbers. Convert the model again on this CPU, or load it with backend="reference" (slow).'
+        )
+        raise UnsupportedError(msg)

@@ -1,0 +1,92 @@
+"""What a backend is: a name, capabilities as data, and a function that lowers a QDQ graph.
+
+Nothing in a backend reads a configuration: the QDQ graph says everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nc.graph.qdq import QDQGraph
+from nc.spec import Capabilities
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpRun:
+    """What really ran for one operator.
+
+    Attributes:
+        operator: its name.
+        ran: "int8" or "fp32", read from what the engine executes.
+        reason: why it is fp32 although int8 was asked, or where it went; "" when there is nothing to say.
+    """
+
+    operator: str
+    ran: str
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """What a backend says of a lowered model.
+
+    Attributes:
+        backend: its name.
+        ops: one entry per operator of the plan that the backend could find again.
+        groups: number of fused int8 groups; None where the word means nothing.
+        quantize_outside: quantize nodes that run on their own.
+        dequantize_outside: dequantize nodes that run on their own.
+        weight_bytes: bytes of all constants that the engine model holds.
+        rewrites: named rewrites that the backend made to avoid engine faults, as "name: operator".
+        sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
+        details: anything else worth printing.
+    """
+
+    backend: str
+    ops: tuple[OpRun, ...]
+    groups: int | None = None
+    quantize_outside: int = 0
+    dequantize_outside: int = 0
+    weight_bytes: int = 0
+    rewrites: tuple[str, ...] = ()
+    sqnr_db: float | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineModel:
+    """A lowered model.
+
+    Attributes:
+        run: flat input tensors → flat outputs; safe to call from several threads.
+        report: builds the proof of what runs.
+        script: the TorchScript module, where the engine has one.
+    """
+
+    run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
+    report: Callable[[], EngineReport]
+    script: torch.jit.ScriptModule | None = None
+
+
+class Backend(Protocol):
+    """See the module text."""
+
+    name: str
+
+    def why_unavailable(self) -> str:
+        """Why it can't run here and what to do about it; "" when it can."""
+
+    def capabilities(self) -> Capabilities:
+        """What it can run on this CPU; needs no engine to be installed."""
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """An engine model of the graph.
+
+        Raises:
+            BackendUnavailableError: the engine can't run here.
+            VerificationError: the engine computes something else than the graph.
+        """

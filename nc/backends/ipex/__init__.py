@@ -1,0 +1,74 @@
+"""Intel Extension for PyTorch: TorchScript → freeze → warm-up → oneDNN-graph fusion. The only folder that imports IPEX, and only to use it.
+
+IPEX ended with 2.8.0, for torch 2.8; its repository is archived.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from packaging.version import Version
+
+from nc.backends import cpu
+from nc.backends.base import EngineModel
+from nc.errors import BackendUnavailableError
+from nc.graph.qdq import QDQGraph
+from nc.spec import Capabilities, OpSupport
+
+NAME = "ipex"
+_PACKAGE = "intel-extension-for-pytorch"
+_INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0 (or pip install 'nc[ipex]')"
+_ACTIVATIONS = ("uint8", "int8")
+
+OPS = (
+    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
+    OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
+    OpSupport(kind="matmul", activations=_ACTIVATIONS, note="both sides of 2 or at least 4 dimensions; 3-D is run as 4-D"),
+    OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
+)
+
+
+class IpexBackend:
+    """See the module text."""
+
+    name = NAME
+
+    def why_unavailable(self) -> str:
+        """What is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""
+        try:
+            ipex = Version(importlib.metadata.version(_PACKAGE))
+        except importlib.metadata.PackageNotFoundError:
+            return f"{_PACKAGE} is not installed: {_INSTALL}."
+        torch_version = Version(importlib.metadata.version("torch"))
+        if ipex.release[:2] != torch_version.release[:2]:
+            return f"{_PACKAGE} {ipex} needs torch {ipex.major}.{ipex.minor}, but torch is {torch_version}: {_INSTALL}."
+        if "avx2" not in cpu.features():
+            return 'this CPU lacks AVX2, which IPEX needs; use backend="reference".'
+        return ""
+
+    def capabilities(self) -> Capabilities:
+        """What the fuser takes; 7-bit activations on CPUs without VNNI, so that 16-bit pair sums can't saturate."""
+        wide = cpu.accumulates_wide()
+        return Capabilities(
+            backend=NAME,
+            ops=OPS,
+            reduce_range=not wide,
+            isa=tuple(f for f in cpu.WIDE_ACCUMULATION if f in cpu.features())[:1] if wide else ("avx2",),
+            fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
+        )
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """See `lower.lower`; raises BackendUnavailableError when IPEX can't run here."""
+        why = self.why_unavailable()
+        if why:
+            msg = f"Backend 'ipex' can't run here: {why}"
+            raise BackendUnavailableError(msg)
+        from nc.backends.ipex.lower import lower
+
+        return lower(graph, **options)

@@ -1,0 +1,58 @@
+"""The first fused run in a child process: the fuser can hang or crash, and must not take the user's process with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from nc.backends.ipex.familiar import FAMILIAR
+from nc.backends.ipex.patterns import patterns
+from nc.errors import BackendError
+
+TIME_LIMIT_S = 300.0
+
+
+def is_familiar(module: fx.GraphModule) -> bool:
+    """Whether every int8 pattern of the graph is one that the test suite runs."""
+    return patterns(module) <= FAMILIAR
+
+
+def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...], time_limit_s: float = TIME_LIMIT_S) -> None:
+    """Run the frozen module three times in a child process.
+
+    Args:
+        frozen: what will run here afterwards.
+        inputs: example inputs.
+        time_limit_s: seconds until a child that does not come back counts as hung.
+
+    Raises:
+        BackendError: the child crashed, raised, or did not come back.
+    """
+    with tempfile.TemporaryDirectory(prefix="nc-") as directory:
+        folder = Path(directory)
+        torch.jit.save(frozen, str(folder / "model.pt"))
+        torch.save(list(inputs), folder / "inputs.pt")
+        command = [sys.executable, "-m", "nc.backends.ipex.child", directory, str(torch.get_num_threads())]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
+        except subprocess.TimeoutExpired as error:
+            msg = f"IPEX did not finish fusing this graph within {time_limit_s:.0f} s in a child process. {_ADVICE}"
+            raise BackendError(msg) from error
+    if done.returncode < 0:
+        msg = f"IPEX crashed (signal {-done.returncode}) on this graph in a child process. {_ADVICE}"
+        raise BackendError(msg)
+    if done.returncode > 0:
+        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        msg = f"IPEX failed on this graph in a child process: {last}. {_ADVICE}"
+        raise BackendError(msg)
+
+
+_ADVICE = (
+    'Give fp32 to the operators that are new to it (matmul and add first: set_local("matmul", '
+    'StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))), or use backend="reference".'
+)

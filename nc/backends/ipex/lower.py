@@ -1,0 +1,155 @@
+"""QDQ graph → frozen TorchScript that IPEX has fused, verified against the graph itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.base import EngineModel, EngineReport
+from nc.backends.ipex.isolate import first_run_in_child, is_familiar
+from nc.backends.ipex.lints import apply_lints
+from nc.backends.ipex.proof import build_report, executed_graph
+from nc.backends.ipex.quiet import import_ipex, quiet
+from nc.backends.torchscript import Script, script
+from nc.errors import ConfigError, NCWarning, VerificationError
+from nc.graph.qdq import QDQGraph
+from nc.numerics.metrics import worst_sqnr_db
+
+#: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
+#: models amplify every rounding: where quantization itself costs more than this, the engine may differ by as much as that, not more.
+TOLERANCE_DB = 20.0
+FLOOR_DB = 5.0
+#: Run 1 profiles, run 2 optimizes and compiles, run 3 is the first that only computes.
+_WARM_UP = 3
+
+
+def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> EngineModel:
+    """An engine model of `graph`.
+
+    Args:
+        graph: the quantized model.
+        verify: "raise" or "warn" when an output is further from the reference's than `TOLERANCE_DB`, or than the reference is from
+            fp32 where that is more; "off" measures nothing.
+        isolate: "always" makes the first fused run in a child process with a time limit, "auto" does so for graphs with patterns that
+            the test suite does not run, "never" trusts the fuser.
+
+    Raises:
+        VerificationError: the engine disagrees with the reference; names the first operator that does.
+        BackendError: the fuser crashed or hung in the child process, or TorchScript can't express the graph.
+    """
+    _check("verify", verify, ("raise", "warn", "off"))
+    _check("isolate", isolate, ("auto", "always", "never"))
+    import_ipex()
+    module = _copy(graph.module)
+    rewrites = apply_lints(module)
+    scripted, frozen = _freeze(module)
+    inputs = tuple(t.contiguous() for t in graph.example)
+    if isolate == "always" or (isolate == "auto" and not is_familiar(module)):
+        first_run_in_child(frozen, inputs)
+    outputs = _warm_up(frozen, inputs)
+    sqnr = None
+    if verify != "off":
+        with torch.no_grad():
+            sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
+        required = max(FLOOR_DB, min(TOLERANCE_DB, graph.noise_db))
+        if sqnr < required:
+            text = _disagreement(module, inputs, sqnr, required)
+            if verify == "raise":
+                raise VerificationError(text)
+            warnings.warn(text, NCWarning, stacklevel=4)
+    operators = {n.name: n.meta["operator"] for n in graph.module.graph.nodes if "operator" in n.meta}
+    operator_at = {line: operators[node] for line, node in scripted.lines.items() if node in operators}
+    weight_bytes = _constant_bytes(frozen)
+
+    def report() -> EngineReport:
+        executed = executed_graph(frozen, inputs)
+        return build_report(graph, executed, operator_at, rewrites, sqnr, "ipex", weight_bytes)
+
+    return EngineModel(run=_Runner(frozen), report=report, script=frozen)
+
+
+class _Runner:
+    """Calls the frozen module on inputs of one fixed layout: the fuser's kernel cache takes no notice of strides."""
+
+    def __init__(self, frozen: torch.jit.ScriptModule) -> None:
+        self._frozen = frozen
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        with torch.no_grad():
+            return self._frozen(*[t.contiguous() for t in inputs])
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        msg = f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}."
+        raise ConfigError(msg)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:
+    with quiet():
+        scripted = script(module)
+        return scripted, torch.jit.freeze(scripted.module)
+
+
+def _warm_up(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
+    with quiet(), torch.no_grad():
+        for _ in range(_WARM_UP):
+            outputs = frozen(*inputs)
+    return outputs
+
+
+def _disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], sqnr: float, required: float) -> str:
+    first = first_disagreement(module, inputs)
+    where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
+    advice = f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' if first else ""
+    return (
+        f"IPEX computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least {required:.0f}. "
+        f'{where}{advice}. verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
+    )
+
+
+def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> str:
+    """Name of the first operator whose prefix graph the engine computes wrongly, by bisection; "" when every prefix is right."""
+    nodes = [n for n in module.graph.nodes if "operator" in n.meta]
+    low, high = 0, len(nodes)
+    while low < high:
+        middle = (low + high) // 2
+        if _prefix_sqnr(module, nodes[middle], inputs) < TOLERANCE_DB:
+            high = middle
+        else:
+            low = middle + 1
+    return nodes[low].meta["operator"] if low < len(nodes) else ""
+
+
+def _prefix_sqnr(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...]) -> float:
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        if node is last:
+            break
+    graph.output((mapping[last],))
+    prefix = fx.GraphModule(module, graph)
+    with torch.no_grad():
+        expected = prefix(*inputs)
+    return worst_sqnr_db(expected, _warm_up(_freeze(prefix)[1], inputs))
+
+
+def _constant_bytes(frozen: torch.jit.ScriptModule) -> int:
+    """Bytes of the distinct tensors that the frozen graph holds."""
+    seen: dict[int, int] = {}
+    for node in frozen.graph.findAllNodes("prim::Constant"):
+        if node.hasAttribute("value") and node.kindOf("value") == "t":
+            tensor = node.t("value")
+            seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())

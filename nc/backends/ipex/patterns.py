@@ -1,0 +1,38 @@
+"""Names for what surrounds each int8 operator, so that a graph can be compared with what the test suite has run."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from nc.graph.catalogue import MOVES, kind_of_node, op_name
+from nc.graph.qdq import dequantize_per_tensor, quantize_per_tensor
+
+
+def patterns(module: fx.GraphModule) -> frozenset[str]:
+    """For each int8 operator: what made its inputs, its kind, and what reads its result up to the next quantize."""
+    found = set()
+    for node in module.graph.nodes:
+        if kind_of_node(node) and any(_is_dequantize(a) for a in node.args):
+            sources = ",".join(_source(a) for a in node.args[:2] if isinstance(a, fx.Node))
+            found.add(f"{sources} > {kind_of_node(node)} > {'/'.join(sorted(_readers(node)))}")
+    return frozenset(found)
+
+
+def _is_dequantize(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is dequantize_per_tensor
+
+
+def _source(node: fx.Node) -> str:
+    """What made a tensor, with "q:" in front when it comes as codes."""
+    codes = _is_dequantize(node)
+    while _is_dequantize(node) or node.target is quantize_per_tensor or op_name(node) in MOVES:
+        node = node.args[0]
+    return ("q:" if codes else "") + (op_name(node) or node.op)
+
+
+def _readers(node: fx.Node) -> set[str]:
+    """Names of what reads a result, through moves."""
+    names: set[str] = set()
+    for user in node.users:
+        names |= _readers(user) if op_name(user) in MOVES else {op_name(user) or user.op}
+    return names

@@ -1,0 +1,136 @@
+"""What really runs: read from the graph that the JIT executes after warm-up, never from the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from nc.backends.base import EngineReport, OpRun
+from nc.graph.qdq import QDQGraph
+
+GROUP = "ipex::LlgaFusionGroup"
+_LINE = re.compile(r'<string>"?[,:] ?(?:line )?(\d+)')
+#: Nodes of the JIT graph that compute one of our operators; a fused kernel has several operators' names in its own.
+_COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul")
+
+
+def executed_graph(script: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -> torch._C.Graph:
+    """The optimized graph of the last run in this thread."""
+    with torch.no_grad():
+        script(*inputs)
+    return torch.jit.last_executed_optimized_graph()
+
+
+def build_report(
+    graph: QDQGraph,
+    executed: torch._C.Graph,
+    operator_at: Mapping[int, str],
+    rewrites: tuple[str, ...],
+    sqnr: float | None,
+    backend: str,
+    weight_bytes: int,
+) -> EngineReport:
+    """Match the nodes of the executed graph with operators by source line.
+
+    Args:
+        graph: the QDQ graph that was asked for.
+        executed: from `executed_graph`.
+        operator_at: source line of the script → operator name.
+        rewrites: what the lints changed.
+        sqnr: engine against reference in dB.
+        backend: name for the report.
+        weight_bytes: bytes of the engine's constants.
+    """
+    int8: set[str] = set()
+    seen: set[str] = set()
+    groups = outside_q = outside_dq = 0
+    for node, inside in _walk(executed, False):
+        kind = node.kind()
+        if kind == GROUP:
+            groups += "aten::dequantize" in str(node.g("Subgraph"))
+        elif kind == "aten::quantize_per_tensor":
+            outside_q += not inside
+        elif kind == "aten::dequantize":
+            outside_dq += not inside and not _is_constant(node)
+        elif _COMPUTE.search(kind.split("::")[-1]):
+            operator = operator_at.get(_line_of(node), "")
+            seen.add(operator)
+            if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
+                int8.add(operator)
+    linted = {entry.split(": ", 1)[1]: entry.split(": ", 1)[0] for entry in rewrites}
+    ops = []
+    for decision in graph.plan.decisions:
+        name = decision.operator
+        if name in int8:
+            ops.append(OpRun(operator=name, ran="int8", reason=f"lint {linted[name]}" if name in linted else ""))
+        elif decision.spec.quantized:
+            ops.append(OpRun(operator=name, ran="fp32", reason=_why_float(name, seen, linted)))
+        else:
+            ops.append(OpRun(operator=name, ran="fp32", reason=decision.reason))
+    return EngineReport(
+        backend=backend,
+        ops=tuple(ops),
+        groups=groups,
+        quantize_outside=outside_q,
+        dequantize_outside=outside_dq,
+        weight_bytes=weight_bytes,
+        rewrites=rewrites,
+        sqnr_db=sqnr,
+    )
+
+
+def _why_float(name: str, seen: set[str], linted: Mapping[str, str]) -> str:
+    if name in linted:
+        return f"lint {linted[name]}: see docs/ipex.md"
+    if name in seen:
+        return "IPEX did not fuse it: it runs between dequantize and quantize"
+    return "not in the executed graph: merged into a fp32 kernel, or with an identical call of the same layer"
+
+
+def _walk(block: torch._C.Graph | torch._C.Block, inside: bool) -> Iterator[tuple[torch._C.Node, bool]]:
+    for node in block.nodes():
+        yield node, inside
+        if node.kind() == GROUP:
+            yield from _walk(node.g("Subgraph"), True)
+        for inner in node.blocks():
+            yield from _walk(inner, inside)
+
+
+def _line_of(node: torch._C.Node) -> int:
+    match = _LINE.search(node.sourceRange())
+    return int(match.group(1)) if match else 0
+
+
+def _reads_codes(node: torch._C.Node) -> bool:
+    """Whether an input of a fused node is a dequantize, directly or through values that are only moved inside the group."""
+    return any(_from_codes(value.node(), 4) for value in node.inputs())
+
+
+def _from_codes(node: torch._C.Node, depth: int) -> bool:
+    if node.kind() == "aten::dequantize":
+        return True
+    moves = ("aten::permute", "aten::transpose", "aten::view", "aten::contiguous", "aten::reshape")
+    return depth > 0 and node.kind() in moves and _from_codes(next(node.inputs()).node(), depth - 1)
+
+
+def _is_quantized_kernel(node: torch._C.Node) -> bool:
+    """An ATen kernel that reads quantized tensors itself (`quantized::add`, pooling of codes)."""
+    if node.kind().startswith("quantized::"):
+        return True
+    first = next(iter(node.inputs()), None)
+    return first is not None and first.node().kind() in ("aten::quantize_per_tensor", GROUP) and _yields_codes(first)
+
+
+def _yields_codes(value: torch._C.Value) -> bool:
+    node = value.node()
+    if node.kind() == "aten::quantize_per_tensor":
+        return True
+    outputs = list(node.outputs())
+    inner = list(node.g("Subgraph").outputs())[[o.debugName() for o in outputs].index(value.debugName())]
+    return inner.node().kind() == "aten::quantize_per_tensor"
+
+
+def _is_constant(node: torch._C.Node) -> bool:
+    return next(node.inputs()).node().kind() == "prim::Constant"

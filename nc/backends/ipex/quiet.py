@@ -1,0 +1,70 @@
+"""Importing IPEX without its console noise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing reaches the console inside: IPEX and the JIT print from C++, past Python's warnings and logging.
+
+    What was printed is shown after all when the block raises. One thread at a time; another thread's output of that moment is held
+    back too.
+    """
+    with _LOCK, tempfile.TemporaryFile() as sink, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            failed = True
+            raise
+        else:
+            failed = False
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in zip((1, 2), saved, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            if failed:
+                sink.seek(0)
+                sys.stderr.write(sink.read().decode(errors="replace"))
+
+
+def import_ipex() -> None:
+    """Import IPEX, silently; registers its fusion pass with TorchScript.
+
+    IPEX imports Inductor, which would start a pool of compiler processes that nothing here uses.
+    """
+    if "intel_extension_for_pytorch" in sys.modules:
+        return
+    with quiet(), _environment("TORCH_WARM_POOL", "0"):
+        import intel_extension_for_pytorch  # noqa: F401
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable set inside, and put back afterwards."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,50 @@
+"""The reference backend: the QDQ graph itself, in plain fp32 PyTorch. Slow, exact, runs everywhere; every engine is checked against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nc.backends.base import EngineModel, EngineReport, OpRun
+from nc.config import KIND_NAMES
+from nc.graph.catalogue import WEIGHTED
+from nc.graph.qdq import QDQGraph
+from nc.spec import Capabilities, OpSupport
+
+NAME = "reference"
+_NOTE = "simulated: integers are dequantized and computed in fp32"
+
+
+class ReferenceBackend:
+    """See the module text."""
+
+    name = NAME
+
+    def why_unavailable(self) -> str:
+        """It always runs."""
+        return ""
+
+    def capabilities(self) -> Capabilities:
+        """Every kind and dtype."""
+        rows = tuple(
+            OpSupport(kind=kind, activations=("uint8", "int8"), weights=("int8",) if kind in WEIGHTED.values() else (), note=_NOTE)
+            for kind in KIND_NAMES
+        )
+        return Capabilities(backend=NAME, ops=rows, fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}))
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """Run the graph's own module."""
+
+        def run(inputs: Any) -> Any:
+            with torch.no_grad():
+                return graph.module(*inputs)
+
+        def report() -> EngineReport:
+            ops = tuple(
+                OpRun(operator=d.operator, ran="fp32", reason=_NOTE if d.spec.quantized else d.reason) for d in graph.plan.decisions
+            )
+            bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
+            return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
+
+        return EngineModel(run=run, report=report)

@@ -1,0 +1,203 @@
+"""QDQ graph → TorchScript, by writing its source: one statement per node, so that a line number leads back to its operator.
+
+Scripting keeps sizes free where tracing bakes them in. Names of ATen operators are resolved by TorchScript's own overload resolution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import math
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from nc.errors import BackendError
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+
+#: Arithmetic on sizes and its TorchScript spelling.
+_SIZE_OPS: dict[Callable[..., object], str] = {
+    operator.add: "({} + {})",
+    operator.sub: "({} - {})",
+    operator.mul: "({} * {})",
+    operator.floordiv: "({} // {})",
+    operator.truediv: "({} / {})",
+    operator.mod: "({} % {})",
+    operator.pow: "({} ** {})",
+    operator.neg: "(-{})",
+    operator.eq: "({} == {})",
+    operator.ne: "({} != {})",
+    operator.lt: "({} < {})",
+    operator.le: "({} <= {})",
+    operator.gt: "({} > {})",
+    operator.ge: "({} >= {})",
+    operator.and_: "({} and {})",
+    operator.or_: "({} or {})",
+    torch.sym_max: "max({}, {})",
+    torch.sym_min: "min({}, {})",
+    torch.sym_float: "float({})",
+    torch.sym_int: "int({})",
+    torch.sym_not: "(not {})",
+    math.ceil: "math.ceil({})",
+    math.floor: "math.floor({})",
+    math.trunc: "int({})",
+}
+_aten = torch.ops.aten
+_CONVOLUTIONS = (
+    _aten.conv1d.default,
+    _aten.conv2d.default,
+    _aten.conv3d.default,
+    _aten.conv_transpose1d.default,
+    _aten.conv_transpose2d.input,
+    _aten.conv_transpose3d.input,
+)
+_MEMORY_FORMATS = {
+    torch.contiguous_format: "torch.contiguous_format",
+    torch.channels_last: "torch.channels_last",
+    torch.preserve_format: "torch.preserve_format",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """A scripted graph.
+
+    Attributes:
+        module: TorchScript module; tensors in, a tuple of outputs back.
+        lines: source line → name of the fx node that it computes.
+        source: the text, for debugging.
+    """
+
+    module: torch.jit.ScriptModule
+    lines: Mapping[int, str]
+    source: str
+
+
+def script(module: fx.GraphModule) -> Script:
+    """Script a flat fx module.
+
+    Int8 weights become quantized constants, so that nothing keeps a fp32 copy; sizes stay free.
+
+    Raises:
+        BackendError: TorchScript can't express an operator; names it.
+    """
+    # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one forward
+    root = type("QuantizedGraph", (torch.nn.Module,), {})()
+    names: dict[fx.Node, str] = {}
+    inputs: list[str] = []
+    body: list[tuple[str, str]] = []
+    for node in module.graph.nodes:
+        names[node] = _identifier(node.name)
+        if node.op == "placeholder":
+            inputs.append(names[node])
+        elif node.op == "get_attr":
+            if _is_plain_constant(node):
+                root.register_buffer(f"c_{node.target}", getattr(module, node.target))
+                names[node] = f"self.c_{node.target}"
+        elif node.op == "output":
+            body.append((node.name, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
+        else:
+            body.append((node.name, f"{names[node]} = {_call(module, root, node, names)}"))
+    head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
+    source = "\n".join([head, *(f"    {text}" for _, text in body)]) + "\n"
+    scripted = torch.jit.script(root.eval())
+    try:
+        scripted.define(source)
+    except RuntimeError as error:
+        msg = f"TorchScript can't express this graph: {str(error).strip()}"
+        raise BackendError(msg) from error
+    return Script(scripted, {i + 2: name for i, (name, _) in enumerate(body)}, source)
+
+
+def _is_plain_constant(node: fx.Node) -> bool:
+    """A constant that the script reads as it is; int8 codes and their scales are merged into quantized tensors instead."""
+    return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
+
+
+def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    if node.target is quantize_per_tensor:
+        x, scale, zero_point, quant_min, quant_max = node.args
+        dtype = "torch.quint8" if quant_min >= 0 else "torch.qint8"
+        value = names[x]
+        if (quant_min, quant_max) not in ((0, 255), (-128, 127)):
+            low, high = (quant_min - zero_point) * scale, (quant_max - zero_point) * scale
+            value = f"torch.clamp({value}, {low!r}, {high!r})"  # the quantized dtype itself has all 8 bits
+        return f"torch.quantize_per_tensor({value}, {scale!r}, {zero_point}, {dtype})"
+    if node.target in (dequantize_per_tensor, dequantize_per_channel):
+        source = node.args[0]
+        if source.op != "get_attr":
+            return f"{names[source]}.dequantize()"
+        attribute = f"c_{source.target}_q{node.args[2]}"
+        if not hasattr(root, attribute):
+            root.register_buffer(attribute, _quantized_weight(module, node))
+        return f"self.{attribute}.dequantize()"
+    arguments = [_text(a, names) for a in node.args]
+    if node.target is operator.getitem:
+        return f"{arguments[0]}[{arguments[1]}]"
+    if node.target in _SIZE_OPS:
+        return _SIZE_OPS[node.target].format(*arguments)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        msg = f"Operator {node.target} of node {node.name!r} has no TorchScript form."
+        raise BackendError(msg)
+    arguments += [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
+    if node.target is torch.ops.aten.reshape.default:
+        # fusers look through contiguous and view, not through reshape; the three mean the same
+        return f"{arguments[0]}.contiguous().view({arguments[1]})" if _is_strided(node.args[0]) else f"{arguments[0]}.view({arguments[1]})"
+    if node.target in _CONVOLUTIONS:
+        return _convolution(node, names)
+    namespace, name = node.target._schema.name.split("::")
+    return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"
+
+
+def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The one operator that every convolution becomes; IPEX fuses conv1d and transposed ones in this form only."""
+    a = schema_arguments(node)
+    dims = node.args[1].meta["val"].dim() - 2
+    sizes = {k: [*a[k]] * (dims if len(a[k]) == 1 else 1) for k in ("stride", "padding", "dilation")}
+    transposed = op_name(node).startswith("conv_transpose")
+    output_padding = a.get("output_padding", [0])
+    output_padding = [*output_padding] * (dims if len(output_padding) == 1 else 1)
+    x, weight, bias = (_text(a[k], names) for k in ("input", "weight", "bias"))
+    return (
+        f"torch._convolution({x}, {weight}, {bias}, {sizes['stride']}, {sizes['padding']}, {sizes['dilation']}, "
+        f"{transposed}, {output_padding}, {a['groups']}, False, False, True, True)"
+    )
+
+
+def _is_strided(node: fx.Node) -> bool:
+    """Whether a value may lie in memory in another order than its shape says."""
+    return op_name(node) not in ("linear", "layer_norm", "quantize_per_tensor", "dequantize_per_tensor", "embedding", "reshape") or (
+        op_name(node) in ("quantize_per_tensor", "dequantize_per_tensor") and _is_strided(node.args[0])
+    )
+
+
+def _quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    codes = getattr(module, node.args[0].target)
+    if node.target is dequantize_per_tensor:
+        return torch._make_per_tensor_quantized_tensor(codes, node.args[1], node.args[2])
+    scale = getattr(module, node.args[1].target).double()
+    zero_points = torch.zeros(len(scale), dtype=torch.int64)
+    return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, node.args[2])
+
+
+def _text(value: object, names: Mapping[fx.Node, str]) -> str:
+    """An argument as TorchScript source."""
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(v, names) for v in value)}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, torch.device):
+        return f"torch.device('{value}')"
+    if isinstance(value, torch.memory_format):
+        return _MEMORY_FORMATS[value]
+    return repr(value)  # numbers, strings, None, and torch.float32 or torch.strided, whose repr is their name
+
+
+def _identifier(name: str) -> str:
+    """A name that is neither a keyword nor a TorchScript built-in."""
+    return f"{name}_" if keyword.iskeyword(name) or name in ("self", "torch", "math", "float", "int", "max", "min") else f"v_{name}"

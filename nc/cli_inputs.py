@@ -1,0 +1,135 @@
+"""What the command line names, as objects: calibration data, a configuration, a factory's model."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from nc.config import StaticQuantConfig
+from nc.errors import NCError
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class RequestError(NCError, ValueError):
+    """What the command line names can't be used."""
+
+
+def _is_positional(name: str) -> bool:
+    """Whether numpy.savez made the name, for an array that was given without one."""
+    return re.fullmatch(r"arr_\d+", name) is not None
+
+
+def _names(arrays: Arrays) -> str:
+    return ", ".join(sorted(arrays))
+
+
+def read_npz(path: Path) -> Arrays:
+    """Arrays by name of argument, or arr_0, arr_1 and so on; equally many samples in each, no float64."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            msg = "a single array without a name"
+            raise ValueError(msg)
+        with loaded:
+            arrays = {name: loaded[name] for name in loaded.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        msg = f"{path} is not an .npz file of plain arrays; write it with numpy.savez(path, argument=array, …)."
+        raise RequestError(msg) from error
+    sizes = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+    if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no arrays at all"
+        msg = f"{path}: expected arrays with equally many samples (first axis), at least one, but got {found}."
+        raise RequestError(msg)
+    if len({_is_positional(name) for name in arrays}) > 1:
+        msg = f"{path}: expected names of arguments, or arr_0, arr_1, … for all, but got {_names(arrays)}."
+        raise RequestError(msg)
+    return {name: _to_fp32(name, array) for name, array in arrays.items()}
+
+
+def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if array.dtype.kind not in "fiub":
+        msg = f"Array {name!r}: expected numbers, but got dtype {array.dtype}."
+        raise RequestError(msg)
+    if str(array.dtype) == "float64":  # numpy's default, and hardly ever what a model takes
+        click.echo(f"nc: warning: array {name!r} is float64 and is read as float32.", err=True)
+        return array.astype("float32")
+    return array
+
+
+def check_same_names(arrays: Arrays, examples: Arrays) -> None:
+    """Raise RequestError when the example inputs are for other arguments than the calibration data."""
+    if set(examples) != set(arrays):
+        msg = f"Expected --example to have the arrays of --calib, {_names(arrays)}, but got {_names(examples)}."
+        raise RequestError(msg)
+
+
+def read_config(path: Path) -> StaticQuantConfig:
+    """A configuration as `StaticQuantConfig.to_json_file` writes it."""
+    try:
+        return StaticQuantConfig.from_json_file(path)
+    except (NCError, TypeError, UnicodeDecodeError) as error:
+        msg = f"{path}: {error}"
+        raise RequestError(msg) from error
+
+
+def make_model(factory: str) -> torch.nn.Module:
+    """The model that "pkg.module:factory" makes, in eval mode."""
+    module_name, colon, attribute = factory.partition(":")
+    if not (module_name and colon and attribute):
+        msg = f"Expected PKG.MODULE:FACTORY, e.g. my_models:make_encoder, but got {factory!r}."
+        raise RequestError(msg)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        model = function()
+    except Exception as error:  # the user's code can raise anything
+        msg = f"{factory}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."
+        raise RequestError(msg) from error
+    if not isinstance(model, torch.nn.Module):
+        msg = f"Expected {factory} to return a torch.nn.Module, but got {type(model).__name__}."
+        raise RequestError(msg)
+    return model.eval()  # nobody else holds it, so there is no training flag to keep
+
+
+def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and module_name.split(".")[0] == error.name.split(".")[0]:
+        return f"there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
+    if isinstance(error, AttributeError) and error.name in attribute.split("."):
+        public = [name for name in dir(error.obj) if not name.startswith("_")]
+        return f"{module_name} has no {attribute!r}; it has {', '.join(public[:20]) or 'nothing'}"
+    return f"{type(error).__name__}: {error}"
+
+
+def batches(arrays: Arrays, size: int) -> Iterator[Arrays]:
+    """All samples, `size` at a time."""
+    samples = len(next(iter(arrays.values())))
+    for start in range(0, samples, size):
+        yield {name: array[start : start + size] for name, array in arrays.items()}
+
+
+def as_inputs(arrays: Arrays) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+    """Arguments by name; a tuple when the arrays are called arr_0, arr_1 and so on."""
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    if not all(map(_is_positional, tensors)):
+        return tensors
+    order = sorted(tensors, key=lambda name: int(name.removeprefix("arr_")))
+    return tuple(tensors[name] for name in order)
+
+
+def call(model: torch.nn.Module, arrays: Arrays) -> Any:
+    """Run a model on one batch."""
+    inputs = as_inputs(arrays)
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)

@@ -1,0 +1,1 @@
+"""The captured graph: capture, catalogue of operators, observation, q/dq insertion."""

@@ -1,0 +1,166 @@
+"""Which ATen operators are what: the one table that capture, rules and q/dq placement read.
+
+Names are those of the operator without namespace and overload: "linear" for `aten.linear.default`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+#: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
+WEIGHTED: dict[str, str] = {
+    "linear": "linear",
+    "conv1d": "conv1d",
+    "conv2d": "conv2d",
+    "conv3d": "conv3d",
+    "conv_transpose1d": "conv_transpose1d",
+    "conv_transpose2d": "conv_transpose2d",
+    "conv_transpose3d": "conv_transpose3d",
+}
+#: Integer compute with two activations.
+BINARY: dict[str, str] = {"matmul": "matmul", "bmm": "matmul", "mm": "matmul", "add": "add"}
+
+#: Elementwise operators that engines fuse behind the integer compute in front of them.
+ACTIVATIONS = frozenset(
+    {
+        "relu",
+        "relu6",
+        "hardtanh",
+        "clamp",
+        "gelu",
+        "silu",
+        "hardswish",
+        "hardsigmoid",
+        "sigmoid",
+        "tanh",
+        "leaky_relu",
+        "elu",
+        "mish",
+    }
+)
+#: Operators that only move values: codes pass through unchanged.
+MOVES = frozenset(
+    {
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "contiguous",
+        "clone",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "slice",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "pixel_shuffle",
+        "channel_shuffle",
+        "roll",
+        "flip",
+        "getitem",
+        "movedim",
+        "swapaxes",
+        "index_select",
+        "unsafe_chunk",
+        "upsample_nearest2d",
+    }
+)
+#: Operators whose output stays within the range of their input, so that both can share scale and zero point.
+POOLS = frozenset(
+    {
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "adaptive_max_pool2d",
+    }
+)
+#: Operators that put several tensors together.
+JOINS = frozenset({"cat", "concat", "stack"})
+
+#: Float operators listed by `describe`, with the reason why they have no integer form.
+FLOAT_OPS: dict[str, str] = {
+    "embedding": "a table look-up: no arithmetic to quantize",
+    "embedding_bag": "a table look-up: no arithmetic to quantize",
+    "layer_norm": "normalisation stays fp32",
+    "group_norm": "normalisation stays fp32",
+    "instance_norm": "normalisation stays fp32",
+    "batch_norm": "batch norm without a convolution in front of it stays fp32",
+    "rms_norm": "normalisation stays fp32",
+    "softmax": "softmax stays fp32",
+    "log_softmax": "softmax stays fp32",
+    "scaled_dot_product_attention": "attention that could not be decomposed stays fp32",
+    "einsum": "einsum stays fp32; write it as matmul to quantize it",
+    "baddbmm": "baddbmm stays fp32; write it as matmul and add to quantize it",
+    "lstm": "recurrent operators stay fp32",
+    "gru": "recurrent operators stay fp32",
+}
+
+#: Operators that do nothing in inference.
+IDENTITIES = frozenset(
+    {"dropout", "feature_dropout", "alpha_dropout", "detach", "detach_", "lift_fresh_copy", "lift_fresh", "alias", "dropout_"}
+)
+#: Checks that export puts into the graph; call inputs are checked by `Signature` instead.
+CHECKS = frozenset(
+    {
+        "_assert_tensor_metadata",
+        "_assert_scalar",
+        "_assert_async",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+        "_functional_assert_async",
+    }
+)
+
+
+def op_name(node: fx.Node) -> str:
+    """Name of a node's operator without namespace and overload ("linear"); "" for what is not a call."""
+    if node.op != "call_function":
+        return ""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def kind_of_node(node: fx.Node) -> str | None:
+    """The quantizable kind of a node ("linear", "matmul", …), or None."""
+    name = op_name(node)
+    return WEIGHTED.get(name) or BINARY.get(name)
+
+
+def passes_codes(node: fx.Node) -> bool:
+    """Whether quantized values go through this node unchanged or within their range."""
+    return op_name(node) in MOVES or op_name(node) in POOLS
+
+
+def is_float_tensor(node: object) -> bool:
+    """Whether a node yields one float tensor."""
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.is_floating_point()
+
+
+def schema_arguments(node: fx.Node) -> dict[str, object]:
+    """All arguments of an ATen call by their schema name, defaults filled in."""
+    values: dict[str, object] = {}
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            values[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            values[argument.name] = argument.default_value
+    return values

@@ -1,0 +1,67 @@
+"""Who feeds whom, through the operators that quantized values pass: the questions that q/dq placement asks of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, kind_of_node, op_name
+
+#: Moves that keep only part of their input: a part can have a much smaller range than the whole.
+_PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})
+#: Pools whose output has the range of their input; averages have a smaller one.
+_MAX_POOLS = frozenset(name for name in POOLS if "max" in name)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The tensor whose codes `node` carries: up through whole moves and max pools, which change no value's range."""
+    while op_name(node) in MOVES - _PARTS or op_name(node) in _MAX_POOLS:
+        node = node.args[0]
+    return node
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The operator that computed a tensor: up through everything that an engine fuses behind it or passes codes through."""
+    while op_name(node) in MOVES or op_name(node) in POOLS or op_name(node) in ACTIVATIONS:
+        node = node.args[0]
+    return node
+
+
+def consumers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read a tensor, seen through moves, pools, joins and elementwise activations."""
+    for user in node.users:
+        name = op_name(user)
+        if name in MOVES or name in POOLS or name in JOINS or name in ACTIVATIONS:
+            yield from consumers(user)
+        else:
+            yield user
+
+
+def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str]) -> dict[str, str]:
+    """Additions that int8 would not help: operator name → reason.
+
+    An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A residual stream that ends in a
+    normalisation (transformers) or in the model's output does neither: its sum is a fp32 post-operation of what is in front of it.
+    """
+    int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
+    adds = [n for n in int8 if kind_of_node(n) == "add" and n.meta["operator"] not in keep]
+    useless: dict[str, str] = {}
+    changed = True
+    while changed:
+        changed = False
+        for node in adds:
+            reason = _why_useless(node, int8) if node in int8 else ""
+            if reason:
+                useless[node.meta["operator"]] = reason
+                int8.discard(node)
+                changed = True
+    return useless
+
+
+def _why_useless(add: fx.Node, int8: set[fx.Node]) -> str:
+    if not any(producer(side) in int8 for side in add.args[:2]):
+        return "no int8 operator produces either side"
+    if not any(reader in int8 for reader in consumers(add)):
+        return "no int8 operator reads the sum; it is fused in fp32"
+    return ""

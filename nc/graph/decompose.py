@@ -1,0 +1,117 @@
+"""`scaled_dot_product_attention` → matmul, scale, mask, softmax, matmul, so that each matmul can be quantized and fused."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import is_float_tensor, op_name, schema_arguments
+
+aten = torch.ops.aten
+
+
+def decompose_attention(module: fx.GraphModule) -> None:
+    """Rewrite every attention whose head size is fixed; masks shared by several layers are converted once."""
+    masks: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
+    for node in list(module.graph.nodes):
+        if op_name(node) != "scaled_dot_product_attention":
+            continue
+        arguments = schema_arguments(node)
+        if isinstance(arguments["query"].meta["val"].shape[-1], int) and arguments["query"].meta["val"].dim() >= 3:
+            with module.graph.inserting_before(node):
+                result = _attention(_Builder(module.graph, node), masks, **arguments)
+            node.replace_all_uses_with(result)
+            module.graph.erase_node(node)
+
+
+class _Builder:
+    """Inserts calls that carry the module stack of the attention they replace, and a fake value for later passes."""
+
+    def __init__(self, graph: fx.Graph, origin: fx.Node) -> None:
+        self.graph = graph
+        self.origin = origin
+
+    def __call__(self, shape: tuple | None, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
+        if shape is not None:
+            # the result's shape is stated rather than traced: fake tensors of free sizes refuse some composite operators
+            node.meta["val"] = self.origin.meta["val"].new_empty(shape)
+        return node
+
+
+def _attention(
+    call: _Builder,
+    masks: dict[fx.Node, tuple[fx.Node, fx.Node | None]],
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> fx.Node:
+    q, k, v = (tuple(n.meta["val"].shape) for n in (query, key, value))
+    if enable_gqa and q[-3] != k[-3]:
+        k, v = (*k[:-3], q[-3], *k[-2:]), (*v[:-3], q[-3], *v[-2:])
+        key = call(k, aten.repeat_interleave.self_int, key, q[-3] // key.meta["val"].shape[-3], -3)
+        value = call(v, aten.repeat_interleave.self_int, value, q[-3] // value.meta["val"].shape[-3], -3)
+    factor = 1.0 / math.sqrt(q[-1]) if scale is None else float(scale)
+    square = (*q[:-1], k[-2])
+    scores = call(square, aten.matmul.default, query, call((*k[:-2], k[-1], k[-2]), aten.transpose.int, key, -2, -1))
+    if factor != 1.0:
+        # a division is what the fusers look for; 1/factor is exact whenever the head size is a power of 4
+        scores = call(square, aten.div.Tensor, scores, 1.0 / factor)
+    if is_causal:
+        scores = call(square, aten.add.Tensor, scores, _causal_bias(call, query, key, square[-2:]))
+    attended = None
+    if attn_mask is not None:
+        if attn_mask not in masks:
+            masks[attn_mask] = _bias(call, attn_mask)
+        bias, attended = masks[attn_mask]
+        scores = call(square, aten.add.Tensor, scores, bias)
+    weights = call(square, aten.softmax.int, scores, -1)
+    output = call((*q[:-1], v[-1]), aten.matmul.default, weights, value)
+    return call((*q[:-1], v[-1]), aten.mul.Tensor, output, attended) if attended is not None else output
+
+
+def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: tuple) -> fx.Node:
+    rows = call(None, aten.sym_size.int, query, query.meta["val"].dim() - 2)
+    columns = call(None, aten.sym_size.int, key, key.meta["val"].dim() - 2)
+    lowest = call(shape, aten.full.default, [rows, columns], torch.finfo(torch.float32).min)
+    return call(shape, aten.triu.default, lowest, 1)
+
+
+def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """The mask as something to add, and for boolean masks 1/0 per row: attention gives 0 where a row may attend to nothing."""
+    val = mask.meta["val"]
+    shape = tuple(val.shape)
+    if val.dtype != torch.bool:
+        return (_finite(call, mask, shape)) if _holds_minus_infinity(mask) else (mask, None)
+    hidden = call(shape, aten.logical_not.default, mask)
+    zeros = call(shape, aten.zeros_like.default, mask, dtype=torch.float32)
+    bias = call(shape, aten.masked_fill.Scalar, zeros, hidden, torch.finfo(torch.float32).min)
+    row = (*shape[:-1], 1)
+    return bias, call(row, aten.to.dtype, call(row, aten.any.dim, mask, -1, True), torch.float32)
+
+
+def _finite(call: _Builder, mask: fx.Node, shape: tuple) -> tuple[fx.Node, fx.Node]:
+    """A float mask with -inf: finite, so that a row which hides everything gives no NaN, and that row's 0."""
+    row = (*shape[:-1], 1)
+    visible = call(shape, aten.gt.Scalar, mask, torch.finfo(torch.float32).min)
+    attended = call(row, aten.to.dtype, call(row, aten.any.dim, visible, -1, True), torch.float32)
+    return call(shape, aten.clamp.default, mask, torch.finfo(torch.float32).min), attended
+
+
+def _holds_minus_infinity(mask: fx.Node, depth: int = 12) -> bool:
+    """Whether a mask may hold -inf: given, or made with it here (torch's own are; Hugging Face's hold the lowest finite number)."""
+    if depth == 0 or not isinstance(mask, fx.Node):
+        return False
+    if mask.op == "placeholder":
+        return is_float_tensor(mask)
+    if any(isinstance(a, float) and a == -math.inf for a in mask.args):
+        return True
+    return any(_holds_minus_infinity(n, depth - 1) for n in mask.all_input_nodes)

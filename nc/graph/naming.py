@@ -1,0 +1,130 @@
+"""Names of operators, as the user would point at them: module paths, and paths plus a kind for functional operators."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+import torch
+from torch import fx
+
+from nc.graph import catalogue
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operator:
+    """One named operator of a captured graph.
+
+    Attributes:
+        name: unique; "encoder.layer.0.attention.self.query", "layer1.0.add", "block.matmul_1", "shared@1" for a second call.
+        module_name: the name without call number ("shared"), which rules match too.
+        kind: catalogue kind of a quantizable operator, else the ATen name.
+        module_type: qualified class name of the innermost module that it runs in.
+        node: name of its fx node.
+        quantizable: whether some integer kernel exists for its kind.
+        reason: why it can't be quantized; "" when it can.
+    """
+
+    name: str
+    module_name: str
+    kind: str
+    module_type: str
+    node: str
+    quantizable: bool
+    reason: str = ""
+
+
+def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Operator, ...]:
+    """Name every operator that a user may want to see, in execution order."""
+    modules = dict(model.named_modules())
+    seen: dict[str, int] = collections.Counter()
+    operators = []
+    activations = _activations(module)
+    for node in module.graph.nodes:
+        op = catalogue.op_name(node)
+        kind = catalogue.kind_of_node(node)
+        shown = kind or (op if op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS else None)
+        if shown is None or not catalogue.is_float_tensor(node):
+            continue
+        reason = catalogue.FLOAT_OPS.get(op, "") if kind is None else _why_not(node, kind, activations)
+        if kind == "add" and reason:
+            continue  # an addition of a constant or of a mask is no operator that a user would look for
+        path, owned, module_type = _owner(node, shown, modules)
+        base = path if owned else ".".join(filter(None, (path, shown)))
+        count = seen[base]
+        seen[base] += 1
+        name = base if count == 0 else f"{base}@{count}" if owned else f"{base}_{count}"
+        node.meta["operator"] = name
+        module_name = base if owned else name
+        operators.append(Operator(name, module_name, shown, module_type, node.name, kind is not None and not reason, reason))
+    return tuple(operators)
+
+
+def _activations(module: fx.GraphModule) -> set[fx.Node]:
+    """Float tensors that depend on data: on float inputs or look-ups, not on positions, masks and constants alone."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        is_source = node.op == "placeholder" or catalogue.op_name(node) in ("embedding", "embedding_bag")
+        if (is_source and catalogue.is_float_tensor(node)) or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _why_not(node: fx.Node, kind: str, activations: set[fx.Node]) -> str:
+    """Why an operator of a quantizable kind can't be quantized; "" when it can."""
+    dtype = node.meta["val"].dtype
+    if dtype != torch.float32:
+        return f"it computes in {dtype}; quantization starts from fp32"
+    if kind in catalogue.WEIGHTED.values():
+        return "" if node.args[1].op == "get_attr" else "its weight is computed from the inputs"
+    left, right = node.args[0], node.args[1]
+    if not {left, right} <= activations:
+        return "one side is a constant, a mask or a position"
+    if not (catalogue.is_float_tensor(left) and catalogue.is_float_tensor(right)):
+        return "one side is not a float activation"
+    if kind == "add":
+        if node.kwargs.get("alpha", 1) != 1:
+            return "add with alpha"
+        if not _same_shape(left, right):
+            return "the sides have different shapes"
+    return ""
+
+
+def _same_shape(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two shapes are equal without broadcasting; a free size can equal any other size, but not a fixed 1."""
+    a, b = left.meta["val"].shape, right.meta["val"].shape
+    return len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _same_size(x: object, y: object) -> bool:
+    if isinstance(x, int) and isinstance(y, int):
+        return x == y
+    return not (isinstance(x, int) and x == 1) and not (isinstance(y, int) and y == 1)
+
+
+def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tuple[str, bool, str]:
+    """(module path, whether the node *is* that module, class of that module)."""
+    stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
+    path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
+    path = path if path in modules else ""
+    weight = node.args[1] if kind in catalogue.WEIGHTED.values() else None
+    fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
+    parent = fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
+    if parent is not None and parent in modules and (parent == path or parent.startswith(f"{path}." if path else "")):
+        return parent, True, _class_name(modules[parent])
+    inner = modules.get(path)
+    own_weight = getattr(inner, "weight", None) if weight is not None else None
+    if isinstance(own_weight, torch.Tensor) and path:
+        return path, True, _class_name(inner)  # tied or parametrised weight: stored elsewhere, called as this module
+    is_module = weight is None and inner is not None and path and _is_plain(inner)
+    return path, bool(is_module), _class_name(inner)
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """A torch.nn module that is one operator: no children, and not a container."""
+    return type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
+
+
+def _class_name(module: torch.nn.Module | None) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}" if module is not None else ""

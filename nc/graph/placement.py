@@ -1,0 +1,111 @@
+"""Where quantize/dequantize pairs go: the one decision that accuracy and speed both hang on.
+
+Quantization is asked for by the *inputs* of integer operators, never by outputs: a tensor that no integer operator reads stays fp32.
+Three rules follow from how integer engines fuse:
+
+* a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine fuses into the producer;
+* values that are only moved, or max-pooled, keep the scale of the tensor that they come from, and pools between two integer operators
+  get a pair in front as well, so that they run on codes;
+* of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other as a post-operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import MOVES, POOLS, kind_of_node, op_name
+from nc.graph.dataflow import origin, producer
+from nc.plan import Plan
+from nc.spec import Capabilities, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edge:
+    """One input of one operator that gets a quantize/dequantize pair.
+
+    Attributes:
+        reader: the operator's node.
+        index: position among its arguments.
+        source: the node that is read there.
+        origin: the node whose range gives the qparams.
+        spec: how it is quantized.
+        operator: name of the operator that asked.
+    """
+
+    reader: fx.Node
+    index: int
+    source: fx.Node
+    origin: fx.Node
+    spec: TensorSpec
+    operator: str
+
+
+def edge_key(edge: Edge) -> tuple[str, str]:
+    """What edges that share qparams have in common: the tensor and how it is quantized."""
+    return edge.origin.name, str(edge.spec)
+
+
+def works_in_place(module: fx.GraphModule) -> bool:
+    """Whether some operator changes a tensor in place: a value then depends on when it is read, so pairs go directly to each reader."""
+    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in module.graph.nodes)
+
+
+def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> list[Edge]:
+    """All edges that get a pair, in execution order of their readers."""
+    specs = {d.operator: d.spec.activation for d in plan.quantized}
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    int8 = {n for n in order if n.meta.get("operator") in specs}
+    depth = _depths(module, int8)
+    edges: dict[tuple[fx.Node, int], Edge] = {}
+    if works_in_place(module):
+        for node in (n for n in order if n in int8):
+            operator = node.meta["operator"]
+            for index in (0, 1) if kind_of_node(node) in ("matmul", "add") else (0,):
+                edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator], operator)
+        return list(edges.values())
+    for node in (n for n in order if n in int8):
+        operator = node.meta["operator"]
+        for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
+            _add_edge(edges, int8, Edge(node, index, node.args[index], origin(node.args[index]), specs[operator], operator))
+    return sorted(edges.values(), key=lambda e: (order[e.reader], e.index))
+
+
+def _add_edge(edges: dict[tuple[fx.Node, int], Edge], int8: set[fx.Node], edge: Edge) -> None:
+    """Enter an edge, and one for every pool behind it that can run on codes: those that read what an integer operator computed."""
+    edges.setdefault((edge.reader, edge.index), edge)
+    node = edge.source
+    while op_name(node) in MOVES or op_name(node) in POOLS:
+        source = node.args[0]
+        if op_name(node) in POOLS and producer(source) in int8:
+            # max pools keep the scale of what they read; averages have a smaller range, so a scale of their own
+            edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source)))
+        node = source
+
+
+def _activation_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, int], fused_add: frozenset[str]) -> list[int]:
+    kind = kind_of_node(node)
+    if kind not in ("matmul", "add"):
+        return [0]
+    if kind == "matmul":
+        return [0, 1]
+    anchors = [i for i in (0, 1) if _is_fused_side(node, node.args[i], int8, fused_add)]
+    if not anchors:
+        return [0, 1]
+    # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path, is quantized
+    fused = max(anchors, key=lambda i: depth[node.args[i]])
+    return [1 - fused]
+
+
+def _depths(module: fx.GraphModule, int8: set[fx.Node]) -> dict[fx.Node, int]:
+    """Number of integer operators on the longest path to each node."""
+    depth: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        depth[node] = max((depth[n] for n in node.all_input_nodes), default=0) + (node in int8)
+    return depth
+
+
+def _is_fused_side(add: fx.Node, side: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:
+    return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]

@@ -1,0 +1,170 @@
+"""Graph + qparams → QDQ graph: integer weights and quantize/dequantize nodes among plain float operators.
+
+The three functions below are what those nodes call, so the QDQ graph runs on any CPU as it is: it is the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.passes import add_constant
+from nc.graph.placement import Edge, edge_key, works_in_place
+from nc.graph.signature import Signature
+from nc.numerics import affine
+from nc.plan import Plan
+from nc.spec import TORCH_DTYPES, QParams, TensorSpec
+
+
+def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
+    """Codes of `x`: uint8 when `quant_min >= 0`, else int8."""
+    return affine.quantize(x, scale, zero_point, quant_min, quant_max)
+
+
+def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+    """fp32 values of codes."""
+    return affine.dequantize(q, scale, zero_point)
+
+
+def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+    """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
+    return affine.dequantize(q, scale, 0, axis)
+
+
+QDQ_FUNCTIONS = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QDQGraph:
+    """A quantized model, independent of engines: what backends lower, artefacts store and the reference runs.
+
+    Attributes:
+        module: flat fx module of ATen operators and the three functions above.
+        signature: the user's call contract.
+        plan: what was decided for each operator.
+        example: flat example inputs, for warm-up and verification.
+        notes: operator name → why calibration changed its decision.
+        float_bytes: bytes of the captured fp32 constants.
+        noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
+        corrected_biases: number of operators whose bias was corrected.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    plan: Plan
+    example: tuple[torch.Tensor, ...]
+    notes: Mapping[str, str]
+    float_bytes: int
+    noise_db: float
+    corrected_biases: int = 0
+
+
+def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, str], QParams], plan: Plan) -> fx.GraphModule:
+    """A copy of `module` with a pair on every edge and int8 weights; weights and fp32 constants are shared, not copied.
+
+    Args:
+        module: captured graph.
+        edges: from `placement.place`.
+        qparams: by (origin node name, spec as text), see `placement.edge_key`.
+        plan: gives each weighted operator's weight spec.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, mapping))
+    copy = fx.GraphModule(module, graph)
+    codes: dict[tuple[fx.Node, str], fx.Node] = {}
+    in_place = works_in_place(module)
+    for edge in edges:
+        reader, source = mapping[edge.reader], mapping[edge.source]
+        qp = qparams[edge_key(edge)]
+        scale, zero_point = float(qp.scale), qp.zero_point
+        key = (source, f"{edge.origin.name} {edge.spec}")
+        if key not in codes or in_place:
+            where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
+            with where:
+                args = (source, scale, zero_point, qp.spec.quant_min, qp.spec.quant_max)
+                codes[key] = graph.call_function(quantize_per_tensor, args)
+        with graph.inserting_before(reader):
+            dequantized = graph.call_function(dequantize_per_tensor, (codes[key], scale, zero_point))
+        # each reader has a dequantize of its own, so that an engine can fuse every one of them
+        reader.update_arg(edge.index, dequantized)
+        codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
+    specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
+    weights: dict[tuple[str, str], tuple[fx.Node, fx.Node | None, float]] = {}
+    for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
+        _quantize_weight(copy, node, specs[node.meta["operator"]], weights)
+    used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
+    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)
+    for name in [name for name in copy._buffers if name not in used]:
+        del copy._buffers[name]
+    graph.lint()
+    copy.recompile()
+    return copy
+
+
+def _last_input(source: fx.Node) -> fx.Node:
+    """Where a quantize of `source` may stand: behind it, and behind all placeholders."""
+    node = source
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _quantize_weight(
+    module: fx.GraphModule, node: fx.Node, spec: TensorSpec, done: dict[tuple[str, str], tuple[fx.Node, fx.Node | None, float]]
+) -> None:
+    name = node.args[1].target
+    axis = weight_axis(node)
+    key = (name, f"{spec} {axis}")
+    if key not in done:
+        weight = getattr(module, name)
+        codes, scale = quantize_weight(weight, spec, axis)
+        first = next(iter(module.graph.nodes))
+        fqn = node.args[1].meta.get("fqn", name)
+        codes_node = add_constant(module, first, f"{name}_int8", codes, fqn)
+        scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if scale.dim() else None
+        done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
+    codes_node, scale_node, scalar = done[key]
+    with module.graph.inserting_before(node):
+        if scale_node is None:
+            dequantized = module.graph.call_function(dequantize_per_tensor, (codes_node, scalar, 0))
+        else:
+            dequantized = module.graph.call_function(dequantize_per_channel, (codes_node, scale_node, axis))
+    dequantized.meta["val"] = node.args[1].meta["val"]
+    node.update_arg(1, dequantized)
+
+
+def weight_axis(node: fx.Node) -> int | None:
+    """The output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
+    name = op_name(node)
+    if name not in WEIGHTED or not name.startswith("conv_transpose"):
+        return 0
+    groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+    return 1 if groups == 1 else None
+
+
+def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of a weight.
+
+    Args:
+        weight: any float tensor.
+        spec: symmetric int8.
+        axis: channel axis; None forces one scale for the whole tensor.
+
+    Returns:
+        int8 codes of the weight's shape; scale fp32, shape [channels] per channel, [] per tensor.
+    """
+    per_channel = spec.granularity == "per_channel" and axis is not None
+    rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
+    low, high = torch.aminmax(rows, dim=1)
+    scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
+    if not per_channel:
+        scale = scale[0]
+    codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
+    assert codes.dtype == TORCH_DTYPES[spec.dtype]
+    return codes, scale

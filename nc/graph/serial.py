@@ -1,0 +1,352 @@
+"""QDQ graph ↔ JSON and named tensors.
+
+fx writes Python source for a graph and runs it, so every name that enters that source (of nodes, inputs,
+constants and keywords) is checked here before the graph is built; arguments enter it as values that this
+module made.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from nc.errors import ArtefactError
+from nc.graph import operators, tree, values
+from nc.graph.qdq import QDQGraph
+from nc.graph.signature import Leaf, Parameter, Signature
+from nc.plan import Plan
+
+_WORD = re.compile(r"\w+", re.ASCII)
+#: What safetensors can hold.
+_STORABLE = frozenset(values.DTYPES.values()) - {torch.complex128}
+
+
+def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A graph as JSON and tensors.
+
+    Returns:
+        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, nodes,
+        sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
+        which share memory.
+
+    Raises:
+        ArtefactOperatorError: an operator is not on the allow-list.
+        ArtefactError: a constant, an argument or a container that an artefact can't hold.
+    """
+    module, signature = graph.module, graph.signature
+    sizes = _Sizes(signature, module)
+    order: dict[str, list[int]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    constants = {f"constant.{n.target}": getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    examples = {f"example.{i}": tensor for i, tensor in enumerate(graph.example)}
+    for name, tensor in {**constants, **examples}.items():
+        tensors[name] = _flat(name, tensor, order)
+    _unshare(tensors)
+    document = {
+        "signature": _encode_signature(signature, sizes),
+        "plan": graph.plan.to_dict(),
+        "notes": dict(graph.notes),
+        "float_bytes": graph.float_bytes,
+        "corrected_biases": graph.corrected_biases,
+        "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
+        "sizes": sizes.hints,
+        "memory_order": order,
+    }
+    return document, tensors
+
+
+def check_operators(document: Mapping[str, Any]) -> None:
+    """Raise ArtefactOperatorError for the first operator that is not on the allow-list."""
+    for entry in document["nodes"]:
+        if entry["op"] == "call_function":
+            operators.check(entry["target"], entry["name"])
+
+
+def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> QDQGraph:
+    """The inverse of `encode`; takes the tensors as they are.
+
+    Raises:
+        ArtefactOperatorError: an operator is not on the allow-list, or not in this version of torch.
+        Exception: of any other type, when the document is not what `encode` writes.
+    """
+    order = document["memory_order"]
+    tensors = {name: _in_order(tensor, order.get(name)) for name, tensor in tensors.items()}
+    constants = {n.removeprefix("constant."): t for n, t in tensors.items() if n.startswith("constant.")}
+    example = tuple(tensors[f"example.{i}"] for i in range(len(tensors) - len(constants)))
+    signature = _decode_signature(document["signature"])
+    module = _decode_module(document["nodes"], constants, _Fakes(document["sizes"]))
+    _check_contract(module, signature, example)
+    return QDQGraph(
+        module=module,
+        signature=signature,
+        plan=Plan.from_dict(document["plan"]),
+        example=example,
+        notes=document["notes"],
+        float_bytes=document["float_bytes"],
+        noise_db=float(document["noise_db"]),
+        corrected_biases=document["corrected_biases"],
+    )
+
+
+def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:
+    nodes = list(module.graph.nodes)
+    inputs = sum(n.op == "placeholder" for n in nodes)
+    counts = {
+        "leaves": (len(signature.leaves), signature.in_spec.num_leaves),
+        "inputs": (sum(leaf.used for leaf in signature.leaves), inputs),
+        "example inputs": (len(example), inputs),
+        "outputs": (len(nodes[-1].args[0]), signature.out_spec.num_leaves),
+    }
+    for what, (got, expected) in counts.items():
+        if got != expected:
+            msg = f"{got} {what}, expected {expected}"
+            raise ValueError(msg)
+
+
+# --- tensors ---
+
+
+def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
+    """A tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _STORABLE:
+        msg = (
+            f"Tensor {name!r} ({tensor.dtype}, {tensor.layout}) can't be stored: artefacts hold plain dense "
+            "tensors. Convert it to one in the model."
+        )
+        raise ArtefactError(msg)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dims = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    if dims != sorted(dims) and tensor.permute(dims).is_contiguous():
+        order[name] = dims  # kernels are chosen by layout and round differently, so it is part of the model
+        return tensor.permute(dims)
+    return tensor.contiguous()
+
+
+def _in_order(tensor: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    return tensor if dims is None else tensor.permute([dims.index(d) for d in range(tensor.dim())])
+
+
+def _unshare(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy tensors that lie in the memory of another: safetensors refuses them."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen:
+            tensors[name] = tensor.clone()
+        seen.add(address)
+
+
+# --- sizes and the values that nodes had when they were traced ---
+
+
+class _Sizes:
+    """Names for free sizes: n0, n1, … as they appear, so that the same graph gives the same names.
+
+    Attributes:
+        hints: name → the size that it had when the model was traced; None where it depends on data.
+    """
+
+    def __init__(self, signature: Signature, module: fx.GraphModule) -> None:
+        self.hints: dict[str, int | None] = {}
+        self._names: dict[object, str] = {}
+        self._alias: dict[object, str] = {}
+        for dim in (d for leaf in signature.leaves for d in leaf.dims):
+            self.of_dim(dim)
+        inputs = (n for n in module.graph.nodes if n.op == "placeholder")
+        for leaf, node in zip((leaf for leaf in signature.leaves if leaf.used), inputs, strict=True):
+            for dim, size in zip(leaf.dims, node.meta["val"].shape, strict=True):
+                if isinstance(dim, str) and not isinstance(size, int):
+                    self._alias[size.node.expr] = dim
+
+    def of_dim(self, dim: int | str) -> int | str:
+        """A dimension of the signature."""
+        return dim if isinstance(dim, int) else self._name(dim)
+
+    def of_value(self, size: int | torch.SymInt) -> int | str:
+        """A size of a traced value; an expression of sizes is a size of its own."""
+        fixed = size if isinstance(size, int) else size.node.maybe_as_int()
+        if fixed is not None:
+            return fixed
+        expression = size.node.expr  # compared as it is: to print the long ones takes seconds
+        name = self._name(self._alias.get(expression, expression))
+        if name not in self.hints:
+            self.hints[name] = int(size.node.hint) if size.node.has_hint() else None
+        return name
+
+    def _name(self, key: object) -> str:
+        return self._names.setdefault(key, f"n{len(self._names)}")
+
+    def encode(self, value: object) -> values.Json:
+        """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
+        if isinstance(value, torch.Tensor):
+            dtype = values.encode(value.dtype, "A traced value")
+            return {**dtype, "shape": [self.of_value(s) for s in value.shape]}
+        return [self.encode(v) for v in value] if isinstance(value, (list, tuple)) else None
+
+
+class _Fakes:
+    """Stand-ins for traced values: meta tensors whose free sizes are symbols, as after capture."""
+
+    def __init__(self, hints: Mapping[str, int | None]) -> None:
+        self._sizes: dict[str, torch.SymInt] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        if not hints:
+            return
+        # torch's tracing machinery: a second or two to import, not for fixed shapes; IPEX imports it too
+        from torch._dynamo.source import ConstantSource
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        shapes = ShapeEnv(specialize_zero_one=False)
+        mode = FakeTensorMode(shape_env=shapes)
+        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+        for name, hint in hints.items():
+            if hint is None:
+                self._sizes[name] = shapes.create_unbacked_symint()
+            else:
+                line = torch.empty(hint, device="meta")
+                fake = mode.from_tensor(line, source=ConstantSource(name), symbolic_context=dynamic)
+                self._sizes[name] = fake.shape[0]
+
+    def __call__(self, data: Any) -> Any:
+        """The inverse of `_Sizes.encode`."""
+        if data is None:
+            return None
+        if isinstance(data, list):
+            return [self(v) for v in data]
+        key = f"{data['dtype']} {data['shape']}"
+        if key not in self._tensors:  # a symbolic shape takes a millisecond; models have few different ones
+            shape = [self._size(s) for s in data["shape"]]
+            self._tensors[key] = torch.empty(shape, dtype=values.DTYPES[data["dtype"]], device="meta")
+        return self._tensors[key]
+
+    def _size(self, size: int | str) -> int | torch.SymInt:
+        return self._sizes[size] if isinstance(size, str) else size
+
+
+# --- nodes ---
+
+
+def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
+    where = f"Node {node.name!r}"
+    target = operators.name_of(node.target, node.name) if node.op == "call_function" else node.target
+    entry: dict[str, Any] = {"name": node.name, "op": node.op, "target": target}
+    if node.args:
+        entry["args"] = [values.encode(a, where) for a in node.args]
+    if node.kwargs:
+        entry["kwargs"] = {k: values.encode(v, where) for k, v in node.kwargs.items()}
+    entry.update({key: node.meta[key] for key in ("operator", "fqn") if key in node.meta})
+    value = sizes.encode(node.meta.get("val"))
+    if value is not None:
+        entry["value"] = value
+    return entry
+
+
+def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], fakes: _Fakes) -> fx.GraphModule:
+    root = torch.nn.Module()
+    for name, tensor in constants.items():
+        _check_word(name)
+        root.register_buffer(name, tensor)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for entry in entries:
+        name = entry["name"]
+        _check_identifier(name)
+        nodes[name] = _decode_node(graph, entry, constants, nodes)
+        if nodes[name].name != name:
+            msg = f"node name {name!r} is taken, or reserved"
+            raise ValueError(msg)
+        nodes[name].meta.update({key: entry[key] for key in ("operator", "fqn") if key in entry})
+        if "value" in entry:
+            nodes[name].meta["val"] = fakes(entry["value"])
+    if [e["op"] for e in entries].count("output") != 1 or entries[-1]["op"] != "output":
+        msg = "a graph has one output, at its end"
+        raise ValueError(msg)
+    graph.lint()
+    return fx.GraphModule(root, graph)
+
+
+def _decode_node(
+    graph: fx.Graph,
+    entry: dict[str, Any],
+    constants: Mapping[str, torch.Tensor],
+    nodes: Mapping[str, fx.Node],
+) -> fx.Node:
+    name, op, target = entry["name"], entry["op"], entry["target"]
+    args = tuple(values.decode(a, nodes) for a in entry.get("args", []))
+    kwargs = {k: values.decode(v, nodes) for k, v in entry.get("kwargs", {}).items()}
+    match op:
+        case "call_function":
+            target = operators.resolve(target, name)
+            known = {a.name for a in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
+            if not set(kwargs) <= known:
+                msg = f"node {name!r}: {entry['target']} has no argument {', '.join(kwargs)}"
+                raise ValueError(msg)
+        case "placeholder" if not args and not kwargs:
+            _check_identifier(target)
+        case "get_attr" if not args and not kwargs and target in constants:
+            pass  # whose names are checked
+        case "output" if len(args) == 1 and isinstance(args[0], tuple) and not kwargs:
+            target = "output"
+        case _:
+            msg = f"node {name!r} is a malformed {op!r}"
+            raise ValueError(msg)
+    return graph.create_node(op, target, args, kwargs, name)
+
+
+def _check_word(name: str) -> None:
+    if not _WORD.fullmatch(name):
+        msg = f"{name!r} is not a name"
+        raise ValueError(msg)
+
+
+def _check_identifier(name: str) -> None:
+    _check_word(name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        msg = f"{name!r} is not an identifier"
+        raise ValueError(msg)
+
+
+# --- the call contract ---
+
+
+def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
+    leaves = []
+    for leaf in signature.leaves:
+        entry: dict[str, Any] = {"path": leaf.path, "used": leaf.used}
+        if leaf.dtype is None:
+            entry["value"] = values.encode(leaf.value, f"Argument {leaf.path!r}")
+        else:
+            entry["dtype"] = values.encode(leaf.dtype, f"Argument {leaf.path!r}")["dtype"]
+            entry["dims"] = [sizes.of_dim(d) for d in leaf.dims]
+        leaves.append(entry)
+    parameters = [
+        {"name": p.name, "positional": p.positional, "captured": p.captured, "variadic": p.variadic} for p in signature.parameters
+    ]
+    return {
+        "parameters": parameters,
+        "inputs": tree.encode(signature.in_spec, "inputs"),
+        "leaves": leaves,
+        "outputs": tree.encode(signature.out_spec, "outputs"),
+    }
+
+
+def _decode_signature(data: dict[str, Any]) -> Signature:
+    in_spec: pytree.TreeSpec = tree.decode(data["inputs"], inputs=True)
+    leaves = []
+    for entry in data["leaves"]:
+        if "dtype" in entry:
+            dims = tuple(entry["dims"])
+            leaves.append(Leaf(entry["path"], values.DTYPES[entry["dtype"]], dims, used=entry["used"]))
+        else:
+            leaves.append(Leaf(entry["path"], None, value=values.decode(entry["value"]), used=entry["used"]))
+    parameters = tuple(Parameter(**p) for p in data["parameters"])
+    return Signature(parameters, in_spec, tuple(leaves), tree.decode(data["outputs"]))

@@ -1,0 +1,200 @@
+"""The call contract of a captured model: how arguments become a flat list of tensors, and flat outputs the user's structure.
+
+It is plain data (names, `TreeSpec`s, shapes), so that it can be written to JSON and used where the user's model class does not exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nc.errors import InputError
+
+Dim = int | str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the model's `forward`.
+
+    Attributes:
+        name: its name.
+        positional: may be given by position.
+        captured: the example inputs had it, so the graph has inputs for it.
+        variadic: it is `*args`.
+        keyword: may be given by name.
+    """
+
+    name: str
+    positional: bool
+    captured: bool
+    variadic: bool = False
+    keyword: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One flat input.
+
+    Attributes:
+        path: where it sits in the arguments, e.g. "input_ids" or "inputs[0]".
+        dtype: torch dtype of a tensor; None for a plain Python value.
+        dims: per dimension its size if fixed, or the name of a free symbol (equal names must have equal sizes).
+        value: the plain Python value that the graph was specialised to.
+        used: whether the graph reads it.
+    """
+
+    path: str
+    dtype: torch.dtype | None
+    dims: tuple[Dim, ...] = ()
+    value: Any = None
+    used: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """See the module text.
+
+    Attributes:
+        parameters: those of `forward`, in order.
+        in_spec: structure of the captured arguments, a dict by parameter name.
+        leaves: the flat inputs in the order of `in_spec`.
+        out_spec: structure of the outputs.
+    """
+
+    parameters: tuple[Parameter, ...]
+    in_spec: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    out_spec: pytree.TreeSpec
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The flat tensors that the graph reads, in its order.
+
+        Raises:
+            InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured.
+        """
+        values = self._by_name(args, kwargs)
+        flat, spec = pytree.tree_flatten(values)
+        if spec != self.in_spec:
+            self._explain_structure(values)
+        sizes: dict[str, int] = {}
+        tensors = []
+        for leaf, value in zip(self.leaves, flat, strict=True):
+            _check_leaf(leaf, value, sizes)
+            if leaf.used:
+                tensors.append(value)
+        return tensors
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The user's output structure around flat outputs."""
+        return pytree.tree_unflatten(list(outputs), self.out_spec)
+
+    def _by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        positional = [p for p in self.parameters if p.positional]
+        rest = list(args)
+        for parameter in positional:
+            if parameter.variadic:
+                if rest or parameter.name not in kwargs:
+                    given[parameter.name] = tuple(rest)
+                rest = []
+            elif rest:
+                given[parameter.name] = rest.pop(0)
+        if rest:
+            msg = f"Expected at most {len(positional)} positional arguments, but got {len(args)}."
+            raise InputError(msg)
+        known = {p.name for p in self.parameters}
+        for name, value in kwargs.items():
+            if name in given:
+                msg = f"Got argument {name!r} twice, by position and by keyword."
+                raise InputError(msg)
+            if name not in known and value is not None:
+                msg = f"The model has no argument {name!r}; it was captured with {', '.join(self._captured())}."
+                raise InputError(msg)
+            given[name] = value
+        captured = self._captured()
+        for name in set(given) - set(captured):
+            value = given.pop(name)
+            if value is not None and not (isinstance(value, tuple) and not value):
+                msg = (
+                    f"Argument {name!r} was not in example_inputs, so the captured graph has no input for it. Captured: "
+                    f"{', '.join(captured)}. Give it in example_inputs to prepare()."
+                )
+                raise InputError(msg)
+        for name in captured:
+            if name not in given:
+                msg = f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}."
+                raise InputError(msg)
+        return {name: given[name] for name in captured}
+
+    def _captured(self) -> list[str]:
+        return [p.name for p in self.parameters if p.captured]
+
+    def _explain_structure(self, values: dict[str, Any]) -> None:
+        expected = dict(zip(self.in_spec.context, self.in_spec.children_specs, strict=True))
+        for name, value in values.items():
+            got = pytree.tree_structure(value)
+            if got != expected[name]:
+                msg = f"Argument {name!r}: expected the structure {expected[name]}, but got {got}."
+                raise InputError(msg)
+
+
+def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ...]:
+    """The parameters of a `forward`; those in `captured` were given as examples."""
+    kinds = inspect.Parameter
+    parameters = []
+    names = set()
+    for p in inspect.signature(forward).parameters.values():
+        if p.kind is kinds.VAR_KEYWORD:
+            continue
+        positional = p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.VAR_POSITIONAL)
+        keyword = p.kind not in (kinds.POSITIONAL_ONLY, kinds.VAR_POSITIONAL)
+        parameters.append(Parameter(p.name, positional, p.name in captured, p.kind is kinds.VAR_POSITIONAL, keyword))
+        names.add(p.name)
+    parameters += [Parameter(name, False, True) for name in captured if name not in names]  # went into **kwargs
+    order = {name: i for i, name in enumerate(captured)}
+    # bind() relies on the captured parameters standing in the order of in_spec
+    assert [p.name for p in parameters if p.captured] == sorted(order, key=order.__getitem__)
+    return tuple(parameters)
+
+
+def _check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
+    if leaf.dtype is None:
+        if isinstance(value, torch.Tensor) or value != leaf.value:
+            msg = (
+                f"Argument {leaf.path!r} was captured as the constant {leaf.value!r} and can't be {_describe(value)}; give that value "
+                "in example_inputs to prepare()."
+            )
+            raise InputError(msg)
+        return
+    if not isinstance(value, torch.Tensor):
+        msg = f"Argument {leaf.path!r}: expected a tensor, but got {type(value).__name__}."
+        raise InputError(msg)
+    if value.device.type != "cpu":
+        msg = f"Argument {leaf.path!r} is on device {value.device}; expected the CPU. Call .cpu() on it."
+        raise InputError(msg)
+    if value.dtype != leaf.dtype:
+        msg = f"Argument {leaf.path!r}: expected dtype {leaf.dtype}, but got {value.dtype}. Call .to({leaf.dtype})."
+        raise InputError(msg)
+    if value.dim() != len(leaf.dims):
+        msg = f"Argument {leaf.path!r}: expected {len(leaf.dims)} dimensions, but got shape {tuple(value.shape)}."
+        raise InputError(msg)
+    for axis, (dim, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
+        expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if size != expected:
+            why = (
+                "as another input has"
+                if isinstance(dim, str)
+                else "the size it was captured with (the model fixes it, or dynamic_shapes= of prepare() could free it)"
+            )
+            msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}."
+            raise InputError(msg)
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,1 @@
+"""Pure functions on tensors; the oracle of everything else."""

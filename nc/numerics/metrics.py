@@ -1,0 +1,37 @@
+"""How far apart two tensors are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
+    """Signal to quantization noise ratio in dB: `10 log10(sum r^2 / sum (r - v)^2)`, computed in float64.
+
+    Equal tensors give +inf; a non-finite difference gives -inf. Values equal on both sides (also both -inf, as masks are) don't count
+    as noise.
+    """
+    r, v = reference.double().flatten(), value.double().flatten()
+    different = r != v
+    if not bool(different.any()):
+        return math.inf
+    noise = (r[different] - v[different]).square().sum().item()
+    signal = r[torch.isfinite(r)].square().sum().item()
+    if not math.isfinite(noise) or signal == 0.0:
+        return -math.inf
+    return 10.0 * math.log10(signal / noise)
+
+
+def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:
+    """The smallest `sqnr_db` over the float tensors of two flat output lists; +inf when there are none."""
+    pairs = [(e, g) for e, g in zip(expected, got, strict=True) if isinstance(e, torch.Tensor) and e.is_floating_point() and e.numel()]
+    return min((sqnr_db(e, g) for e, g in pairs), default=math.inf)
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Cosine of the rows of two [n, d] tensors, as a float64 tensor of shape [n]."""
+    return torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)

@@ -1,0 +1,98 @@
+"""What was decided for every operator, and why, before any data was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from nc.spec import FLOAT, OpSpec, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The decision for one operator.
+
+    Attributes:
+        operator: its name.
+        kind: "linear", "conv2d", "matmul", "add", or the name of a float operator.
+        module_type: class of the module that it runs in.
+        spec: what it is quantized to.
+        rule: which rule decided ("global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies).
+        reason: why it stays fp32; "" when it is quantized.
+    """
+
+    operator: str
+    kind: str
+    module_type: str
+    spec: OpSpec = FLOAT
+    rule: str = "-"
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Decision:
+        """The inverse of `to_dict`."""
+        roles = {k: TensorSpec(**v) if v is not None else None for k, v in data["spec"].items()}
+        return cls(**{**data, "spec": OpSpec(**roles)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Decisions for all operators, in execution order.
+
+    Attributes:
+        decisions: one per operator.
+        backend: the backend whose capabilities were consulted.
+        isa: CPU features that the plan's integer ranges rely on.
+    """
+
+    decisions: tuple[Decision, ...]
+    backend: str
+    isa: tuple[str, ...] = ()
+
+    def __getitem__(self, operator: str) -> Decision:
+        """The decision for the operator of that name."""
+        return next(d for d in self.decisions if d.operator == operator)
+
+    @property
+    def quantized(self) -> tuple[Decision, ...]:
+        """Decisions of the operators that are to run in int8."""
+        return tuple(d for d in self.decisions if d.spec.quantized)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"backend": self.backend, "isa": list(self.isa), "decisions": [d.to_dict() for d in self.decisions]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of `to_dict`."""
+        decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
+        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the plan's contents, in hex."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """A table of all operators."""
+        return self.table()
+
+    def table(self) -> str:
+        """One row per operator: name, type, what it will be quantized to, the rule that decided."""
+        rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
+        for d in self.decisions:
+            act, weight = d.spec.activation, d.spec.weight
+            rows.append((d.operator, d.kind, str(act or "fp32"), str(weight or "-"), d.rule, d.reason))
+        return format_table(rows)
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Left-aligned columns; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths), 160), *lines[1:]])

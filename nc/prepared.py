@@ -1,0 +1,122 @@
+"""The prepared model: the user's signature, fp32 results, and observers that watch what will be quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from nc.algorithms.bias_correction import correct_biases
+from nc.errors import StateError
+from nc.graph.capture import Graph
+from nc.graph.observe import observed_module
+from nc.graph.placement import Edge, edge_key, place
+from nc.graph.qdq import QDQGraph, insert_qdq
+from nc.numerics.affine import choose_qparams
+from nc.numerics.metrics import worst_sqnr_db
+from nc.plan import Plan
+from nc.spec import FLOAT, Capabilities, QParams
+
+#: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
+_SAMPLES = 96
+_SAMPLE_BYTES = 64 * 2**20
+_NEVER_RAN = "never executed during calibration"
+
+
+class PreparedModel(torch.nn.Module):
+    """What `prepare` returns. Call it with calibration data, any batch size; it returns what the fp32 model returns.
+
+    Attributes:
+        graph: the captured model.
+        plan: the decisions; `print(prepared.plan)` shows them.
+        backend: name of the backend that `convert` will use by default.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, capabilities: Capabilities, backend: str, *, bias_correction: bool = True) -> None:
+        super().__init__()
+        self.graph = graph
+        self.plan = plan
+        self.capabilities = capabilities
+        self.backend = backend
+        self.bias_correction = bias_correction
+        edges = place(graph.module, plan, capabilities)
+        self._observed, self.observers = observed_module(graph.module, edges)
+        self._samples: list[tuple[torch.Tensor, ...]] = []
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The fp32 model's outputs, in its own structure.
+
+        Raises:
+            InputError: the inputs do not fit what was captured.
+            CalibrationError: NaN or Inf reached an operator that is to be quantized.
+        """
+        signature = self.graph.signature
+        inputs = signature.bind(args, kwargs)
+        before = {key: (o.state, o.batches) for key, o in self.observers.items()}
+        try:
+            with torch.no_grad():
+                outputs = self._observed(*inputs)
+        except BaseException:
+            for key, (state, batches) in before.items():  # a batch counts whole or not at all
+                self.observers[key].state, self.observers[key].batches = state, batches
+            raise
+        self._keep(inputs)
+        return signature.unflatten(outputs)
+
+    def train(self, mode: bool = True) -> PreparedModel:
+        """Stays in eval mode: the captured graph has no other."""
+        return super().train(False)
+
+    def quantized_graph(self) -> QDQGraph:
+        """The QDQ graph for the ranges seen so far; calibration can go on afterwards.
+
+        Raises:
+            StateError: nothing was calibrated yet.
+        """
+        if self.observers and not any(o.batches for o in self.observers.values()):
+            msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
+            raise StateError(msg)
+        plan, edges = self._executed()
+        qparams = {edge_key(e): self._qparams(e) for e in edges}
+        module = insert_qdq(self.graph.module, edges, qparams, plan)
+        notes = {d.operator: d.reason for d in plan.decisions if d.reason == _NEVER_RAN}
+        float_bytes = sum(b.numel() * b.element_size() for b in self.graph.module.buffers())
+        corrected = 0
+        if self.bias_correction and self._samples:
+            names = {d.operator for d in plan.quantized}
+            corrected = correct_biases(self.graph.module, module, names, self._samples)
+        example = self.graph.example
+        with torch.no_grad():
+            noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
+        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected)
+
+    def _keep(self, inputs: list[torch.Tensor]) -> None:
+        """Keep the first samples for bias correction: a copy of at most `_SAMPLES` rows and `_SAMPLE_BYTES`."""
+        rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self._samples)
+        used = sum(t.numel() * t.element_size() for batch in self._samples for t in batch)
+        size = sum(t.numel() * t.element_size() for t in inputs)
+        if inputs and rows < _SAMPLES and used + size <= _SAMPLE_BYTES and all(t.numel() for t in inputs):
+            self._samples.append(tuple(t.detach().clone() for t in inputs))
+
+    def _executed(self) -> tuple[Plan, list[Edge]]:
+        """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
+        plan = self.plan
+        while True:
+            edges = place(self.graph.module, plan, self.capabilities)
+            missing = {e.operator for e in edges if not self._has_run(e)}
+            if not missing:
+                return plan, edges
+            decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=_NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
+            plan = dataclasses.replace(plan, decisions=decisions)
+
+    def _has_run(self, edge: Edge) -> bool:
+        observer = self.observers.get((edge.origin.name, edge.spec.algo))
+        return observer is not None and observer.batches > 0
+
+    def _qparams(self, edge: Edge) -> QParams:
+        low, high = self.observers[edge.origin.name, edge.spec.algo].find_range()
+        spec = edge.spec
+        scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
+        return QParams(scale=scale, zero_point=int(zero_point), spec=spec)

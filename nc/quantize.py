@@ -1,0 +1,155 @@
+"""The front door: prepare, convert, quantize, describe."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.backends import choose_backend, get_backend
+from nc.backends.base import Backend
+from nc.config import StaticQuantConfig
+from nc.errors import ConfigError, InputError, NCWarning, StateError
+from nc.graph.capture import Graph, capture
+from nc.plan import Plan
+from nc.prepared import PreparedModel
+from nc.quantized import QuantizedModel
+from nc.rules import resolve
+
+
+def prepare(
+    model: torch.nn.Module,
+    quant_config: StaticQuantConfig,
+    inplace: bool = False,
+    example_inputs: Any = None,
+    *,
+    backend: str = "auto",
+    dynamic_shapes: Any = None,
+    strict: bool = True,
+) -> PreparedModel:
+    """Capture a model and put observers where it will be quantized.
+
+    Args:
+        model: a trained fp32 model on the CPU; never changed, quantized as in eval mode.
+        quant_config: what to quantize to.
+        inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
+            afterwards would then change the prepared model too.
+        example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
+        backend: the engine to plan for: "auto", "ipex", "reference" or a registered one.
+        dynamic_shapes: as for `torch.export.export`, by argument name; None frees every dimension that the model leaves free, but not
+            height and width of images for models with tokens (layer norm, attention, embeddings).
+        strict: a rule whose name matches nothing raises; False makes it a warning.
+
+    Returns:
+        A module with the model's signature and outputs, to be called with calibration data.
+
+    Raises:
+        InputError: example_inputs are missing or do not fit.
+        CaptureError: the model can't be captured as one graph.
+        UnmatchedRuleError: a rule matches nothing.
+        UnsupportedError: the backend has no kernel for a dtype that was asked for.
+        BackendUnavailableError: the backend can't run here.
+        StateError: the model was prepared or converted already.
+    """
+    _check_model(model, quant_config)
+    engine = choose_backend(backend)
+    graph = _capture(model, example_inputs, dynamic_shapes, inplace)
+    capabilities = engine.capabilities()
+    plan = resolve(quant_config, graph, capabilities, strict=strict)
+    if inplace:
+        model.eval()
+    return PreparedModel(graph, plan, capabilities, engine.name, bias_correction=quant_config.bias_correction)
+
+
+def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str = "raise", isolate: str = "auto") -> QuantizedModel:
+    """Turn calibrated ranges into an int8 model on an engine; the prepared model stays usable.
+
+    Args:
+        prepared: what `prepare` returned, after calibration.
+        backend: another engine than the one planned for.
+        verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
+        isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+
+    Raises:
+        StateError: not a prepared model, or nothing was calibrated.
+        VerificationError: the engine computes something else than the reference.
+        BackendUnavailableError: the engine can't run here.
+    """
+    if isinstance(prepared, QuantizedModel):
+        msg = "The model is converted already; convert() takes what prepare() returned."
+        raise StateError(msg)
+    if not isinstance(prepared, PreparedModel):
+        msg = f"convert() takes what prepare() returned, but got {type(prepared).__name__}."
+        raise StateError(msg)
+    engine = choose_backend(backend) if backend is not None else get_backend(prepared.backend)
+    graph = prepared.quantized_graph()
+    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
+
+
+def quantize(
+    model: torch.nn.Module,
+    quant_config: StaticQuantConfig,
+    run_fn: Callable[..., Any],
+    run_args: Sequence[Any] = (),
+    inplace: bool = False,
+    example_inputs: Any = None,
+    **options: Any,
+) -> QuantizedModel:
+    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one; `options` are prepare's.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> x = torch.randn(4, 8)
+        >>> q = quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference")
+        >>> tuple(q(x).shape)
+        (4, 8)
+    """
+    prepared = prepare(model, quant_config, inplace, example_inputs, **options)
+    args = run_args if isinstance(run_args, (tuple, list)) else (run_args,)
+    run_fn(prepared, *args)
+    return convert(prepared)
+
+
+def describe(
+    model: torch.nn.Module,
+    quant_config: StaticQuantConfig,
+    example_inputs: Any = None,
+    *,
+    backend: str = "auto",
+    strict: bool = True,
+) -> Plan:
+    """The plan before any data: every operator, what it will be quantized to, and by which rule.
+
+    Returns:
+        A `Plan`; `print` shows a table, `.to_dict()` gives plain values. Raises what `prepare` raises.
+    """
+    _check_model(model, quant_config)
+    engine: Backend = choose_backend(backend)
+    graph = _capture(model, example_inputs, None, share_weights=True)
+    return resolve(quant_config, graph, engine.capabilities(), strict=strict)
+
+
+def _check_model(model: object, quant_config: object) -> None:
+    if isinstance(model, (PreparedModel, QuantizedModel)):
+        msg = f"The model is a {type(model).__name__} already; give prepare() the fp32 model."
+        raise StateError(msg)
+    if not isinstance(model, torch.nn.Module):
+        msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
+        raise InputError(msg)
+    if not isinstance(quant_config, StaticQuantConfig):
+        msg = f"Expected quant_config to be a StaticQuantConfig, but got {type(quant_config).__name__}."
+        raise ConfigError(msg)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            msg = f"Parameter {name!r} is on device {tensor.device}; this is quantization for CPUs, call model.cpu()."
+            raise InputError(msg)
+
+
+def _capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, share_weights: bool) -> Graph:
+    if any(m.training for m in model.modules()):
+        text = "The model is in training mode; it is quantized as in eval mode, and its own flags stay as they are."
+        warnings.warn(text, NCWarning, stacklevel=3)
+    return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights)

@@ -1,0 +1,70 @@
+"""The quantized model: an engine model behind the user's signature, with its reference, its report and its artefact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc.backends.base import EngineModel
+from nc.graph.qdq import QDQGraph
+from nc.graph.store import write
+from nc.report import Report, build
+
+
+class ReferenceModule(torch.nn.Module):
+    """The QDQ graph as a plain module with the user's signature: fp32 simulation of the integers, on any CPU."""
+
+    def __init__(self, graph: QDQGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the QDQ graph in the user's structure."""
+        signature = self.graph.signature
+        with torch.no_grad():
+            return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
+
+
+class QuantizedModel(torch.nn.Module):
+    """What `convert` and `load` return: runs on the chosen engine, safe to call from several threads.
+
+    Attributes:
+        graph: the QDQ graph that was lowered.
+        engine: the lowered model.
+        backend: name of the backend.
+    """
+
+    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str) -> None:
+        super().__init__()
+        self.graph = graph
+        self.engine = engine
+        self.backend = backend
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs in the user's structure.
+
+        Raises:
+            InputError: the inputs do not fit what was captured.
+        """
+        signature = self.graph.signature
+        return signature.unflatten(self.engine.run(signature.bind(args, kwargs)))
+
+    def train(self, mode: bool = True) -> QuantizedModel:
+        """Stays in eval mode: there is nothing to train."""
+        return super().train(False)
+
+    def report(self) -> Report:
+        """What really runs, operator by operator, read from the engine; `print` shows a table."""
+        return build(self.graph, self.engine.report())
+
+    def save(self, directory: str | Path) -> None:
+        """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back."""
+        write(self.graph, self.backend, directory)
+
+    @property
+    def reference(self) -> ReferenceModule:
+        """The QDQ graph as a plain module: what every engine is checked against."""
+        return ReferenceModule(self.graph)

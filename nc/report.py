@@ -1,0 +1,139 @@
+"""What was asked, what ran, why not, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nc.backends.base import EngineReport
+from nc.graph.qdq import QDQGraph
+from nc.plan import format_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpReport:
+    """One operator.
+
+    Attributes:
+        operator: its name.
+        kind: its kind.
+        asked: "int8" or "fp32", from the configuration.
+        ran: "int8" or "fp32", from what the engine executes.
+        rule: the rule that decided what was asked.
+        reason: why it is fp32, or what was rewritten; "" when there is nothing to say.
+    """
+
+    operator: str
+    kind: str
+    asked: str
+    ran: str
+    rule: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The proof of what runs; `print` shows a table.
+
+    Attributes:
+        backend: name of the engine.
+        ops: one entry per operator, in execution order.
+        groups: fused int8 groups, None where the engine has no such thing.
+        quantize_outside: quantize nodes that run on their own.
+        dequantize_outside: dequantize nodes that run on their own.
+        weight_bytes: bytes of the engine model's constants.
+        float_bytes: bytes of the fp32 model's constants.
+        sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
+        noise_db: the quantized graph against fp32 on the example inputs, in dB.
+        corrected_biases: number of operators whose bias was corrected.
+        rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
+        isa: CPU features that the numbers rely on.
+        details: what else the backend had to say.
+    """
+
+    backend: str
+    ops: tuple[OpReport, ...]
+    groups: int | None
+    quantize_outside: int
+    dequantize_outside: int
+    weight_bytes: int
+    float_bytes: int
+    sqnr_db: float | None
+    noise_db: float
+    corrected_biases: int
+    rewrites: tuple[str, ...]
+    isa: tuple[str, ...]
+    details: Mapping[str, Any]
+
+    @property
+    def asked_int8(self) -> int:
+        """Operators for which int8 was asked."""
+        return sum(op.asked == "int8" for op in self.ops)
+
+    @property
+    def ran_int8(self) -> int:
+        """Operators that were asked to run int8 and do."""
+        return sum(op.asked == "int8" and op.ran == "int8" for op in self.ops)
+
+    @property
+    def not_int8(self) -> tuple[OpReport, ...]:
+        """Operators that were asked to run int8 and do not."""
+        return tuple(op for op in self.ops if op.asked == "int8" and op.ran != "int8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
+
+    def summary(self) -> str:
+        """A few lines: the numbers without the operators."""
+        lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
+        if self.groups is not None:
+            lines.append(
+                f"{self.groups} fused int8 groups; outside them {self.quantize_outside} quantize and "
+                f"{self.dequantize_outside} dequantize nodes"
+            )
+        lines.append(f"constants {self.weight_bytes / 1e6:.1f} MB, fp32 {self.float_bytes / 1e6:.1f} MB")
+        lines.append(f"on the example inputs: quantized graph against fp32 {self.noise_db:.1f} dB")
+        if self.sqnr_db is not None:
+            lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
+        if self.corrected_biases:
+            lines.append(f"{self.corrected_biases} biases corrected")
+        if self.isa:
+            lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
+        lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
+        lines += [f"{key}: {value}" for key, value in self.details.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """All operators as a table, then the summary."""
+        rows = [("operator", "type", "asked", "ran", "why")]
+        rows += [(op.operator, op.kind, op.asked, op.ran, op.reason) for op in self.ops]
+        return f"{format_table(rows)}\n\n{self.summary()}"
+
+
+def build(graph: QDQGraph, engine: EngineReport) -> Report:
+    """Put the plan and the engine's own account side by side."""
+    runs = {run.operator: run for run in engine.ops}
+    ops = []
+    for decision in graph.plan.decisions:
+        run = runs.get(decision.operator)
+        asked = "int8" if decision.spec.quantized or decision.operator in graph.notes else "fp32"
+        reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
+        ran = run.ran if run else "unknown"
+        ops.append(OpReport(operator=decision.operator, kind=decision.kind, asked=asked, ran=ran, rule=decision.rule, reason=reason))
+    return Report(
+        backend=engine.backend,
+        ops=tuple(ops),
+        groups=engine.groups,
+        quantize_outside=engine.quantize_outside,
+        dequantize_outside=engine.dequantize_outside,
+        weight_bytes=engine.weight_bytes,
+        float_bytes=graph.float_bytes,
+        sqnr_db=engine.sqnr_db,
+        noise_db=graph.noise_db,
+        corrected_biases=graph.corrected_biases,
+        rewrites=engine.rewrites,
+        isa=graph.plan.isa,
+        details=engine.details,
+    )

@@ -1,0 +1,125 @@
+"""Frozen values that every layer shares: how a tensor is quantized, what an operator asks for, what a backend can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+#: Full integer range of each quantized dtype.
+INT_RANGES: dict[str, tuple[int, int]] = {"uint8": (0, 255), "int8": (-128, 127)}
+TORCH_DTYPES: dict[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Attributes:
+        dtype: "uint8" or "int8".
+        symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
+        granularity: "per_tensor" or "per_channel".
+        algo: name of the observer that finds the range.
+        narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
+        reduce_range: use 7 of the 8 bits; without VNNI a u8 x s8 pair sum saturates at 16 bits otherwise.
+    """
+
+    dtype: str
+    symmetric: bool
+    granularity: str = "per_tensor"
+    algo: str = "minmax"
+    narrow: bool = False
+    reduce_range: bool = False
+
+    @property
+    def quant_min(self) -> int:
+        """Lowest code in use."""
+        low, _ = INT_RANGES[self.dtype]
+        if self.reduce_range:
+            low = low // 2
+        return low + 1 if self.narrow else low
+
+    @property
+    def quant_max(self) -> int:
+        """Highest code in use."""
+        _, high = INT_RANGES[self.dtype]
+        return high // 2 if self.reduce_range else high
+
+    def __str__(self) -> str:
+        """Short form for tables, e.g. "uint8 affine"."""
+        parts = [self.dtype, "sym" if self.symmetric else "affine"]
+        if self.granularity != "per_tensor":
+            parts.append(self.granularity)
+        if self.reduce_range:
+            parts.append("7-bit")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSpec:
+    """What one operator asks for; `None` means that role stays fp32."""
+
+    activation: TensorSpec | None = None
+    weight: TensorSpec | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is quantized at all."""
+        return self.activation is not None
+
+
+FLOAT = OpSpec()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QParams:
+    """Scale and zero point of one tensor.
+
+    Attributes:
+        scale: fp32 tensor of shape [] (per tensor) or [channels].
+        zero_point: int, the same for every channel.
+        spec: the dtype and range that the codes use.
+    """
+
+    scale: torch.Tensor
+    zero_point: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSupport:
+    """What a backend can do with one kind of operator: a row of its capability table.
+
+    Attributes:
+        kind: catalogue name, e.g. "linear".
+        activations: dtypes that its integer kernel reads.
+        weights: dtypes that it takes as weight (empty: the operator has none).
+        note: limits in words; docs/backends.md shows it.
+    """
+
+    kind: str
+    activations: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend can run here, as data.
+
+    Attributes:
+        backend: its name.
+        ops: one row per operator kind with an integer kernel.
+        reduce_range: whether this CPU needs 7-bit activations (no VNNI).
+        isa: CPU features that the resulting numbers rely on.
+    """
+
+    backend: str
+    ops: tuple[OpSupport, ...]
+    reduce_range: bool = False
+    isa: tuple[str, ...] = ()
+    fused_add: frozenset[str] = field(default_factory=frozenset)
+
+    def row(self, kind: str) -> OpSupport | None:
+        """The row of one kind, or None when the backend has no integer kernel for it."""
+        return next((row for row in self.ops if row.kind == kind), None)
