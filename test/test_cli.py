@@ -1,0 +1,397 @@
+"""`python -m nc`: what each command prints, and one clear line with exit code 2 for what can't be done."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from nc import StaticQuantConfig, available_backends, bench, cli_inputs
+from nc.artefact import load
+from nc.backends import cpu
+from nc.cli import main
+
+MODELS = """
+import torch
+
+def mlp():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
+
+    def forward(self, left, right):
+        return {"sum": self.a(left) + self.b(right)}
+
+def broken():
+    raise ValueError("the weights are gone")
+
+def text():
+    return "no model"
+"""
+
+
+def module_name(folder):
+    """Another one for each test, since Python imports a module once."""
+    return f"models_of_{folder.name}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a module of factories and calibration data."""
+    (tmp_path / f"{module_name(tmp_path)}.py").write_text(MODELS)
+    numbers = np.random.default_rng(0)
+
+    def array(rows, columns):
+        return numbers.standard_normal((rows, columns), dtype=np.float32)
+
+    np.savez(tmp_path / "one.npz", array(20, 8))
+    np.savez(tmp_path / "two.npz", left=array(20, 8), right=array(20, 6))
+    np.savez(tmp_path / "unequal.npz", left=array(20, 8), right=array(19, 6))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder):
+    """Run a command; "MODELS" in it stands for the module of factories."""
+
+    def invoke(*words):
+        return CliRunner().invoke(main, [str(w).replace("MODELS", module_name(folder)) for w in words])
+
+    return invoke
+
+
+def quantize(run, factory="mlp", calib="one.npz", *options):
+    words = ("quantize", f"MODELS:{factory}", "--calib", calib, "--out", "out", "--backend", "reference")
+    return run(*words, *options)
+
+
+def refused(result):
+    """The one line on stderr."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("nc: error: ")
+    return lines[0]
+
+
+def test_quantize_saves_what_load_reads_and_prints_the_report(run, folder):
+    result = quantize(run)
+    assert result.exit_code == 0, result.output
+    assert "backend reference" in result.stdout
+    assert result.stdout.splitlines()[-1] == "saved to out"
+    x = torch.from_numpy(np.load("one.npz")["arr_0"])
+    sys.modules.pop(module_name(folder))
+    loaded = load("out", backend="reference")
+    factory = __import__(module_name(folder)).mlp()
+    noise = loaded(x) - factory(x)
+    assert 0 < noise.abs().max() < 0.05  # int8, and calibrated
+
+
+def test_quantize_gives_named_arrays_to_the_arguments_of_that_name(run):
+    assert quantize(run, "Two", "two.npz").exit_code == 0
+    arrays = {name: torch.from_numpy(array) for name, array in np.load("two.npz").items()}
+    out = load("out", backend="reference")(right=arrays["right"], left=arrays["left"])
+    assert list(out) == ["sum"]
+    assert out["sum"].shape == (20, 4)
+
+
+def test_arrays_without_names_are_positional_in_their_order():
+    arrays = {f"arr_{i}": np.full((1,), i, dtype=np.float32) for i in (10, 2, 0, 1)}
+    assert [float(tensor) for tensor in cli_inputs.as_inputs(arrays)] == [0, 1, 2, 10]
+
+
+def test_quantize_reads_a_configuration(run, folder):
+    config = StaticQuantConfig().set_local("2", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+    config.to_json_file("config.json")
+    result = quantize(run, "mlp", "one.npz", "--config", "config.json")
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("2 ")]
+    assert "fp32 was asked for" in line
+
+
+def test_quantize_calibrates_with_every_sample(run, folder):
+    few = np.zeros((33, 8), dtype=np.float32)
+    few[-1] = 7.0  # only the last, incomplete batch holds it
+    np.savez("last.npz", few)
+    assert quantize(run, "mlp", "last.npz", "--batch-size", "16").exit_code == 0
+    model = load("out", backend="reference")
+    assert (model.graph.example[0].shape[0], float(model.graph.example[0].abs().max())) == (1, 0.0)
+    scales = [n.args[1] for n in model.graph.module.graph.nodes if "quantize_per_tensor" in str(n.target)]
+    assert pytest.approx(7.0 / 255, rel=1e-3) in scales
+
+
+def test_quantize_takes_example_inputs_of_their_own(run, folder):
+    np.savez("example.npz", np.ones((5, 8), dtype=np.float32))
+    assert quantize(run, "mlp", "one.npz", "--example", "example.npz").exit_code == 0
+    assert load("out", backend="reference").graph.example[0].shape == (5, 8)
+
+
+def test_quantize_replaces_an_artefact_but_no_other_folder(run, folder):
+    assert quantize(run).exit_code == 0
+    assert quantize(run).exit_code == 0
+    (folder / "out" / "checksums.json").unlink()
+    assert "out holds other files" in refused(quantize(run))
+
+
+def test_quantize_reads_float64_as_float32_and_says_so(run, folder):
+    np.savez("double.npz", np.random.default_rng(0).standard_normal((20, 8)))
+    result = quantize(run, "mlp", "double.npz")
+    assert result.exit_code == 0, result.output
+    assert "'arr_0' is float64 and is read as float32" in result.stderr
+
+
+def test_quantize_writes_nothing_but_the_artefact(run, folder):
+    before = {path.name for path in folder.iterdir()}
+    assert quantize(run).exit_code == 0
+    assert {path.name for path in folder.iterdir()} - before - {"__pycache__"} == {"out"}
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("MODELS", "Expected PKG.MODULE:FACTORY"),
+        ("no_such_module:mlp", "there is no module 'no_such_module'"),
+        ("MODELS:mpl", "has no 'mpl'; it has Two, broken, mlp, text"),
+        ("MODELS:broken", "ValueError: the weights are gone; --debug shows the traceback"),
+        ("MODELS:text", "to return a torch.nn.Module, but got str"),
+    ],
+)
+def test_a_bad_factory_is_one_line(run, factory, message):
+    line = refused(run("quantize", factory, "--calib", "one.npz", "--out", "out", "--backend", "reference"))
+    assert message in line
+
+
+def test_debug_shows_the_traceback(run):
+    result = quantize(run, "broken", "one.npz", "--debug")
+    assert result.exit_code == 2
+    assert "in broken" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("nc: error: ")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: np.savez(path), "no arrays at all"),
+        (lambda path: np.savez(path, x=np.zeros((0, 8))), "x: 0"),
+        (lambda path: np.savez(path, x=np.float32(1)), "x: 0"),
+        (
+            lambda path: np.savez(path, np.zeros((2, 8)), right=np.zeros((2, 8))),
+            "for all, but got arr_0, right",
+        ),
+        (lambda path: np.savez(path, x=np.array(["a"])), "expected numbers, but got dtype <U1"),
+        (lambda path: np.savez(path, x=np.array([{}])), "not an .npz file of plain arrays"),
+        (lambda path: path.write_text("hello"), "not an .npz file of plain arrays"),
+        (lambda path: path.write_bytes(b""), "not an .npz file of plain arrays"),
+        (lambda path: np.save(path.open("wb"), np.zeros((2, 8))), "not an .npz file of plain arrays"),
+    ],
+)
+def test_bad_calibration_data_is_one_line(run, folder, make, message):
+    make(folder / "bad.npz")
+    assert message in refused(quantize(run, "mlp", "bad.npz"))
+
+
+def test_unequal_lengths_are_one_line(run):
+    assert "left: 20, right: 19" in refused(quantize(run, "Two", "unequal.npz"))
+
+
+def test_missing_calibration_data_is_an_error(run):
+    result = quantize(run, "mlp", "none.npz")
+    assert result.exit_code == 2
+    assert "'none.npz' does not exist" in result.stderr
+
+
+def test_arrays_that_the_model_has_no_argument_for_are_one_line(run):
+    assert "'input'" in refused(quantize(run, "mlp", "two.npz"))
+
+
+def test_example_inputs_for_other_arguments_are_one_line(run):
+    line = refused(quantize(run, "Two", "two.npz", "--example", "one.npz"))
+    assert "left, right" in line
+    assert "got arr_0" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "as a dict, but got list"),
+        ('{"global": {"act_algoo": "minmax"}}', "did you mean 'act_algo'"),
+        ('{"global": {}, "local": [{"key": "9", "config": {}}]}', "The closest names: "),
+    ],
+)
+def test_a_bad_configuration_is_one_line(run, folder, text, message):
+    (folder / "config.json").write_text(text)
+    line = refused(quantize(run, "mlp", "one.npz", "--config", "config.json"))
+    assert message in line
+    assert "config.json" in line or "Rule" in line
+
+
+def test_nan_in_calibration_data_is_one_line_and_leaves_nothing(run, folder):
+    np.savez("nan.npz", np.full((20, 8), np.nan, dtype=np.float32))
+    assert "operator '0'" in refused(quantize(run, "mlp", "nan.npz"))
+    assert not (folder / "out").exists()
+
+
+def test_an_unknown_backend_is_one_line(run):
+    line = refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "out", "--backend", "cuda"))
+    assert "known: auto, ipex, reference" in line
+
+
+def test_our_warnings_are_lines_without_source_code(run, folder):
+    config = StaticQuantConfig().set_local(torch.nn.Conv2d, StaticQuantConfig(act_sym=True))
+    config.to_json_file("config.json")
+    result = quantize(run, "mlp", "one.npz", "--config", "config.json")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("nc: warning: Rule for type 'Conv2d' matches no operator")
+
+
+def test_inspect_lists_operators_sizes_versions_and_features(run):
+    assert quantize(run).exit_code == 0
+    result = run("inspect", "out")
+    assert result.exit_code == 0, result.output
+    facts = dict(line.split(maxsplit=1) for line in result.stdout.split("\n\n")[1].splitlines())
+    assert facts["operators"] == "2 of 3 are quantized"
+    assert f"torch {torch.__version__}" in result.stdout
+    assert "input float32[" in result.stdout
+    (first,) = [line for line in result.stdout.splitlines() if line.startswith("0 ")]
+    assert first.split() == ["0", "linear", "uint8", "affine", "int8", "sym", "per_channel", "global"]
+
+
+def test_inspect_prints_json(run, folder):
+    assert quantize(run).exit_code == 0
+    contents = json.loads(run("inspect", "out", "--json").stdout)
+    assert [op["operator"] for op in contents["operators"]] == ["0", "1", "2"]
+    assert contents["backend"] == "reference"
+    assert contents["cpu_features"] == []
+    assert contents["versions"]["nc"] == importlib.metadata.version("nc")
+    assert contents["bytes_by_dtype"]["I8"] == 8 * 16 + 16 * 4
+    assert contents["bytes_by_dtype"]["example inputs"] == 4 * 8
+    assert contents["fp32_bytes"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert contents["files"] == {p.name: p.stat().st_size for p in sorted((folder / "out").iterdir())}
+
+
+@pytest.mark.parametrize("command", ["inspect", "bench", "doctor"])
+def test_what_is_no_artefact_is_an_error(run, folder, command):
+    for name in ("nowhere", "."):
+        result = run(command, name)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("nc: error: ")
+
+
+def test_bench_names_what_it_times(run):
+    assert quantize(run).exit_code == 0
+    before = torch.get_num_threads()
+    try:
+        result = run("bench", "out", "--rounds", "3", "--threads", "1", "--backend", "reference")
+    finally:
+        torch.set_num_threads(before)
+    assert result.exit_code == 0, result.output
+    head, row = result.stdout.splitlines()
+    assert head == "example inputs (1, 8); 1 threads; median of 3 rounds"
+    assert float(row.split()[0]) > 0
+    assert row.endswith("simulation in eager PyTorch (not the fp32 model)")
+
+
+@pytest.mark.slow
+@pytest.mark.ipex
+def test_bench_compares_the_engine_with_the_simulation(run):
+    assert run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "out").exit_code == 0
+    result = run("bench", "out", "--rounds", "3")
+    assert result.exit_code == 0, result.output
+    assert [line.split(" ms  ")[-1] for line in result.stdout.splitlines()[1:]] == [
+        "int8 on ipex",
+        "simulation in eager PyTorch (not the fp32 model)",
+    ]
+    assert run("doctor", "out").stdout.splitlines()[-1].startswith("out fits this CPU: it relies on ")
+
+
+def test_candidates_take_turns_after_their_warm_up():
+    calls = []
+    candidates = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    rounds = list(bench.interleaved(candidates, rounds=3, warm_up=2))
+    assert "".join(calls) == "aabb" + 3 * "ab"
+    assert [sorted(r) for r in rounds] == 3 * [["a", "b"]]
+
+
+def test_times_are_milliseconds():
+    (times,) = bench.interleaved({"nap": lambda: time.sleep(0.02)}, rounds=1, warm_up=0)
+    assert 20 <= times["nap"] < 2000
+
+
+def test_the_ratio_is_the_median_of_the_rounds_ratios():
+    rounds = [{"a": 2.0, "b": 1.0}, {"a": 30.0, "b": 10.0}, {"a": 2.0, "b": 2.0}]
+    assert bench.median(rounds) == {"a": 2.0, "b": 2.0}
+    assert bench.ratio(rounds, slow="a", fast="b") == 2.0
+
+
+def doctor_rows(result):
+    return {line[:27].strip(): line[27:].strip() for line in result.stdout.splitlines() if line}
+
+
+def test_doctor_tells_machine_versions_and_backends():
+    result = CliRunner().invoke(main, ["doctor"])
+    rows = doctor_rows(result)
+    assert rows["torch"] == importlib.metadata.version("torch")
+    assert rows["features"].split(", ") == list(cpu.features())
+    assert rows["threads"].split()[0] == str(torch.get_num_threads())
+    backends = {line.split()[0]: line.split()[1] for line in result.stdout.splitlines() if line.split()[1:]}
+    for name, why in available_backends().items():
+        assert backends[name] == ("no" if why else "yes")
+
+
+@pytest.mark.parametrize(
+    ("ipex", "reason"),
+    [(None, "intel-extension-for-pytorch is not installed"), ("2.7.0", "needs torch 2.7, but torch is")],
+)
+def test_doctor_works_without_a_usable_ipex(monkeypatch, ipex, reason):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name != "intel-extension-for-pytorch":
+            return real(name)
+        if ipex is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return ipex
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert doctor_rows(result)["intel-extension-for-pytorch"] == (ipex or "not installed")
+    assert re.search(r"^ipex +no +", result.stdout, re.MULTILINE)
+    assert reason in result.stdout
+    assert "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0" in result.stdout
+    assert 'backend="auto" picks nothing. ' in result.stdout
+
+
+def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch):
+    assert quantize(run).exit_code == 0
+    assert "out fits this CPU: it relies on nothing in particular" in run("doctor", "out").stdout
+    monkeypatch.setattr("nc.cli._contents", lambda folder: {"cpu_features": ["amx_int8", "avx9"]})
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_vnni"))
+    result = run("doctor", "out")
+    assert result.exit_code == 1
+    # every instruction set that sums in 32 bits gives the numbers of every other
+    assert "relies on amx_int8, avx9, and this CPU lacks avx9." in result.stdout
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    assert "this CPU lacks amx_int8, avx9." in run("doctor", "out").stdout
+
+
+def test_the_module_runs_as_a_process():
+    done = subprocess.run([sys.executable, "-m", "nc", "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stderr == ""
+    assert 'backend="auto" picks' in done.stdout

@@ -1,0 +1,272 @@
+"""Every refusal of the front door: its type, and that its text names the thing and the way out."""
+
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import MLP, call, prepared_for, quantized
+from torch import nn
+
+import nc
+from nc import (
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    InputError,
+    NCError,
+    NCWarning,
+    StateError,
+    StaticQuantConfig,
+    UnknownBackendError,
+    convert,
+    describe,
+    errors,
+    prepare,
+    quantize,
+)
+from nc.backends.torchscript import script
+
+X = torch.randn(4, 16)
+CONFIG = StaticQuantConfig()
+STEPS = [pytest.param(prepare, id="prepare"), pytest.param(describe, id="describe")]
+
+
+# ---- the tree ----
+
+
+def test_every_error_is_an_ncerror_and_drawn_in_the_module_text():
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == "nc.errors"]
+    for cls in classes:
+        assert issubclass(cls, (NCError, UserWarning))
+        assert cls.__name__ in errors.__doc__
+        assert getattr(nc, cls.__name__) is cls
+        assert cls.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("ConfigError", ValueError),
+        ("UnknownFieldError", TypeError),
+        ("PatternError", ValueError),
+        ("UnmatchedRuleError", ValueError),
+        ("UnsupportedError", ValueError),
+        ("InputError", ValueError),
+        ("CaptureError", RuntimeError),
+        ("StateError", RuntimeError),
+        ("CalibrationError", ValueError),
+        ("BackendError", RuntimeError),
+        ("UnknownBackendError", ValueError),
+        ("BackendUnavailableError", ImportError),
+        ("VerificationError", RuntimeError),
+        ("ArtefactError", ValueError),
+        ("ArtefactMissingError", FileNotFoundError),
+    ],
+)
+def test_errors_are_the_builtin_that_fits(name, builtin):
+    assert issubclass(getattr(nc, name), builtin)
+
+
+# ---- example inputs ----
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_example_inputs_are_missing(step):
+    with pytest.raises(InputError, match="example_inputs is missing.*a tensor, a tuple .* or a dict"):
+        step(MLP().eval(), CONFIG, backend="reference")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("example", [3, "text", X.numpy(), {X}])
+def test_example_inputs_of_another_type(step, example):
+    with pytest.raises(InputError, match=f"Expected example_inputs to be .*, but got {type(example).__name__}"):
+        step(MLP().eval(), CONFIG, example_inputs=example, backend="reference")
+
+
+@pytest.mark.parametrize("example", [(X, X), {"y": X}, {}, ()])
+def test_example_inputs_that_do_not_fit_forward(example):
+    with pytest.raises(InputError, match=r"do not fit MLP\.forward\(x\)"):
+        prepare(MLP().eval(), CONFIG, example_inputs=example, backend="reference")
+
+
+@pytest.mark.parametrize("example", [(3,), {"x": None}, ([],)])
+def test_example_inputs_without_a_tensor(example):
+    with pytest.raises(InputError, match="hold no tensor"):
+        prepare(MLP().eval(), CONFIG, example_inputs=example, backend="reference")
+
+
+def test_example_inputs_on_another_device():
+    with pytest.raises(InputError, match=r"on device meta.*\.cpu\(\)"):
+        prepare(MLP().eval(), CONFIG, example_inputs=X.to("meta"), backend="reference")
+
+
+def test_a_model_on_another_device():
+    with pytest.raises(InputError, match=r"'fc1\.weight' is on device meta.*model\.cpu\(\)"):
+        prepare(MLP().to("meta").eval(), CONFIG, example_inputs=X, backend="reference")
+
+
+# ---- model and configuration ----
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("model", [None, MLP, lambda x: x])
+def test_a_model_that_is_none(step, model):
+    with pytest.raises(InputError, match=r"to be a torch\.nn\.Module, but got"):
+        step(model, CONFIG, example_inputs=X, backend="reference")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("config", [None, {}, "int8"])
+def test_a_configuration_that_is_none(step, config):
+    with pytest.raises(ConfigError, match=f"to be a StaticQuantConfig, but got {type(config).__name__}"):
+        step(MLP().eval(), config, example_inputs=X, backend="reference")
+
+
+def test_steps_out_of_order():
+    prepared = prepared_for(MLP(), X)
+    q = convert(prepared)
+    for model in (prepared, q):
+        with pytest.raises(StateError, match=f"is a {type(model).__name__} already; give prepare"):
+            prepare(model, CONFIG, example_inputs=X, backend="reference")
+    with pytest.raises(StateError, match="converted already"):
+        convert(q)
+    with pytest.raises(StateError, match="takes what prepare.. returned, but got MLP"):
+        convert(MLP())
+
+
+def test_training_mode_is_said_once():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(16, 4), nn.Dropout()).train()
+    with pytest.warns(NCWarning, match="in training mode; it is quantized as in eval mode") as caught:
+        prepare(model, CONFIG, example_inputs=X, backend="reference")
+    assert len([w for w in caught if w.category is NCWarning]) == 1
+    assert caught[0].filename == __file__
+    assert model.training
+
+
+def test_results_stay_in_eval_mode():
+    prepared = prepared_for(MLP(), X)
+    q = convert(prepared)
+    assert not prepared.train().training
+    assert not q.train().training
+
+
+# ---- backends ----
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_unknown_backend(step):
+    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, reference"):
+        step(MLP().eval(), CONFIG, example_inputs=X, backend="tpu")
+
+
+def test_an_unknown_backend_for_convert():
+    with pytest.raises(UnknownBackendError, match="'tpu'"):
+        convert(prepared_for(MLP(), X), backend="tpu")
+
+
+def versions(monkeypatch, **installed):
+    """Pretend that these versions are installed; None means not at all."""
+    real = importlib.metadata.version
+
+    def version(name):
+        key = name.replace("-", "_")
+        if key not in installed:
+            return real(name)
+        if installed[key] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[key]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize("backend", ["ipex", "auto"])
+def test_ipex_is_missing(monkeypatch, backend):
+    versions(monkeypatch, intel_extension_for_pytorch=None)
+    with pytest.raises(BackendUnavailableError, match="not installed: pip install torch==2.8.0 intel-extension") as caught:
+        prepare(MLP().eval(), CONFIG, example_inputs=X, backend=backend)
+    if backend == "auto":
+        assert 'backend="reference"' in str(caught.value)
+
+
+def test_torch_is_of_another_version(monkeypatch):
+    versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.9.1+cpu")
+    with pytest.raises(BackendUnavailableError, match=r"2\.8\.0 needs torch 2\.8, but torch is 2\.9\.1.*pip install"):
+        prepare(MLP().eval(), CONFIG, example_inputs=X, backend="ipex")
+
+
+def test_ipex_is_missing_at_convert(monkeypatch):
+    prepared = prepared_for(MLP(), X)
+    versions(monkeypatch, intel_extension_for_pytorch=None)
+    with pytest.raises(BackendUnavailableError):
+        convert(prepared, backend="ipex")
+    assert convert(prepared)(X).shape == (4, 8)  # nothing was lost
+
+
+def test_a_cpu_without_avx2(monkeypatch):
+    from nc.backends import cpu
+
+    versions(monkeypatch, intel_extension_for_pytorch="2.8.0", torch="2.8.0+cpu")
+    monkeypatch.setattr(cpu, "features", lambda: ("sse4_2",))
+    with pytest.raises(BackendUnavailableError, match="AVX2"):
+        prepare(MLP().eval(), CONFIG, example_inputs=X, backend="ipex")
+
+
+@pytest.mark.parametrize(
+    ("features", "wide"),
+    [((), False), (("avx2",), False), (("avx2", "avx512f"), False), (("avx2", "avx512_vnni"), True), (("avx2", "avx_vnni"), True)],
+)
+def test_seven_bits_without_vnni(monkeypatch, features, wide):
+    from nc.backends import cpu, get_backend
+
+    monkeypatch.setattr(cpu, "features", lambda: features)
+    capabilities = get_backend("ipex").capabilities()
+    assert capabilities.reduce_range is not wide
+    assert capabilities.isa == ((features[-1],) if wide else ("avx2",))
+
+
+@pytest.mark.ipex
+@pytest.mark.parametrize(("option", "value"), [("verify", "maybe"), ("isolate", "sometimes")])
+def test_options_of_convert(option, value):
+    with pytest.raises(ConfigError, match=f"Expected {option} to be one of .*, but got '{value}'"):
+        convert(prepared_for(MLP(), X, backend="ipex"), **{option: value})
+
+
+def test_an_operator_without_a_script_form_is_named():
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(sorted, (graph.placeholder("x"),), name="odd_one"),))
+    with pytest.raises(BackendError, match="sorted.*'odd_one'"):
+        script(torch.fx.GraphModule(nn.Module(), graph))
+
+
+# ---- nothing on the side ----
+
+IMPORT = """
+import sys
+import nc
+assert "intel_extension_for_pytorch" not in sys.modules
+assert not any(m.split(".")[0] in ("transformers", "torchvision", "click", "rich") for m in sys.modules), "heavy imports"
+nc.available_backends()
+assert "intel_extension_for_pytorch" not in sys.modules
+"""
+
+
+def test_importing_nc_imports_no_engine():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_nothing_is_left_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quantize(MLP().eval(), CONFIG, lambda m: m(X), example_inputs=X, backend="reference").report()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_hangs_on_the_users_model():
+    model = MLP().eval()
+    before = set(vars(model)), {n: set(vars(m)) for n, m in model.named_modules()}
+    quantized(model, X)
+    assert (set(vars(model)), {n: set(vars(m)) for n, m in model.named_modules()}) == before
+    assert call(model, X).shape == (4, 8)

@@ -1,0 +1,41 @@
+"""The public names, and nothing else."""
+
+import types
+
+import nc
+
+PUBLIC = {
+    "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError",
+    "BackendError", "BackendUnavailableError", "CalibrationError", "CaptureError", "ConfigError", "InputError", "NCError",
+    "NCWarning", "PatternError", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError",
+    "UnmatchedRuleError", "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "__version__",
+    "available_backends", "convert", "describe", "export_torchscript", "get_default_static_config", "load", "prepare",
+    "quantize", "register_backend", "save",
+}  # fmt: skip
+
+
+def test_public_names():
+    found = {
+        name
+        for name, value in vars(nc).items()
+        if not isinstance(value, types.ModuleType) and (not name.startswith("_") or name == "__version__")
+    }
+    assert found == PUBLIC
+
+
+def test_public_functions_and_classes_have_docstrings():
+    assert not [name for name in PUBLIC - {"__version__"} if not getattr(nc, name).__doc__]
+
+
+def test_parameters_of_the_front_door():
+    import inspect
+
+    def parameters(function):
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(nc.prepare)[:4] == ["model", "quant_config", "inplace", "example_inputs"]
+    assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict"}
+    assert inspect.signature(nc.prepare).parameters["inplace"].default is False
+    assert parameters(nc.convert)[:2] == ["prepared", "backend"]
+    assert parameters(nc.quantize)[:4] == ["model", "quant_config", "run_fn", "run_args"]
+    assert parameters(nc.describe)[:3] == ["model", "quant_config", "example_inputs"]

@@ -1,0 +1,349 @@
+"""The IPEX backend: the common suite, int8 proven from the executed graph, and the engine faults that lints avoid."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import FP32, MLP, Attention, Function, ResidualCNN, call, prepared_for, quantized, worst_db
+from suites.backend_suite import MODELS, BackendSuite
+from torch import nn
+
+from nc import BackendError, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
+from nc.backends.ipex import isolate, lower
+from nc.backends.ipex.lints import LINTS
+from nc.backends.ipex.quiet import quiet
+
+pytestmark = pytest.mark.ipex
+
+#: Child processes find `models` as the tests do.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+#: Operators that were asked to run int8 and run fp32, with why: none of them may be silent.
+NOT_FUSED = {"gated": {"add"}}  # no convolution in front of it: IPEX fuses an addition only behind one
+
+
+class TestIpex(BackendSuite):
+    backend = "ipex"
+
+    def convert(self, prepared, **options):
+        return convert(prepared, **{"isolate": "never", **options})
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_what_was_asked_runs_in_int8(self, converted, name):
+        _, q = converted(name)
+        report = q.report()
+        assert {op.operator for op in report.not_int8} == NOT_FUSED.get(name, set())
+        assert report.groups > 0
+        assert report.sqnr_db >= self.agreement
+
+    def test_a_residual_block_leaves_no_pair_between_its_kernels(self, converted):
+        report = converted("residual")[1].report()
+        assert report.quantize_outside <= 2  # the input, and the pooled features
+        assert report.dequantize_outside <= 1  # in front of the average pool
+
+    @pytest.mark.parametrize("name", ["attention", "flattened attention"])
+    def test_attention_leaves_no_pair_between_its_kernels(self, converted, name):
+        report = converted(name)[1].report()
+        assert report.quantize_outside <= 1  # the input
+        assert report.dequantize_outside == 0
+
+    def test_weights_take_a_quarter_of_the_bytes(self):
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        report = quantized(model, torch.randn(4, 256), backend="ipex").report()
+        assert report.weight_bytes < 0.28 * report.float_bytes
+
+    def test_thread_count_is_the_users(self, converted):
+        _, q = converted("residual")
+        before, x = torch.get_num_threads(), torch.randn(2, 3, 8, 8)
+        expected = q(x)
+        assert torch.get_num_threads() == before
+        torch.set_num_threads(1)
+        try:
+            assert worst_db(expected, q(x)) >= self.agreement
+            assert torch.get_num_threads() == 1
+        finally:
+            torch.set_num_threads(before)
+
+
+# ---- faults of the engine ----
+
+CONVS = "dict(pre=nn.Conv2d(3, 8, 3, padding=1), mid=nn.Conv2d(8, 8, 3, padding=1), post=nn.Conv2d(8, 4, 1))"
+DEPTHWISE = CONVS.replace("mid=nn.Conv2d(8, 8, 3, padding=1", "mid=nn.Conv2d(8, 8, 3, padding=1, groups=8")
+LINEARS = "dict(pre=nn.Linear(16, 16), mid=nn.Linear(16, 16), post=nn.Linear(16, 16))"
+IMAGE, ROWS, SQUARE = (2, 3, 8, 8), (2, 4, 16), (2, 16, 16)
+RELU, PLAIN = "self.post(f(F.relu(self.pre(x))))", "self.post(f(self.pre(x)))"
+
+#: name → (submodules, input shape, forward in terms of f, f, rule that asks explicitly, lint that must act)
+FAULTS = {
+    "conv(y) + y": (CONVS, IMAGE, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
+    "y + conv(y)": (CONVS, IMAGE, RELU, "y + self.mid(y)", "", "operand_is_source"),
+    "depthwise(y) + y": (DEPTHWISE, IMAGE, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
+    "linear(y) + y": (LINEARS, ROWS, RELU, "F.relu(self.mid(y) + y)", "", "operand_is_source"),
+    "conv(x) + x": ("dict(mid=nn.Conv2d(3, 3, 1))", IMAGE, "f(x)", "self.mid(y) + y", "add", "operand_is_source"),
+    "conv(pool(y)) + y": (CONVS, IMAGE, RELU, "F.relu(self.mid(F.max_pool2d(y, 3, 1, 1)) + y)", "", ""),
+    "conv(y) + conv(y)": (CONVS, IMAGE, RELU, "F.relu(self.mid(y) + self.mid(y))", "", ""),
+    "y @ y": (LINEARS, SQUARE, PLAIN, "y @ y", "", "same_tensor_twice"),
+    "y @ y of matrices": (LINEARS, (16, 16), PLAIN, "y @ y", "", "same_tensor_twice"),
+    "bmm(y, y)": (LINEARS, SQUARE, PLAIN, "torch.bmm(y, y)", "", "same_tensor_twice"),
+    "x @ x": ("dict()", SQUARE, "f(x)", "y @ y", "", "same_tensor_twice"),
+    "y @ y.T": (LINEARS, SQUARE, PLAIN, "y @ y.transpose(-1, -2)", "", ""),
+    "r + r": (LINEARS, ROWS, RELU, "y + y", "", "same_tensor_twice"),
+    "r + r of images": (CONVS, IMAGE, RELU, "y + y", "", "same_tensor_twice"),
+    "x + x": (LINEARS, ROWS, "self.post(f(x))", "y + y", "add", "same_tensor_twice"),
+    "linear(x) + x": (LINEARS, ROWS, "f(x)", "self.mid(F.gelu(self.pre(y))) + y", "", "input_overwritten"),
+    "x + linear(x)": (LINEARS, ROWS, "f(x)", "y + self.mid(F.gelu(self.pre(y)))", "", "input_overwritten"),
+    "linear(x) + view of x": (LINEARS, ROWS, "f(x)", "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)", "", "input_overwritten"),
+    "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
+}
+
+CHILD = r"""
+import json, sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from models import Function, prepared_for, worst_db
+from nc import StaticQuantConfig, convert
+
+for name, (modules, shape, forward, f, explicit, _) in json.loads(sys.argv[1]).items():
+    print(json.dumps({"begins": name}), flush=True)
+    torch.manual_seed(0)
+    namespace = {"F": F, "torch": torch}
+    exec(f"def forward(self, x):\n    f = lambda y: {f}\n    return {forward}", namespace)
+    model = Function(namespace["forward"], **eval(modules)).eval()
+    config = StaticQuantConfig()
+    if explicit:
+        config.set_local(explicit, StaticQuantConfig())
+    prepared = prepared_for(model, torch.randn(shape), config, backend="ipex")
+    prepared(torch.randn(shape) * 2)
+    q = convert(prepared, isolate="never", verify="off")
+    worst = []
+    with torch.no_grad():
+        for batch in {shape[0], shape[0] + (len(shape) > 2)}:
+            x = torch.randn(batch, *shape[1:])
+            before = x.clone()
+            worst += [worst_db(q.reference(before), q(x)) for _ in range(2)]
+            assert torch.equal(x, before), "the input was changed"
+    report = q.report()
+    answer = {"ends": name, "db": min(worst), "rewrites": report.rewrites, "asked": report.asked_int8}
+    print(json.dumps({**answer, "silent": [op.operator for op in report.not_int8 if not op.reason]}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """name → what the child found; a fault that ends the child, or never ends, costs only its own test."""
+    folder = tmp_path_factory.mktemp("faults")
+    left, found = dict(FAULTS), {}
+    while left:
+        with (folder / "out").open("w") as out:
+            command = [sys.executable, "-c", CHILD, json.dumps(left)]
+            child = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT)
+            try:
+                _, errors = child.communicate(timeout=60 + 5 * len(left))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                errors = "no end in sight" + child.communicate()[1]
+        lines = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+        found |= {line["ends"]: line for line in lines if "ends" in line}
+        begun = [line["begins"] for line in lines if "begins" in line]
+        if not begun:
+            pytest.fail(errors[-3000:])
+        found.setdefault(begun[-1], {"error": f"exit code {child.returncode}: {errors[-3000:]}"})
+        left = {name: case for name, case in left.items() if name not in found}
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_patterns_that_the_engine_gets_wrong(faults, name):
+    result, lint = faults[name], FAULTS[name][-1]
+    assert "error" not in result, result["error"]
+    assert result["db"] >= 30
+    assert [entry.split(":")[0] for entry in result["rewrites"]] == ([lint] if lint else [])
+    assert result["asked"] > 0
+    assert result["silent"] == []
+
+
+def test_every_lint_is_needed_and_named():
+    assert {case[-1] for case in FAULTS.values()} - {""} == {lint.name for lint in LINTS}
+    assert all(lint.why for lint in LINTS)
+
+
+# ---- verification ----
+
+
+class Residual(nn.Module):
+    """conv(y) + y: garbage when its lint does not act."""
+
+    def __init__(self):
+        super().__init__()
+        self.pre, self.conv, self.post = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.pre(x))
+        return self.post(torch.relu(self.conv(y) + y))
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A prepared model that the engine gets wrong, because the lints are switched off."""
+    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    torch.manual_seed(0)
+    return prepared_for(Residual(), torch.randn(2, 3, 8, 8), backend="ipex")
+
+
+def test_an_engine_that_disagrees_is_an_error_that_names_the_operator(broken):
+    with pytest.raises(
+        VerificationError, match=r"IPEX computes something else.*-?\d+\.\d dB.*first operator that differs is 'add'"
+    ) as caught:
+        convert(broken, isolate="never")
+    assert 'set_local(\'add\', StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' in str(caught.value)
+
+
+def test_the_advice_of_the_error_helps(monkeypatch):
+    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    x = torch.randn(2, 3, 8, 8)
+    q = quantized(Residual(), x, StaticQuantConfig().set_local("add", FP32), "ipex")
+    assert worst_db(q.reference(x), q(x)) > 30
+
+
+def test_a_disagreement_can_be_a_warning(broken):
+    with pytest.warns(NCWarning, match="first operator that differs is 'add'") as caught:
+        q = convert(broken, isolate="never", verify="warn")
+    assert caught[0].filename == __file__
+    assert q.report().sqnr_db < 15
+
+
+def test_verification_can_be_off(broken):
+    q = convert(broken, isolate="never", verify="off")
+    assert q.report().sqnr_db is None
+
+
+def test_the_prepared_model_survives_a_failed_conversion(broken, monkeypatch):
+    with pytest.raises(VerificationError):
+        convert(broken, isolate="never")
+    monkeypatch.undo()
+    x = torch.randn(2, 3, 8, 8)
+    q = convert(broken, isolate="never")
+    assert worst_db(q.reference(x), q(x)) > 30
+
+
+def test_an_output_of_garbage_without_an_operator_to_blame(monkeypatch):
+    """The last resort of the message: every prefix is right, the whole is not."""
+    monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs: "")
+    monkeypatch.setattr(lower, "worst_sqnr_db", lambda expected, got: -3.0)
+    with pytest.raises(VerificationError, match="No single operator differs"):
+        convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="never")
+
+
+# ---- the first run in a child process ----
+
+
+@pytest.mark.slow
+def test_a_run_in_a_child_process_first():
+    x = torch.randn(4, 16)
+    q = convert(prepared_for(MLP(), x, backend="ipex"), isolate="always")
+    assert worst_db(q.reference(x), q(x)) > 30
+
+
+@pytest.mark.slow
+def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
+    """`y @ y` without its lint never ends: the child does."""
+    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    monkeypatch.setattr(lower, "first_run_in_child", functools.partial(isolate.first_run_in_child, time_limit_s=25.0))
+    model = Function(lambda self, x: (lambda y: y @ y)(self.pre(x)), pre=nn.Linear(16, 16))
+    prepared = prepared_for(model, torch.randn(16, 16), backend="ipex")
+    with pytest.raises(BackendError, match=r"did not finish fusing this graph within 25 s in a child process.*set_local"):
+        convert(prepared, isolate="always")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(-11, "crashed .signal 11."), (1, "failed on this graph in a child process: RuntimeError: no"), (3, "exit code 3")]
+)
+def test_a_child_that_ends_badly(monkeypatch, code, text):
+    stderr = "Traceback\nRuntimeError: no\n" if code == 1 else ""
+    monkeypatch.setattr(
+        isolate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code, stdout="", stderr=stderr)
+    )
+    with pytest.raises(BackendError, match=text) as caught:
+        convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="always")
+    assert 'backend="reference"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "familiar", "expected"), [("auto", True, 0), ("auto", False, 1), ("never", False, 0), ("always", True, 1)]
+)
+def test_when_a_child_is_used(monkeypatch, option, familiar, expected):
+    calls = []
+    monkeypatch.setattr(lower, "is_familiar", lambda module: familiar)
+    monkeypatch.setattr(lower, "first_run_in_child", lambda *_: calls.append(1))
+    convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate=option)
+    assert len(calls) == expected
+
+
+# ---- side effects ----
+
+
+def test_nothing_reaches_the_console(capfd):
+    x = torch.randn(2, 3, 8, 8)
+    q = quantized(ResidualCNN(), x, backend="ipex")
+    q(x)
+    q(torch.randn(3, 3, 8, 8))
+    q.report()
+    assert capfd.readouterr() == ("", "")
+
+
+QUIET = """
+import torch
+from models import MLP, prepared_for
+from nc import convert
+x = torch.randn(4, 16)
+q = convert(prepared_for(MLP(), x, backend="ipex"), isolate="never")
+q(x)
+q.report()
+"""
+
+
+def test_nothing_reaches_the_console_of_a_new_process_and_nothing_is_left_in_its_folder(tmp_path):
+    """The first import of IPEX prints most."""
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=ENVIRONMENT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_of_a_failing_block_is_shown_after_all(capfd):
+    with pytest.raises(KeyError), quiet():
+        os.write(2, b"the last words\n")
+        raise KeyError
+    assert "the last words" in capfd.readouterr().err
+
+
+def test_another_backend_at_convert():
+    x = torch.randn(4, 16)
+    prepared = prepared_for(MLP(), x, backend="reference")
+    q = convert(prepared, backend="ipex", isolate="never")
+    assert q.report().backend == "ipex"
+    assert torch.equal(q.reference(x), convert(prepared)(x))
+
+
+def test_auto_is_ipex():
+    assert prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16)).backend == "ipex"
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    x = torch.randn(4, 16)
+    q = quantized(MLP(), x, backend="ipex")
+    assert q(torch.randn(0, 16)).shape == (0, 8)
+    assert worst_db(q.reference(x), q(x)) > 30
+
+
+def test_a_model_whose_additions_mask_scores_is_not_asked_to_add_in_int8():
+    x, mask = torch.randn(2, 6, 32), torch.zeros(2, 1, 6, 6)
+    q = quantized(Attention(), (x, mask), backend="ipex")
+    assert "add" not in {op.kind for op in q.report().ops if op.asked == "int8"}
+    assert worst_db(call(q.reference, (x, mask)), call(q, (x, mask))) > 30

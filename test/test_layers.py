@@ -1,0 +1,161 @@
+"""Imports go strictly downward: the abstract syntax tree of every module against the levels below."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
+#: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
+LEVELS = (
+    ("nc._version", "nc.errors", "nc.spec", "nc.graph"),
+    ("nc.numerics", "nc.observers", "nc.config", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
+    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.naming", "nc.graph.tree"),
+    ("nc.graph.passes",),
+    ("nc.graph.capture",),
+    ("nc.rules", "nc.graph.placement"),
+    ("nc.graph.qdq", "nc.graph.observe"),
+    ("nc.graph.operators",),
+    ("nc.graph.serial",),
+    ("nc.graph.store",),
+    ("nc.algorithms", "nc.backends"),
+    ("nc.prepared", "nc.report"),
+    ("nc.quantized",),
+    ("nc.quantize", "nc.artefact"),
+    ("nc",),
+    ("nc.bench", "nc.cli_inputs"),
+    ("nc.cli",),
+    ("nc.__main__",),
+)
+#: Packages whose own modules have an order among themselves.
+INSIDE = {
+    "nc.observers": (("nc.observers.base",), ("nc.observers.minmax",), ("nc.observers",)),
+    "nc.backends": (
+        ("nc.backends.base", "nc.backends.cpu"),
+        ("nc.backends.reference", "nc.backends.torchscript"),
+        ("nc.backends",),
+        (
+            "nc.backends.ipex.quiet",
+            "nc.backends.ipex.patterns",
+            "nc.backends.ipex.lints",
+            "nc.backends.ipex.proof",
+            "nc.backends.ipex.familiar",
+        ),
+        ("nc.backends.ipex.child", "nc.backends.ipex.isolate"),
+        ("nc.backends.ipex.lower",),
+        ("nc.backends.ipex",),
+    ),
+}
+#: Modules that may import inside functions, and what, with the reason.
+DEFERRED = {
+    "nc.backends": ("nc.backends.ipex",),  # an engine is loaded when somebody asks for it
+    "nc.backends.ipex": ("nc.backends.ipex.lower",),  # names and versions are known without loading the engine
+    "nc.cli": ("nc",),  # `--help` must not wait for torch
+}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in sorted((ROOT / "nc").rglob("*.py"))}
+
+
+def level(module, table):
+    """Index of the most specific entry that covers a module; None when there is none ("nc" and "nc.graph" stand for themselves)."""
+    for name in _parents(module):
+        for i, entries in enumerate(table):
+            if name in entries and (name == module or name not in ("nc", "nc.graph")):
+                return i
+    return None
+
+
+def _parents(module):
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+@functools.cache
+def imports(module):
+    """[(imported module, whether inside a function)]; `from package import module` counts as the module."""
+    found = []
+
+    def visit(node, inside):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{module}: relative import"
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    found.append((full if full in FILES else child.module, inside))
+            elif isinstance(child, ast.Import):
+                found.extend((alias.name, inside) for alias in child.names)
+            visit(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    visit(ast.parse(FILES[module].read_text(encoding="utf-8")), False)
+    return tuple(found)
+
+
+def own(module):
+    return [(name, inside) for name, inside in imports(module) if name.split(".")[0] == "nc"]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_down(module):
+    here = level(module, LEVELS)
+    assert here is not None, f"enter {module} into LEVELS"
+    for name, inside in own(module):
+        if inside:
+            continue  # see the next test
+        there = level(name, LEVELS)
+        if there == here:
+            package = next((p for p in INSIDE if module.startswith(p) and name.startswith(p)), None)
+            assert package, f"{module} imports {name}, of its own level"
+            a, b = level(module, INSIDE[package]), level(name, INSIDE[package])
+            assert a is not None, f"enter {module} into INSIDE[{package!r}]"
+            assert b is not None, f"enter {name} into INSIDE[{package!r}]"
+            assert b < a, f"{module} imports {name}, which is not below it"
+        else:
+            assert there < here, f"{module} imports {name}, which is above it"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_inside_functions_are_the_listed_ones(module):
+    allowed = DEFERRED.get(module, ())
+    for name, inside in own(module):
+        assert not inside or any(name == a or name.startswith(f"{a}.") for a in allowed), f"{module} defers {name}"
+
+
+def test_every_entry_of_the_tables_exists():
+    entries = [e for table in (LEVELS, *INSIDE.values()) for entries in table for e in entries]
+    assert not [e for e in [*entries, *INSIDE, *DEFERRED] if e not in FILES]
+
+
+def test_algorithms_and_backends_do_not_know_each_other():
+    for module in FILES:
+        for a, b in (("nc.algorithms", "nc.backends"), ("nc.backends", "nc.algorithms")):
+            if module.startswith(a):
+                assert not [name for name, _ in own(module) if name.startswith(b)]
+
+
+def test_ipex_is_imported_in_one_place_and_only_when_used():
+    engine = "intel_extension_for_pytorch"
+    users = {module: inside for module in FILES for name, inside in imports(module) if name.split(".")[0] == engine}
+    assert users == {"nc.backends.ipex.quiet": True}
+
+
+def test_nothing_above_the_graph_reads_a_configuration():
+    """Backends and algorithms see the QDQ graph and the plan only."""
+    for module in FILES:
+        if module.startswith(("nc.graph", "nc.algorithms", "nc.backends.ipex", "nc.observers", "nc.numerics")):
+            assert "nc.config" not in [name for name, _ in own(module)], module
+
+
+def test_the_table_catches_an_import_upward(monkeypatch):
+    fake = {"nc.spec": (("nc.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
+    monkeypatch.setattr(f"{__name__}.imports", lambda module: fake.get(module, ()))
+    for module in fake:
+        with pytest.raises(AssertionError, match=f"{module} imports"):
+            test_imports_go_down(module)
