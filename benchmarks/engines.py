@@ -1,0 +1,85 @@
+"""Engines of the benchmarks: each turns a model into a callable without arguments, in a process of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+
+def eager(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """fp32, as the user has it."""
+    return lambda: model(**inputs)
+
+
+def ipex_fp32(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """fp32 through `ipex.optimize`, traced and frozen."""
+    import intel_extension_for_pytorch as ipex
+
+    return _traced(ipex.optimize(model), inputs)
+
+
+def ipex_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """The plain `ipex.quantization` flow with min-max observers, as Neural Compressor drives it."""
+    import intel_extension_for_pytorch as ipex
+    from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfig, QConfigMapping
+
+    qconfig = QConfig(
+        activation=MinMaxObserver.with_args(qscheme=torch.per_tensor_affine, dtype=torch.quint8),
+        weight=PerChannelMinMaxObserver.with_args(dtype=torch.qint8, qscheme=torch.per_channel_symmetric),
+    )
+    mapping = QConfigMapping().set_global(qconfig)
+    prepared = ipex.quantization.prepare(model, mapping, example_kwarg_inputs=inputs, inplace=False)
+    prepared(**inputs)
+    return _traced(ipex.quantization.convert(prepared), inputs)
+
+
+def nc_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """This project: prepare, one calibration batch, convert."""
+    import nc
+
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs)
+    prepared(**inputs)
+    quantized = nc.convert(prepared)
+    return lambda: quantized(**inputs)
+
+
+def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """A calibrating forward of this project."""
+    import nc
+
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs)
+    return lambda: prepared(**inputs)
+
+
+def _traced(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    traced = torch.jit.trace(model, example_kwarg_inputs=inputs, strict=False, check_trace=False)
+    frozen = torch.jit.freeze(traced.eval())
+    return lambda: frozen(**inputs)
+
+
+ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
+    "eager": eager,
+    "ipex-fp32": ipex_fp32,
+    "ipex-int8": ipex_int8,
+    "nc-int8": nc_int8,
+    "nc-prepared": nc_prepared,
+}
+
+
+def start(engine: str, model_name: str, threads: int) -> Run:
+    """The warmed-up callable of one engine on one model."""
+    from models import build
+
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    model, inputs = build(model_name)
+    with torch.no_grad():
+        run = ENGINES[engine](model, inputs)
+        for _ in range(5):
+            run()
+    return run

@@ -1,0 +1,43 @@
+"""Models of the benchmarks: real architectures, built from their configurations with random weights (speed does not depend on them)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model in eval mode and one batch of keyword inputs: images 224 x 224, or 128 tokens."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    ids = {"input_ids": torch.randint(0, 1000, (1, 128)), "attention_mask": torch.ones(1, 128, dtype=torch.long)}
+    image = torch.randn(1, 3, 224, 224)
+    match name:
+        case "hf-resnet50":
+            return hf.ResNetModel(hf.ResNetConfig()).eval(), {"pixel_values": image}
+        case "bert-base":
+            return hf.BertModel(hf.BertConfig()).eval(), ids
+        case "minilm":
+            config = hf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+            return hf.BertModel(config).eval(), ids
+        case "hf-vit-b16":
+            return hf.ViTModel(hf.ViTConfig()).eval(), {"pixel_values": image}
+        case _:
+            import torchvision
+
+            return torchvision.models.get_model(name.removeprefix("tv-"), weights=None).eval(), {"x": image}
+
+
+NAMES = (
+    "hf-resnet50",
+    "tv-resnet50",
+    "bert-base",
+    "minilm",
+    "tv-resnet18",
+    "tv-mobilenet_v2",
+    "tv-efficientnet_b0",
+    "tv-vit_b_16",
+    "hf-vit-b16",
+)

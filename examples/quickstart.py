@@ -1,0 +1,105 @@
+"""Quantize a real sentence encoder: proof of int8, accuracy, speed, size, and loading in a new process.
+
+    python examples/quickstart.py [--out DIR]   the whole tour
+    python examples/quickstart.py --check DIR   only load what an earlier tour saved, and compare its numbers
+
+Nothing is downloaded and nothing is written to the working directory. The model and the text: see minilm.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import minilm
+import show
+import torch
+from safetensors.torch import load_file, save_file
+
+import nc
+from nc import StaticQuantConfig, convert, prepare
+
+LATENCY_ROUNDS = 40
+CHECK_BATCHES = 4
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="new or empty folder for what is saved (default: a temporary one)")
+    parser.add_argument("--check", type=Path, metavar="DIR", help="the --out folder of an earlier run")
+    parser.add_argument(
+        "--evaluate",
+        type=int,
+        default=minilm.EVALUATION,
+        help="paragraphs to judge on (default: %(default)s)",
+    )
+    options = parser.parse_args()
+    if options.check:
+        check(options.check)
+    else:
+        tour(options.out or Path(tempfile.mkdtemp(prefix="nc-quickstart-")), options.evaluate)
+
+
+def tour(out: Path, evaluate: int) -> None:
+    """Everything but loading."""
+    model, tokenizer = minilm.load_model(), minilm.load_tokenizer()
+    calibration_text, evaluation_text = minilm.split()
+    calibration = list(minilm.batches(calibration_text, tokenizer))
+    evaluation = list(minilm.batches(evaluation_text[:evaluate], tokenizer))
+
+    def run_calibration(prepared: torch.nn.Module) -> None:
+        for batch in show.progress(calibration, "calibrate"):
+            prepared(**batch)
+
+    # ── int8 in four lines ──────────────────────────────────────────────
+    config = StaticQuantConfig()
+    prepared = prepare(model, config, example_inputs=calibration[0])
+    run_calibration(prepared)
+    q_model = convert(prepared)
+    # ────────────────────────────────────────────────────────────────────
+
+    show.operators(q_model.report())
+    embeddings = accuracy(model, q_model, evaluation)
+    speed(model, q_model, evaluation_text, tokenizer)
+
+    nc.save(q_model, out / "int8")
+    save_file({"embeddings": embeddings}, out / "expected.safetensors")
+    fp32_file = minilm.model_folder() / "model.safetensors"
+    show.sizes(fp32_file.stat().st_size, show.folder_bytes(out / "int8"))
+    show.console.print("Embedding tables are looked up, not multiplied: they stay fp32 and are most of what is left.")
+    show.heading(f"Saved in {out}")
+    show.in_new_process("--check", out)
+
+
+def accuracy(model: torch.nn.Module, q_model: torch.nn.Module, evaluation: list[minilm.Batch]) -> torch.Tensor:
+    """Compare embeddings of text that calibration never saw; returns the int8 ones."""
+    fp32 = minilm.embed(model, show.progress(evaluation, "evaluate fp32"))
+    int8 = minilm.embed(q_model, show.progress(evaluation, "evaluate int8"))
+    figures = minilm.agreement(fp32, int8)
+    show.heading(f"Accuracy on {len(fp32)} paragraphs that calibration did not see")
+    show.console.print(f"cosine to fp32 embeddings: mean {figures['mean_cosine']:.4f}, worst {figures['worst_cosine']:.4f}")
+    show.console.print(f"nearest other paragraph stays the same: {figures['same_neighbour']:.1%}")
+    return int8
+
+
+def speed(model: torch.nn.Module, q_model: torch.nn.Module, texts: list[str], tokenizer: object) -> None:
+    """Time one sentence of a fixed length."""
+    one = next(minilm.batches([max(texts, key=len)], tokenizer))
+    tokens = one["input_ids"].shape[1]
+    show.latency(lambda: model(**one), lambda: q_model(**one), f"batch 1, {tokens} tokens", LATENCY_ROUNDS)
+
+
+def check(out: Path) -> None:
+    """Load the artefact, without the model's class or its fp32 weights, and embed some paragraphs again."""
+    loaded = nc.load(out / "int8")
+    expected = load_file(out / "expected.safetensors")["embeddings"][: CHECK_BATCHES * minilm.BATCH]
+    _, texts = minilm.split()
+    batches = list(minilm.batches(texts[: len(expected)], minilm.load_tokenizer()))
+    got = minilm.embed(loaded, show.progress(batches, "embed"))
+    show.same_numbers([expected], [got], f"Loaded in a new process, {len(got)} paragraphs")
+
+
+if __name__ == "__main__":
+    main()
