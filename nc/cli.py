@@ -203,7 +203,7 @@ def _contents(folder: Path) -> dict[str, Any]:
             {
                 "operator": d.operator,
                 "type": d.kind,
-                "activations": str(d.spec.activation or "fp32"),
+                "activations": d.spec.activations,
                 "weight": str(d.spec.weight or "-"),
                 "rule": d.rule,
                 "why fp32": d.reason,
@@ -337,7 +337,7 @@ def _remark(backend: str) -> str:
     if backend == "reference":
         return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
     if backend == "ipex" and not cpu.accumulates_wide():
-        return "this CPU has neither VNNI nor AMX: activations use 7 bits, so that sums can't saturate"
+        return "this CPU has neither VNNI nor AMX: weights use 7 bits, so that sums can't saturate"
     return ""
 
 

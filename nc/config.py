@@ -162,11 +162,11 @@ class StaticQuantConfig:
         """Whether this configuration leaves operators in fp32."""
         return self.act_dtype == "fp32"
 
-    def spec(self, *, reduce_range: bool = False) -> OpSpec:
-        """What one operator gets under this configuration; `reduce_range` asks for 7-bit activations."""
+    def spec(self) -> OpSpec:
+        """What one operator gets under this configuration."""
         if self.is_float:
             return FLOAT
-        activation = TensorSpec(dtype=self.act_dtype, symmetric=self.act_sym, algo=self.act_algo, reduce_range=reduce_range)
+        activation = TensorSpec(dtype=self.act_dtype, symmetric=self.act_sym, algo=self.act_algo)
         weight = TensorSpec(dtype=self.w_dtype, symmetric=self.w_sym, granularity=self.w_granularity, algo=self.w_algo, narrow=True)
         return OpSpec(activation=activation, weight=weight)
 

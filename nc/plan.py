@@ -85,9 +85,7 @@ class Plan:
     def table(self) -> str:
         """One row per operator: name, type, what it will be quantized to, the rule that decided."""
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
-        for d in self.decisions:
-            act, weight = d.spec.activation, d.spec.weight
-            rows.append((d.operator, d.kind, str(act or "fp32"), str(weight or "-"), d.rule, d.reason))
+        rows += [(d.operator, d.kind, d.spec.activations, str(d.spec.weight or "-"), d.rule, d.reason) for d in self.decisions]
         return format_table(rows)
 
 

@@ -16,6 +16,7 @@ from nc.graph.qdq import QDQGraph, insert_qdq
 from nc.numerics.affine import choose_qparams
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
+from nc.rules import fit
 from nc.spec import FLOAT, Capabilities, QParams
 
 #: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
@@ -69,16 +70,20 @@ class PreparedModel(torch.nn.Module):
         """Stays in eval mode: the captured graph has no other."""
         return super().train(False)
 
-    def quantized_graph(self) -> QDQGraph:
+    def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
         """The QDQ graph for the ranges seen so far; calibration can go on afterwards.
+
+        Args:
+            capabilities: of the backend that it is for; None: the one that was planned for.
 
         Raises:
             StateError: nothing was calibrated yet.
+            UnsupportedError: that backend has no kernel for a dtype that was asked for.
         """
         if self.observers and not any(o.batches for o in self.observers.values()):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
-        plan, edges = self._executed()
+        plan, edges = self._executed(fit(self.plan, capabilities or self.capabilities))
         qparams = {edge_key(e): self._qparams(e) for e in edges}
         module = insert_qdq(self.graph.module, edges, qparams, plan)
         notes = {d.operator: d.reason for d in plan.decisions if d.reason == _NEVER_RAN}
@@ -100,9 +105,8 @@ class PreparedModel(torch.nn.Module):
         if inputs and rows < _SAMPLES and used + size <= _SAMPLE_BYTES and all(t.numel() for t in inputs):
             self._samples.append(tuple(t.detach().clone() for t in inputs))
 
-    def _executed(self) -> tuple[Plan, list[Edge]]:
+    def _executed(self, plan: Plan) -> tuple[Plan, list[Edge]]:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
-        plan = self.plan
         while True:
             edges = place(self.graph.module, plan, self.capabilities)
             missing = {e.operator for e in edges if not self._has_run(e)}

@@ -74,6 +74,7 @@ def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str 
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
+        UnsupportedError: the other engine has no kernel for a dtype that was asked for.
         VerificationError: the engine computes something else than the reference.
         BackendUnavailableError: the engine can't run here.
     """
@@ -84,7 +85,7 @@ def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str 
         msg = f"convert() takes what prepare() returned, but got {type(prepared).__name__}."
         raise StateError(msg)
     engine = choose_backend(backend) if backend is not None else get_backend(prepared.backend)
-    graph = prepared.quantized_graph()
+    graph = prepared.quantized_graph(engine.capabilities())
     return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
 
 

@@ -17,7 +17,7 @@ from nc.graph.capture import Graph
 from nc.graph.dataflow import useless_adds
 from nc.graph.naming import Operator
 from nc.plan import Decision, Plan
-from nc.spec import FLOAT, Capabilities
+from nc.spec import FLOAT, Capabilities, OpSpec, OpSupport
 
 _LEVELS = ("type", "pattern", "name")
 
@@ -56,15 +56,55 @@ def _decide(op: Operator, config: StaticQuantConfig, capabilities: Capabilities)
         return Decision(**base, rule=label, reason="fp32 was asked for")
     row = capabilities.row(op.kind)
     if row is None:
-        return Decision(**base, rule=label, reason=f"backend {capabilities.backend!r} has no int8 kernel for {op.kind}")
-    spec = chosen.spec(reduce_range=capabilities.reduce_range)
+        return Decision(**base, rule=label, reason=_no_kernel(op.kind, capabilities))
+    spec = chosen.spec()
+    _check_dtype(op.name, spec, row, label, capabilities)
+    if not row.weights:
+        spec = dataclasses.replace(spec, weight=None)
+    return Decision(**base, spec=_reduced(spec, op.kind, capabilities), rule=label)
+
+
+def fit(plan: Plan, capabilities: Capabilities) -> Plan:
+    """The plan for another backend than the one it was made for; the same calibration serves both.
+
+    Raises:
+        UnsupportedError: an operator's activation dtype has no kernel there.
+    """
+    if plan.backend == capabilities.backend:
+        return plan
+    decisions = []
+    for d in plan.decisions:
+        row = capabilities.row(d.kind)
+        if not d.spec.quantized:
+            decisions.append(d)
+        elif row is None:
+            decisions.append(dataclasses.replace(d, spec=FLOAT, reason=_no_kernel(d.kind, capabilities)))
+        else:
+            _check_dtype(d.operator, d.spec, row, d.rule, capabilities)
+            decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
+    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
+
+
+def _no_kernel(kind: str, capabilities: Capabilities) -> str:
+    return f"backend {capabilities.backend!r} has no int8 kernel for {kind}"
+
+
+def _check_dtype(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
     if spec.activation is not None and spec.activation.dtype not in row.activations:
         msg = (
-            f"Operator {op.name!r} ({op.kind}): act_dtype={spec.activation.dtype!r} (rule: {label}) has no kernel on backend "
+            f"Operator {operator!r} ({row.kind}): act_dtype={spec.activation.dtype!r} (rule: {rule}) has no kernel on backend "
             f"{capabilities.backend!r}; legal there: {', '.join(row.activations)}."
         )
         raise UnsupportedError(msg)
-    return Decision(**base, spec=spec if row.weights else dataclasses.replace(spec, weight=None), rule=label)
+
+
+def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
+    """7 bits for the right-hand side where this CPU needs it."""
+    if spec.activation is None or (kind, spec.activation.dtype) not in capabilities.seven_bit:
+        return spec
+    if spec.weight is not None:
+        return dataclasses.replace(spec, weight=dataclasses.replace(spec.weight, reduce_range=True))
+    return dataclasses.replace(spec, right=dataclasses.replace(spec.activation, reduce_range=True))
 
 
 def _rule_for(op: Operator, config: StaticQuantConfig) -> tuple[StaticQuantConfig, str]:

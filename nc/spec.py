@@ -21,7 +21,7 @@ class TensorSpec:
         granularity: "per_tensor" or "per_channel".
         algo: name of the observer that finds the range.
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
-        reduce_range: use 7 of the 8 bits; without VNNI a u8 x s8 pair sum saturates at 16 bits otherwise.
+        reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.seven_bit`.
     """
 
     dtype: str
@@ -34,16 +34,17 @@ class TensorSpec:
     @property
     def quant_min(self) -> int:
         """Lowest code in use."""
-        low, _ = INT_RANGES[self.dtype]
-        if self.reduce_range:
-            low = low // 2
-        return low + 1 if self.narrow else low
+        return self._range()[0] + self.narrow
 
     @property
     def quant_max(self) -> int:
         """Highest code in use."""
-        _, high = INT_RANGES[self.dtype]
-        return high // 2 if self.reduce_range else high
+        return self._range()[1]
+
+    def _range(self) -> tuple[int, int]:
+        low, high = INT_RANGES[self.dtype]
+        quarter = (high - low + 1) // 4
+        return (low + quarter, high - quarter) if self.reduce_range else (low, high)
 
     def __str__(self) -> str:
         """Short form for tables, e.g. "uint8 affine"."""
@@ -57,15 +58,33 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpec:
-    """What one operator asks for; `None` means that role stays fp32."""
+    """What one operator asks for; `None` means that role stays fp32.
+
+    Attributes:
+        activation: its inputs.
+        weight: its constant weight.
+        right: the second input of a matmul, where it uses another range than the first.
+    """
 
     activation: TensorSpec | None = None
     weight: TensorSpec | None = None
+    right: TensorSpec | None = None
 
     @property
     def quantized(self) -> bool:
         """Whether anything is quantized at all."""
         return self.activation is not None
+
+    @property
+    def activations(self) -> str:
+        """Short form of the inputs, for tables."""
+        if self.right is not None:
+            return f"{self.activation}, {self.right}"
+        return str(self.activation or "fp32")
+
+    def input(self, index: int) -> TensorSpec | None:
+        """How the activation at one argument position is quantized."""
+        return self.right if index == 1 and self.right is not None else self.activation
 
 
 FLOAT = OpSpec()
@@ -110,13 +129,14 @@ class Capabilities:
     Attributes:
         backend: its name.
         ops: one row per operator kind with an integer kernel.
-        reduce_range: whether this CPU needs 7-bit activations (no VNNI).
+        seven_bit: (kind, activation dtype) of operators whose right-hand side (the weight, or a matmul's second input) must use 7 bits
+            on this CPU. Without VNNI, kernels add pairs of products in 16 bits, with saturation: 2 x 255 x 64 fits, 2 x 255 x 127 does not.
         isa: CPU features that the resulting numbers rely on.
     """
 
     backend: str
     ops: tuple[OpSupport, ...]
-    reduce_range: bool = False
+    seven_bit: frozenset[tuple[str, str]] = frozenset()
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
 

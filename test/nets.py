@@ -94,7 +94,7 @@ NETS = {
     "residual_norm": (
         Fn(lambda m, x: m.n(m.b(F.gelu(m.a(x))) + x), n=nn.LayerNorm(32), **_linears("a", "b")),
         TOKENS,
-        ("input_overwritten",),
+        ("operand_overwritten",),
     ),
     "cat": (
         Fn(lambda m, x: m.c(torch.cat([F.relu(m.a(x)), F.relu(m.b(x))], 1)), a=conv(3, 8), b=conv(3, 8), c=conv(16, 4)),
@@ -114,8 +114,8 @@ NETS = {
     "matmul_3d": (Fn(lambda m, x: m.a(x) @ m.b(x).transpose(-1, -2), **_linears("a", "b")), TOKENS, ()),
     "matmul_4d": (Fn(lambda m, x: m.a(x) @ m.b(x).transpose(-1, -2), **_linears("a", "b")), (2, 3, 5, 32), ()),
     "attention": (Fn(_attention, **_linears("q", "k", "v", "o")), TOKENS, ()),
-    "encoder_layer": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), TOKENS, ("input_overwritten",)),
-    "encoder_layer_pre_norm": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True), TOKENS, ("input_overwritten",)),
+    "encoder_layer": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), TOKENS, ("operand_overwritten",)),
+    "encoder_layer_pre_norm": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True), TOKENS, ("operand_overwritten",)),
     "same_twice_matmul": (
         Fn(lambda m, x: m.b((lambda y: y @ y)(m.a(x))), **_linears("a", "b")),
         (1, 2, 32, 32),

@@ -436,7 +436,7 @@ def clone_then_inplace(self, x):
 
 def masked_fill_inplace(self, x):
     y = self.a(x)
-    y.masked_fill_(y > 0.5, 0.0)
+    y.masked_fill_(y < 0.0, 0.0)  # continuous: quantization flips no value from one side to the other
     return self.b(y)
 
 

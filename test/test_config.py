@@ -134,10 +134,10 @@ def test_defaults_are_not_shared():
 
 
 def test_what_an_operator_gets():
-    spec = StaticQuantConfig(act_sym=True, act_dtype="int8", w_granularity="per_tensor").spec(reduce_range=True)
-    assert (spec.activation.dtype, spec.activation.symmetric, spec.activation.reduce_range) == ("int8", True, True)
-    assert (spec.activation.quant_min, spec.activation.quant_max) == (-64, 63)
-    assert (spec.weight.dtype, spec.weight.granularity, spec.weight.reduce_range) == ("int8", "per_tensor", False)
+    spec = StaticQuantConfig(act_sym=True, act_dtype="int8", w_granularity="per_tensor").spec()
+    assert (spec.activation.dtype, spec.activation.symmetric) == ("int8", True)
+    assert (spec.activation.quant_min, spec.activation.quant_max) == (-128, 127)
+    assert (spec.weight.dtype, spec.weight.granularity) == ("int8", "per_tensor")
     assert (spec.weight.quant_min, spec.weight.quant_max) == (-127, 127)
     assert FP32.spec() == FLOAT
     assert FP32.is_float

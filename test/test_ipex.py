@@ -12,10 +12,12 @@ import torch
 from models import FP32, MLP, Attention, Function, ResidualCNN, call, prepared_for, quantized, worst_db
 from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
+from torch.nn import functional as F
 
 from nc import BackendError, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
+from nc.backends import cpu
 from nc.backends.ipex import isolate, lower
-from nc.backends.ipex.lints import LINTS
+from nc.backends.ipex.lints import LINTS, apply_lints
 from nc.backends.ipex.quiet import quiet
 
 pytestmark = pytest.mark.ipex
@@ -94,9 +96,17 @@ FAULTS = {
     "r + r": (LINEARS, ROWS, RELU, "y + y", "", "same_tensor_twice"),
     "r + r of images": (CONVS, IMAGE, RELU, "y + y", "", "same_tensor_twice"),
     "x + x": (LINEARS, ROWS, "self.post(f(x))", "y + y", "add", "same_tensor_twice"),
-    "linear(x) + x": (LINEARS, ROWS, "f(x)", "self.mid(F.gelu(self.pre(y))) + y", "", "input_overwritten"),
-    "x + linear(x)": (LINEARS, ROWS, "f(x)", "y + self.mid(F.gelu(self.pre(y)))", "", "input_overwritten"),
-    "linear(x) + view of x": (LINEARS, ROWS, "f(x)", "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)", "", "input_overwritten"),
+    "linear(x) + x": (LINEARS, ROWS, "f(x)", "self.mid(F.gelu(self.pre(y))) + y", "", "operand_overwritten"),
+    "x + linear(x)": (LINEARS, ROWS, "f(x)", "y + self.mid(F.gelu(self.pre(y)))", "", "operand_overwritten"),
+    "linear(x) + view of x": (LINEARS, ROWS, "f(x)", "self.mid(y) + y.reshape(1, -1, 16).view(y.shape)", "", "operand_overwritten"),
+    "linear(y) + stream, viewed later": (
+        LINEARS,
+        ROWS,
+        "f(x)",
+        "(lambda s, v: (self.mid(y) + s, v * 2))(*(lambda s: (s, s.view(-1)))(torch.tanh(y)))",
+        "",
+        "operand_overwritten",
+    ),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 
@@ -160,6 +170,8 @@ def faults(tmp_path_factory):
 @pytest.mark.parametrize("name", FAULTS)
 def test_patterns_that_the_engine_gets_wrong(faults, name):
     result, lint = faults[name], FAULTS[name][-1]
+    if lint == "same_tensor_twice" and ("@" in name or "bmm" in name) and not cpu.accumulates_wide():
+        lint = ""  # the second input takes 7 bits there, so the two differ
     assert "error" not in result, result["error"]
     assert result["db"] >= 30
     assert [entry.split(":")[0] for entry in result["rewrites"]] == ([lint] if lint else [])
@@ -168,8 +180,17 @@ def test_patterns_that_the_engine_gets_wrong(faults, name):
 
 
 def test_every_lint_is_needed_and_named():
-    assert {case[-1] for case in FAULTS.values()} - {""} == {lint.name for lint in LINTS}
+    assert {case[-1] for case in FAULTS.values()} - {""} | {"softmax_to_codes"} == {lint.name for lint in LINTS}
     assert all(lint.why for lint in LINTS)
+
+
+@pytest.mark.parametrize(("features", "acts"), [(("avx2",), True), (("avx2", "avx512f"), False)])
+def test_softmax_to_codes_acts_without_avx512(monkeypatch, features, acts):
+    monkeypatch.setattr(cpu, "features", lambda: features)
+    x = torch.randn(2, 6, 32)
+    rewrites = apply_lints(quantized(Attention(), x, StaticQuantConfig(act_dtype="int8"), "reference").graph.module)
+    assert rewrites == (("softmax_to_codes: softmax",) if acts else ())
+    assert apply_lints(quantized(Attention(), x, backend="reference").graph.module) == ()  # uint8 without a zero point is fine
 
 
 # ---- verification ----
@@ -251,10 +272,10 @@ def test_a_run_in_a_child_process_first():
 
 @pytest.mark.slow
 def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
-    """`y @ y` without its lint never ends: the child does."""
+    """`r + r` without its lint never ends: the child does."""
     monkeypatch.setattr(lower, "apply_lints", lambda module: ())
     monkeypatch.setattr(lower, "first_run_in_child", functools.partial(isolate.first_run_in_child, time_limit_s=25.0))
-    model = Function(lambda self, x: (lambda y: y @ y)(self.pre(x)), pre=nn.Linear(16, 16))
+    model = Function(lambda self, x: self.post((lambda r: r + r)(F.relu(self.pre(x)))), pre=nn.Linear(16, 16), post=nn.Linear(16, 16))
     prepared = prepared_for(model, torch.randn(16, 16), backend="ipex")
     with pytest.raises(BackendError, match=r"did not finish fusing this graph within 25 s in a child process.*set_local"):
         convert(prepared, isolate="always")
@@ -328,7 +349,7 @@ def test_another_backend_at_convert():
     prepared = prepared_for(MLP(), x, backend="reference")
     q = convert(prepared, backend="ipex", isolate="never")
     assert q.report().backend == "ipex"
-    assert torch.equal(q.reference(x), convert(prepared)(x))
+    assert worst_db(convert(prepared)(x), q(x)) > 30  # not equal: without VNNI the weights of one have 7 bits
 
 
 def test_auto_is_ipex():

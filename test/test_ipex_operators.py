@@ -5,6 +5,7 @@ import torch
 from nets import NETS
 
 import nc
+from nc.backends import cpu
 from nc.backends.ipex.familiar import FAMILIAR
 from nc.backends.ipex.patterns import patterns
 from nc.numerics.metrics import sqnr_db
@@ -28,6 +29,8 @@ def test_pattern(name):
     report = quantized.report()
     assert {op.operator for op in report.not_int8} == NOT_INT8.get(name, set())
     assert report.ran_int8 > 0
+    if name == "same_twice_matmul" and not cpu.accumulates_wide():
+        lints = ()  # the second input takes 7 bits there, so the two differ
     assert {rewrite.split(":")[0] for rewrite in report.rewrites} == set(lints)
     for batch in batches:
         assert sqnr_db(quantized.reference(batch), quantized(batch)) > 30

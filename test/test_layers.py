@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("nc._version", "nc.errors", "nc.spec", "nc.graph"),
     ("nc.numerics", "nc.observers", "nc.config", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
-    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.naming", "nc.graph.tree"),
+    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.tree"),
     ("nc.graph.passes",),
     ("nc.graph.capture",),
     ("nc.rules", "nc.graph.placement"),

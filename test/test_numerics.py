@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as st_np
 from nc.numerics.affine import TINY_AMAX, choose_qparams, dequantize, quantize
 from nc.numerics.metrics import cosine, sqnr_db
 
-CODES = {"uint8": (0, 255), "int8": (-128, 127), "narrow": (-127, 127), "7-bit": (0, 127), "7-bit signed": (-64, 63)}
+CODES = {"uint8": (0, 255), "int8": (-128, 127), "narrow": (-127, 127), "7-bit": (64, 191), "7-bit signed": (-64, 63)}
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -41,7 +41,7 @@ def test_asymmetric_qparams_are_those_of_the_formula(a, b, limits):
     scale, zero_point = qparams(low, high, limits)
     m, big = min(Fraction(low), 0), max(Fraction(high), 0)
     if max(-m, big) == 0:
-        assert (scale, zero_point) == (1.0, 0)
+        assert (scale, zero_point) == (1.0, max(0, limits[0]))
         return
     exact = (big - m) / (limits[1] - limits[0])
     assert scale == pytest.approx(float(exact), rel=2**-23)
@@ -54,7 +54,7 @@ def test_asymmetric_qparams_are_those_of_the_formula(a, b, limits):
 def test_symmetric_qparams_are_those_of_the_formula(a, b, limits):
     low, high = min(a, b), max(a, b)
     scale, zero_point = qparams(low, high, limits, symmetric=True)
-    middle = {(0, 255): 128, (0, 127): 64}.get(limits, 0)
+    middle = {(0, 255): 128, (64, 191): 128}.get(limits, 0)
     assert zero_point == middle
     amax = max(abs(min(low, 0.0)), max(high, 0.0))
     assert scale == (pytest.approx(amax / min(limits[1] - middle, middle - limits[0]), rel=2**-23) if amax else 1.0)
@@ -86,7 +86,7 @@ def test_zero_is_exact_and_everything_is_finite_for_any_range(a, b, limits, symm
 def test_all_zero_and_tiny_ranges_get_scale_one(name, symmetric, amax):
     scale, zero_point = qparams(-amax, amax, CODES[name], symmetric)
     assert scale == 1.0
-    assert zero_point == ({"uint8": 128, "7-bit": 64}.get(name, 0) if symmetric else 0)
+    assert zero_point == ({"uint8": 128, "7-bit": 128}.get(name, 0) if symmetric else max(0, CODES[name][0]))
     assert quantize(torch.full((3,), amax), scale, zero_point, *CODES[name]).tolist() == [zero_point] * 3
 
 

@@ -99,7 +99,7 @@ def test_residual_block_has_one_pair_on_the_shortcut_and_pools_run_on_codes():
     assert before.args[1:] == after.args[1:]  # max pooling keeps scale and zero point
     average = nodes(q, "adaptive_avg_pool2d")[0]
     behind = nodes(q, quantize_per_tensor)[-1]
-    assert average.args[0].args[0].args[1] > behind.args[1]  # an average has a smaller range of its own
+    assert average.args[0].args[0].args[1:] == behind.args[1:]  # engines average codes without another scale
 
 
 def test_shortcut_and_next_convolution_share_their_codes():
@@ -300,7 +300,9 @@ class NoVnni(ReferenceBackend):
     def capabilities(self):
         import dataclasses
 
-        return dataclasses.replace(super().capabilities(), reduce_range=True)
+        everything = super().capabilities()
+        seven_bit = frozenset((row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add")
+        return dataclasses.replace(everything, seven_bit=seven_bit)
 
 
 def without_vnni(model, x, config):
@@ -318,14 +320,22 @@ def without_vnni(model, x, config):
 def test_no_pair_of_products_exceeds_16_bits_without_vnni(dtype, symmetric):
     x = torch.randn(64, 16)
     q = without_vnni(MLP(), x, StaticQuantConfig(act_dtype=dtype, act_sym=symmetric))
-    limits = (0, 127) if dtype == "uint8" else (-64, 63)
-    largest_weight = max(int(b.abs().max()) for b in constants(q).values())
+    assert 2 * 255 * max(int(b.abs().max()) for b in constants(q).values()) <= 2**15 - 1
     for node in nodes(q, quantize_per_tensor):
-        assert node.args[3:] == limits
-        codes = quantize_per_tensor(torch.linspace(-1e3, 1e3, 999), *node.args[1:])
-        assert (codes.min(), codes.max()) == limits
-        assert 2 * int(codes.int().abs().max()) * largest_weight <= 2**15 - 1
+        assert node.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
     assert "7-bit" in str(q.graph.plan)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_the_second_input_of_a_matmul_takes_seven_bits_without_vnni(dtype):
+    q = without_vnni(Attention(), torch.randn(4, 6, 32), StaticQuantConfig(act_dtype=dtype))
+    for name in ("matmul", "matmul_1"):
+        node = next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == name)
+        left, right = (node.args[i].args[0] for i in (0, 1))
+        codes = quantize_per_tensor(torch.linspace(-1e3, 1e3, 999), *right.args[1:]).int()
+        middle = 128 if dtype == "uint8" else 0  # engines shift uint8 codes to int8 on this side
+        assert (int(codes.min()) - middle, int(codes.max()) - middle) == (-64, 63)
+        assert left.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
 
 
 def test_eight_bit_codes_would_exceed_16_bits():

@@ -24,7 +24,7 @@ from nc import (
 )
 from nc.backends import get_backend
 from nc.plan import Plan
-from nc.rules import resolve
+from nc.rules import fit, resolve
 from nc.spec import FLOAT, Capabilities, OpSupport
 
 SYM = StaticQuantConfig(act_sym=True)
@@ -204,10 +204,31 @@ def test_a_kind_without_a_kernel_stays_fp32_with_the_reason(ten):
     assert plan["fc1"].spec.quantized
 
 
-def test_reduced_range_reaches_activations_only(ten):
-    narrow = plan_for(ten, capabilities=dataclasses.replace(ALL, reduce_range=True))["fc1"].spec
-    assert narrow.activation.reduce_range
-    assert not narrow.weight.reduce_range
+def test_seven_bits_reach_the_right_hand_side_only(ten):
+    seven_bit = frozenset({("linear", "uint8"), ("matmul", "uint8")})
+    plan = plan_for(ten, capabilities=dataclasses.replace(ALL, seven_bit=seven_bit))
+    linear, matmul = plan["fc1"].spec, plan["matmul"].spec
+    assert (linear.activation.reduce_range, linear.weight.reduce_range, linear.right) == (False, True, None)
+    assert (matmul.input(0).reduce_range, matmul.input(1).reduce_range) == (False, True)
+    assert str(linear.weight) == "int8 sym per_channel 7-bit"
+    assert matmul.activations == "uint8 affine, uint8 affine 7-bit"
+    other = plan_for(ten, ("fc1", INT8), capabilities=dataclasses.replace(ALL, seven_bit=seven_bit))
+    assert not other["fc1"].spec.weight.reduce_range
+
+
+def test_a_plan_for_another_backend(ten):
+    plan = plan_for(ten, ("fc10", INT8))
+    seven_bit = frozenset({("linear", "uint8"), ("linear", "int8")})
+    rows = tuple(dataclasses.replace(row) for row in ALL.ops if row.kind != "matmul")
+    other = fit(plan, Capabilities(backend="other", ops=rows, seven_bit=seven_bit, isa=("avx2",)))
+    assert (other.backend, other.isa) == ("other", ("avx2",))
+    assert other["fc1"].spec.weight.reduce_range
+    assert (other["matmul"].spec, other["matmul"].reason) == (FLOAT, "backend 'other' has no int8 kernel for matmul")
+    assert (other["fc1"].rule, other["fc10"].rule) == (plan["fc1"].rule, plan["fc10"].rule)
+    assert fit(plan, ALL) is plan
+    only_uint8 = tuple(dataclasses.replace(row, activations=("uint8",)) for row in ALL.ops)
+    with pytest.raises(UnsupportedError, match=r"'fc10' .linear.: act_dtype='int8' .*backend 'other'; legal there: uint8"):
+        fit(plan, Capabilities(backend="other", ops=only_uint8))
 
 
 class TinyBackend:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.errors import BackendError
-from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.catalogue import ACTIVATIONS, MOVES, is_float_tensor, op_name, schema_arguments
 from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -61,6 +61,9 @@ _MEMORY_FORMATS = {
 }
 
 
+_FULL_RANGES = ((0, 255), (-128, 127))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
     """A scripted graph.
@@ -84,6 +87,7 @@ def script(module: fx.GraphModule) -> Script:
     Raises:
         BackendError: TorchScript can't express an operator; names it.
     """
+    explicit_clamps(module)
     # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one forward
     root = type("QuantizedGraph", (torch.nn.Module,), {})()
     names: dict[fx.Node, str] = {}
@@ -112,6 +116,24 @@ def script(module: fx.GraphModule) -> Script:
     return Script(scripted, {i + 2: name for i, (name, _) in enumerate(body)}, source)
 
 
+def explicit_clamps(module: fx.GraphModule) -> None:
+    """Write out the clamp of quantize nodes that use part of their dtype's codes: TorchScript's saturates at the dtype's ends.
+
+    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what computes them.
+    """
+    for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor and n.args[3:] not in _FULL_RANGES]:
+        x, scale, zero_point, quant_min, quant_max = node.args
+        reader = node
+        while op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
+            reader, x = x, x.args[0]
+        with module.graph.inserting_after(x):
+            limits = ((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)
+            clamp = module.graph.call_function(_aten.clamp.default, (x, *limits))
+        clamp.meta["val"] = x.meta.get("val")
+        reader.replace_input_with(x, clamp)
+        node.args = (*node.args[:3], *_FULL_RANGES[quant_min < 0])
+
+
 def _is_plain_constant(node: fx.Node) -> bool:
     """A constant that the script reads as it is; int8 codes and their scales are merged into quantized tensors instead."""
     return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
@@ -119,13 +141,9 @@ def _is_plain_constant(node: fx.Node) -> bool:
 
 def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if node.target is quantize_per_tensor:
-        x, scale, zero_point, quant_min, quant_max = node.args
+        x, scale, zero_point, quant_min, _ = node.args
         dtype = "torch.quint8" if quant_min >= 0 else "torch.qint8"
-        value = names[x]
-        if (quant_min, quant_max) not in ((0, 255), (-128, 127)):
-            low, high = (quant_min - zero_point) * scale, (quant_max - zero_point) * scale
-            value = f"torch.clamp({value}, {low!r}, {high!r})"  # the quantized dtype itself has all 8 bits
-        return f"torch.quantize_per_tensor({value}, {scale!r}, {zero_point}, {dtype})"
+        return f"torch.quantize_per_tensor({names[x]}, {scale!r}, {zero_point}, {dtype})"
     if node.target in (dequantize_per_tensor, dequantize_per_channel):
         source = node.args[0]
         if source.op != "get_attr":
@@ -169,9 +187,9 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 def _is_strided(node: fx.Node) -> bool:
     """Whether a value may lie in memory in another order than its shape says."""
-    return op_name(node) not in ("linear", "layer_norm", "quantize_per_tensor", "dequantize_per_tensor", "embedding", "reshape") or (
-        op_name(node) in ("quantize_per_tensor", "dequantize_per_tensor") and _is_strided(node.args[0])
-    )
+    if op_name(node) in ACTIVATIONS or node.target in (quantize_per_tensor, dequantize_per_tensor):
+        return _is_strided(node.args[0])
+    return op_name(node) not in ("linear", "layer_norm", "embedding", "reshape")
 
 
 def _quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:

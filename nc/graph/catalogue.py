@@ -73,7 +73,7 @@ MOVES = frozenset(
         "upsample_nearest2d",
     }
 )
-#: Operators whose output stays within the range of their input, so that both can share scale and zero point.
+#: Operators whose output stays within the range of their input: they keep its scale and zero point, as integer pools do in every engine.
 POOLS = frozenset(
     {
         "max_pool1d",
@@ -140,11 +140,6 @@ def kind_of_node(node: fx.Node) -> str | None:
     """The quantizable kind of a node ("linear", "matmul", …), or None."""
     name = op_name(node)
     return WEIGHTED.get(name) or BINARY.get(name)
-
-
-def passes_codes(node: fx.Node) -> bool:
-    """Whether quantized values go through this node unchanged or within their range."""
-    return op_name(node) in MOVES or op_name(node) in POOLS
 
 
 def is_float_tensor(node: object) -> bool:

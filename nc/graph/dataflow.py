@@ -6,19 +6,29 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, kind_of_node, op_name
+from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, kind_of_node, op_name, schema_arguments
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
 _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})
-#: Pools whose output has the range of their input; averages have a smaller one.
-_MAX_POOLS = frozenset(name for name in POOLS if "max" in name)
+
+#: Why an addition that could run in int8 stays fp32: nobody asked for fp32, it just would not pay.
+NO_READER = "no int8 operator reads the sum; it is fused in fp32"
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The tensor whose codes `node` carries: up through whole moves and max pools, which change no value's range."""
-    while op_name(node) in MOVES - _PARTS or op_name(node) in _MAX_POOLS:
+    """The tensor whose codes `node` carries: up through whole moves, and through pools that run on codes."""
+    while op_name(node) in MOVES - _PARTS or pools_codes(node):
         node = node.args[0]
     return node
+
+
+def pools_codes(node: fx.Node) -> bool:
+    """Whether a pool can run on codes: not when it counts zeros outside the tensor, which are no code 0 where the zero point is another."""
+    if op_name(node) not in POOLS:
+        return False
+    arguments = schema_arguments(node)
+    padded = any(arguments.get("padding") or ())
+    return not ("avg" in op_name(node) and padded and arguments["count_include_pad"])
 
 
 def producer(node: fx.Node) -> fx.Node:
@@ -63,5 +73,5 @@ def _why_useless(add: fx.Node, int8: set[fx.Node]) -> str:
     if not any(producer(side) in int8 for side in add.args[:2]):
         return "no int8 operator produces either side"
     if not any(reader in int8 for reader in consumers(add)):
-        return "no int8 operator reads the sum; it is fused in fp32"
+        return NO_READER
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 from collections.abc import Callable
 
@@ -10,98 +10,10 @@ import torch
 from torch import fx
 
 from nc.errors import CaptureError
-from nc.graph.catalogue import CHECKS, IDENTITIES, WEIGHTED, op_name, schema_arguments
+from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, op_name, schema_arguments
 from nc.graph.decompose import decompose_attention
 
 aten = torch.ops.aten
-
-
-def flatten_program(program: torch.export.ExportedProgram, *, share_weights: bool) -> tuple[fx.GraphModule, list[fx.Node | None]]:
-    """A flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
-
-    Returns:
-        The module, and for each user input leaf its placeholder, or None when the leaf is not a tensor.
-    """
-    signature = program.graph_signature
-    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        names = ", ".join([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()])
-        msg = f"The model changes its buffers or inputs while it runs ({names}); a quantized graph has no state. Move that out of forward."
-        raise CaptureError(msg)
-    constants = {**program.state_dict, **program.constants}
-    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    root = torch.nn.Module()
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    placeholders: list[fx.Node | None] = []
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in targets:
-            fqn = targets[node.name]
-            mapping[node] = _constant_node(root, graph, fqn, constants[fqn], node.meta.get("val"), share_weights)
-        elif node.op == "placeholder":
-            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-            if is_tensor:
-                mapping[node] = graph.placeholder(node.name)
-                mapping[node].meta = dict(node.meta)
-            placeholders.append(mapping[node] if is_tensor else None)
-        else:
-            _copy(program.graph_module, node, graph, mapping)
-    module = fx.GraphModule(root, graph)
-    used = {n for n in placeholders if n is not None and n.users}
-    for node in [n for n in placeholders if n is not None and n not in used]:
-        graph.erase_node(node)
-    return module, [n if n is None or n in used else _Unused(n) for n in placeholders]
-
-
-class _Unused:
-    """Stands for the placeholder of a tensor that the model never reads: keeps its shape, has no users."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.meta, self.users = node.meta, {}
-
-
-def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object, share: bool) -> fx.Node:
-    name = re.sub(r"\W", "_", fqn)
-    while hasattr(root, name):
-        name += "_"
-    value = value.detach()
-    root.register_buffer(name, value if share else value.clone())
-    node = graph.get_attr(name)
-    node.meta = {"val": val, "fqn": fqn}
-    return node
-
-
-def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
-    """Copy one node; regions of grad mode and of disabled autocast are copied inline."""
-    name = getattr(node.target, "__name__", "")
-    if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), fx.GraphModule):
-        return
-    if node.op == "call_function" and name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-        inner_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        inner = getattr(owner, node.args[inner_at].target)
-        if name == "wrap_with_autocast" and node.args[2] and node.args[0] == "cpu":
-            msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
-            raise CaptureError(msg)
-        outer = [mapping[a] if isinstance(a, fx.Node) else a for a in node.args[inner_at + 1 :]]
-        inputs = iter(outer)
-        for inside in inner.graph.nodes:
-            if inside.op == "placeholder":
-                mapping[inside] = next(inputs)
-            elif inside.op == "output":
-                mapping[node] = fx.map_arg(inside.args[0], lambda n: mapping[n])
-            else:
-                _copy(inner, inside, graph, mapping)
-        return
-    if node.op == "call_function" and node.target is operator.getitem and isinstance(mapping.get(node.args[0]), (tuple, list)):
-        mapping[node] = mapping[node.args[0]][node.args[1]]
-        return
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and _is_higher_order(node):
-        msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."
-        raise CaptureError(msg)
-    mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-
-
-def _is_higher_order(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def normalise(module: fx.GraphModule) -> None:
@@ -160,6 +72,43 @@ def views(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is aten.view.default:
             node.target = aten.reshape.default
+
+
+def flattens(module: fx.GraphModule) -> None:
+    """`flatten` becomes `reshape`, whose sizes are read from the inputs: fusers look through the one and not through the other."""
+    for node in [n for n in module.graph.nodes if n.target is aten.flatten.using_ints]:
+        shape, a = list(node.args[0].meta["val"].shape), schema_arguments(node)
+        if not shape:
+            continue
+        start, end = a["start_dim"] % len(shape), a["end_dim"] % len(shape)
+        merged = shape[start : end + 1]
+        sizes = [_size(module, s) for s in shape[:start]]
+        sizes += [math.prod(merged) if all(isinstance(s, int) for s in merged) else -1]
+        sizes += [_size(module, s) for s in shape[end + 1 :]]
+        if None not in sizes:
+            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], sizes), {}
+
+
+def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
+    """A size as an argument: a number, or a node that reads it from an input; None when no input has it."""
+    if isinstance(size, int):
+        return size
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
+    for node in inputs:
+        for dim, other in enumerate(node.meta["val"].shape):
+            if not isinstance(other, int) and other.node.expr == size.node.expr:
+                with module.graph.inserting_after(inputs[-1]):
+                    read = module.graph.call_function(aten.sym_size.int, (node, dim))
+                read.meta["val"] = size
+                return read
+    return None
+
+
+def pool_strides(module: fx.GraphModule) -> None:
+    """A pool without a stride steps by its window; written out, since IPEX can't fuse an empty stride."""
+    for node in module.graph.nodes:
+        if op_name(node) in POOLS and schema_arguments(node).get("stride") == []:
+            node.args = (*node.args[:2], node.args[1], *node.args[3:])
 
 
 def drop_identities(module: fx.GraphModule) -> None:
@@ -391,6 +340,8 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     own_inputs,
     functionalise,
     views,
+    flattens,
+    pool_strides,
     decompose_attention,
     linears,
     batched_matmul,
@@ -399,4 +350,4 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     fold_batch_norm,
 )
 
-__all__ = ["REWRITES", "add_constant", "constant_value", "flatten_program", "normalise"]
+__all__ = ["REWRITES", "add_constant", "constant_value", "normalise"]

@@ -4,9 +4,10 @@ Quantization is asked for by the *inputs* of integer operators, never by outputs
 Three rules follow from how integer engines fuse:
 
 * a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine fuses into the producer;
-* values that are only moved, or max-pooled, keep the scale of the tensor that they come from, and pools between two integer operators
-  get a pair in front as well, so that they run on codes;
+* values that are only moved or pooled keep the scale of the tensor that they come from, and pools between two integer operators get a
+  pair in front as well, so that they run on codes;
 * of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other as a post-operation.
+  An addition that stays fp32 behind a convolution reads its shortcut as codes where these exist.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, POOLS, kind_of_node, op_name
-from nc.graph.dataflow import origin, producer
+from nc.graph.catalogue import MOVES, kind_of_node, op_name
+from nc.graph.dataflow import NO_READER, origin, pools_codes, producer
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -55,7 +56,7 @@ def works_in_place(module: fx.GraphModule) -> bool:
 
 def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> list[Edge]:
     """All edges that get a pair, in execution order of their readers."""
-    specs = {d.operator: d.spec.activation for d in plan.quantized}
+    specs = {d.operator: d.spec for d in plan.quantized}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
     depth = _depths(module, int8)
@@ -64,23 +65,38 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> lis
         for node in (n for n in order if n in int8):
             operator = node.meta["operator"]
             for index in (0, 1) if kind_of_node(node) in ("matmul", "add") else (0,):
-                edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator], operator)
+                edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator].input(index), operator)
         return list(edges.values())
     for node in (n for n in order if n in int8):
         operator = node.meta["operator"]
         for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
-            _add_edge(edges, int8, Edge(node, index, node.args[index], origin(node.args[index]), specs[operator], operator))
+            _add_edge(edges, int8, Edge(node, index, node.args[index], origin(node.args[index]), specs[operator].input(index), operator))
+    given_up = {d.operator for d in plan.decisions if d.reason == NO_READER}
+    for node in (n for n in order if n.meta.get("operator") in given_up):
+        _share_codes(edges, node, int8, capabilities.fused_add)
     return sorted(edges.values(), key=lambda e: (order[e.reader], e.index))
+
+
+def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> None:
+    """Let a fp32 addition behind a convolution read the shortcut's codes, where an int8 operator needs those anyway.
+
+    So the last block of a network without a head leaves the block before it wholly in int8, instead of asking it for fp32 values too.
+    """
+    for index in (0, 1):
+        side = add.args[1 - index]
+        if isinstance(side, fx.Node) and _is_fused_side(add, side, int8, fused_add) and (kind_of_node(side) or "").startswith("conv"):
+            shared = next((e for e in edges.values() if e.source is add.args[index]), None)
+            if shared is not None:
+                edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
 
 
 def _add_edge(edges: dict[tuple[fx.Node, int], Edge], int8: set[fx.Node], edge: Edge) -> None:
     """Enter an edge, and one for every pool behind it that can run on codes: those that read what an integer operator computed."""
     edges.setdefault((edge.reader, edge.index), edge)
     node = edge.source
-    while op_name(node) in MOVES or op_name(node) in POOLS:
+    while op_name(node) in MOVES or pools_codes(node):
         source = node.args[0]
-        if op_name(node) in POOLS and producer(source) in int8:
-            # max pools keep the scale of what they read; averages have a smaller range, so a scale of their own
+        if pools_codes(node) and producer(source) in int8:
             edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source)))
         node = source
 

@@ -162,18 +162,19 @@ class BackendSuite:
     layouts = 30.0
 
     @pytest.fixture(scope="class")
-    def converted(self):
+    @classmethod
+    def converted(cls):
         """name → (model, quantized model), made once per class."""
-        made = {}
+        made, suite = {}, cls()
 
         def make(name):
             torch.manual_seed(len(name))
             build, shape, _ = MODELS[name]
             model = build().eval()
-            prepared = prepared_for(model, torch.randn(shape), backend=self.backend)
+            prepared = prepared_for(model, torch.randn(shape), backend=cls.backend)
             for batch in (8, 5):
                 prepared(torch.randn(batch, *shape[1:]))
-            return model, self.convert(prepared)
+            return model, suite.convert(prepared)
 
         def get(name):
             if name not in made:

@@ -75,7 +75,7 @@ FAMILIAR: frozenset[str] = frozenset(
         "q:placeholder,dequantize_per_channel > conv2d > hardswish",
         "q:placeholder,dequantize_per_channel > conv2d > hardtanh",
         "q:placeholder,dequantize_per_channel > conv2d > leaky_relu",
-        "q:placeholder,dequantize_per_channel > conv2d > mul",
+        "q:placeholder,dequantize_per_channel > conv2d > mul/quantize_per_tensor",
         "q:placeholder,dequantize_per_channel > conv2d > quantize_per_tensor",
         "q:placeholder,dequantize_per_channel > conv2d > relu",
         "q:placeholder,dequantize_per_channel > conv2d > silu",

@@ -6,12 +6,14 @@ IPEX is archived: none of these will be fixed. Each lint has a name, which the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 
+from nc.backends import cpu
 from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name
+from nc.graph.dataflow import producer
 from nc.graph.qdq import dequantize_per_tensor, quantize_per_tensor
 
 #: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
@@ -59,36 +61,77 @@ def operand_is_source(module: fx.GraphModule) -> list[str]:
     return changed
 
 
-def input_overwritten(module: fx.GraphModule) -> list[str]:
-    """`linear(x) + x` with a fp32 graph input x: the sum is written into the caller's tensor. The graph works on a copy of x."""
+def operand_overwritten(module: fx.GraphModule) -> list[str]:
+    """`linear(x) + s`: the sum is written into the memory of s, which may be the caller's, or be read again through a view.
+
+    The pass counts the readers of a value only, not those of its views. The addition gets a copy of s.
+    """
     changed = []
-    for node in [n for n in module.graph.nodes if n.op == "placeholder" and is_float_tensor(n)]:
-        adds = [n for n in _readers(node) if op_name(n).rstrip("_") == "add"]
-        if adds:
-            with module.graph.inserting_after(_last_input(module)):
-                copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta["val"] = node.meta.get("val")
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-            changed += [add.meta.get("operator", add.name) for add in adds]
+    for add in [n for n in module.graph.nodes if op_name(n).rstrip("_") == "add"]:
+        for index in (0, 1):
+            side, other = add.args[index], add.args[1 - index]
+            if not is_float_tensor(side) or side.target is dequantize_per_tensor or not is_float_tensor(other):
+                continue
+            if kind_of_node(producer(other)) and _is_read_elsewhere(side, add):
+                with module.graph.inserting_before(add):
+                    copy = module.graph.call_function(torch.ops.aten.clone.default, (side,))
+                copy.meta["val"] = side.meta.get("val")
+                add.update_arg(index, copy)
+                changed.append(add.meta.get("operator", add.name))
     return changed
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a tensor or a view of it."""
-    found = []
-    for user in node.users:
-        found += _readers(user) if op_name(user) in MOVES else [user]
+def softmax_to_codes(module: fx.GraphModule) -> list[str]:
+    """`softmax` quantized to int8, or with a zero point: without AVX-512 oneDNN has no such kernel, and the first run fails.
+
+    A copy in between keeps softmax out of the group.
+    """
+    if "avx512f" in cpu.features():
+        return []
+    changed = []
+    for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
+        for reader in [r for _, r in _reads(node) if r.target is quantize_per_tensor and (r.args[2] != 0 or r.args[3] < 0)]:
+            with module.graph.inserting_before(reader):
+                copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
+            copy.meta["val"] = reader.args[0].meta.get("val")
+            reader.update_arg(0, copy)
+            changed.append(node.meta.get("operator", node.name))
+    return changed
+
+
+def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
+    """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
+    memory = side
+    while op_name(memory) in MOVES:
+        memory = memory.args[0]
+    before = _ancestors(add)
+    return memory.op == "placeholder" or any(value is not side and user not in before for value, user in _reads(memory))
+
+
+def _reads(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads a tensor or a view of it: (the value that is read, the reader)."""
+    for user in value.users:
+        if op_name(user) in MOVES:
+            yield from _reads(user)
+        else:
+            yield value, user
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = {node}
+    stack = [node]
+    while stack:
+        new = [n for n in stack.pop().all_input_nodes if n not in found]
+        found.update(new)
+        stack += new
     return found
-
-
-def _last_input(module: fx.GraphModule) -> fx.Node:
-    return next(n for n in reversed(module.graph.nodes) if n.op == "placeholder")
 
 
 LINTS = (
     Lint("same_tensor_twice", "hangs", same_tensor_twice),
     Lint("operand_is_source", "returns garbage", operand_is_source),
-    Lint("input_overwritten", "changes the caller's tensor", input_overwritten),
+    Lint("operand_overwritten", "changes the caller's tensor, or one that is still in use", operand_overwritten),
+    Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
 )
 
 

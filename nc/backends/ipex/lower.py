@@ -16,7 +16,8 @@ from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import import_ipex, quiet
 from nc.backends.torchscript import Script, script
 from nc.errors import ConfigError, NCWarning, VerificationError
-from nc.graph.qdq import QDQGraph
+from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
+from nc.graph.qdq import QDQGraph, dequantize_per_tensor, quantize_per_tensor
 from nc.numerics.metrics import worst_sqnr_db
 
 #: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
@@ -46,9 +47,10 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     import_ipex()
     module = _copy(graph.module)
     rewrites = apply_lints(module)
+    familiar = is_familiar(module)
     scripted, frozen = _freeze(module)
     inputs = tuple(t.contiguous() for t in graph.example)
-    if isolate == "always" or (isolate == "auto" and not is_familiar(module)):
+    if isolate == "always" or (isolate == "auto" and not familiar):
         first_run_in_child(frozen, inputs)
     outputs = _warm_up(frozen, inputs)
     sqnr = None
@@ -132,17 +134,31 @@ def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...])
 
 
 def _prefix_sqnr(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...]) -> float:
+    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized."""
+    probes = _codes_of(last) or [last]
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        if node is last:
+        if all(probe in mapping for probe in probes):
             break
-    graph.output((mapping[last],))
+    graph.output(tuple(mapping[probe] for probe in probes))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     prefix = fx.GraphModule(module, graph)
     with torch.no_grad():
         expected = prefix(*inputs)
     return worst_sqnr_db(expected, _warm_up(_freeze(prefix)[1], inputs))
+
+
+def _codes_of(node: fx.Node) -> list[fx.Node]:
+    """The dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in a quantized result only."""
+    found = []
+    for user in node.users:
+        if user.target is dequantize_per_tensor:
+            found.append(user)
+        elif user.target is quantize_per_tensor or op_name(user) in ACTIVATIONS or op_name(user) in MOVES:
+            found += _codes_of(user)
+    return found
 
 
 def _constant_bytes(frozen: torch.jit.ScriptModule) -> int:
