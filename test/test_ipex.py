@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from models import FP32, MLP, Attention, Function, ResidualCNN, call, prepared_for, quantized, worst_db
@@ -279,6 +281,37 @@ def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
     prepared = prepared_for(model, torch.randn(16, 16), backend="ipex")
     with pytest.raises(BackendError, match=r"did not finish fusing this graph within 25 s in a child process.*set_local"):
         convert(prepared, isolate="always")
+
+
+HANGS = """
+import torch
+from models import Function
+from nc import StaticQuantConfig, convert, prepare
+from nc.backends.ipex import lower
+lower.apply_lints = lambda module: ()
+layers = {name: torch.nn.Linear(16, 16) for name in ("pre", "post")}
+model = Function(lambda self, x: self.post((lambda r: r + r)(torch.relu(self.pre(x)))), **layers)
+prepared = prepare(model.eval(), StaticQuantConfig(), example_inputs=torch.randn(16, 16), backend="ipex")
+prepared(torch.randn(16, 16))
+convert(prepared, isolate="always")
+"""
+
+
+@pytest.mark.slow
+def test_a_hanging_child_ends_with_its_parent(tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", HANGS], cwd=tmp_path, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)})
+    children, limit = [], time.monotonic() + 100
+    while not children and parent.poll() is None and time.monotonic() < limit:
+        children = [c for c in psutil.Process(parent.pid).children() if "nc.backends.ipex.child" in " ".join(c.cmdline())]
+        time.sleep(0.2)
+    assert children, "the child did not start"
+    time.sleep(10)  # until it has imported torch and asked to end with its parent
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for child in alive:
+        child.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize(

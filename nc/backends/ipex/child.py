@@ -1,7 +1,10 @@
-"""Runs a frozen module in a process of its own: `python -m nc.backends.ipex.child FOLDER THREADS`."""
+"""Runs a frozen module in a process of its own: `python -m nc.backends.ipex.child FOLDER THREADS PARENT`."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -9,9 +12,14 @@ import torch
 
 from nc.backends.ipex.quiet import import_ipex
 
+_PR_SET_PDEATHSIG = 1
 
-def main(folder: str, threads: str) -> None:
-    """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt."""
+
+def main(folder: str, threads: str, parent: str) -> None:
+    """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt; end with the process PARENT, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it ended before the line above
+        return
     torch.set_num_threads(int(threads))
     import_ipex()
     inputs = torch.load(Path(folder) / "inputs.pt", weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
         folder = Path(directory)
         torch.jit.save(frozen, str(folder / "model.pt"))
         torch.save(list(inputs), folder / "inputs.pt")
-        command = [sys.executable, "-m", "nc.backends.ipex.child", directory, str(torch.get_num_threads())]
+        command = [sys.executable, "-m", "nc.backends.ipex.child", directory, str(torch.get_num_threads()), str(os.getpid())]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
         except subprocess.TimeoutExpired as error:
