@@ -80,6 +80,7 @@ NETS = {
     ),
     "max_pool": (nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 8)), IMAGE, ()),
     "avg_pool": (nn.Sequential(conv(3, 8), nn.ReLU(), nn.AvgPool2d(2), conv(8, 8)), IMAGE, ()),
+    "avg_pool_padded": (nn.Sequential(conv(3, 8), nn.AvgPool2d(3, 1, 1), conv(8, 8)), IMAGE, ()),
     "classifier": (
         nn.Sequential(conv(3, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
         IMAGE,

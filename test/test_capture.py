@@ -346,6 +346,23 @@ def test_prepared_model_equals_fp32():
     assert torch.equal(prepare(model, StaticQuantConfig(), example_inputs=x, backend="reference")(x), model(x))
 
 
+def test_large_values_that_cancel_are_no_difference():
+    """Folding a batch norm rounds relative to the largest value; small ones beside it are all rounding."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU()).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(1e5)
+    x = torch.randn(4, 3, 16, 16)
+    assert_close(call(model, x), run_graph(graph_of(model, x), x), 1e-5)
+
+
+def test_a_batch_that_the_caller_fixes():
+    x = torch.randn(2, 16)
+    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes={"x": None})
+    prepared(x)
+    with pytest.raises(InputError, match="expected size 2 in dimension 0"):
+        prepared(torch.randn(3, 16))
+
+
 BATCH_NORMS = {
     "conv1d": (nn.Conv1d(3, 6, 3), nn.BatchNorm1d(6), (2, 3, 9)),
     "conv2d": (nn.Conv2d(3, 6, 3, groups=3), nn.BatchNorm2d(6), (2, 3, 9, 9)),

@@ -102,6 +102,36 @@ def test_residual_block_has_one_pair_on_the_shortcut_and_pools_run_on_codes():
     assert average.args[0].args[0].args[1:] == behind.args[1:]  # engines average codes without another scale
 
 
+@pytest.mark.parametrize(
+    ("pool", "on_codes"),
+    [
+        (nn.MaxPool2d(3, 1, 1), True),
+        (nn.AvgPool2d(2), True),
+        (nn.AvgPool2d(3, 1, 1, count_include_pad=False), True),
+        (nn.AvgPool2d(3, 1, 1), False),  # counts zeros outside, which codes hold only where the zero point is 0
+    ],
+)
+def test_which_pools_run_on_codes(pool, on_codes):
+    q = quantized(nn.Sequential(nn.Conv2d(3, 8, 3), pool, nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8), BARE)
+    (node,) = [n for n in q.graph.module.graph.nodes if "pool" in str(n.target)]
+    assert (node.args[0].target is dequantize_per_tensor) is on_codes
+
+
+def test_the_last_sum_reads_codes_that_exist_anyway():
+    """Its block's convolutions read the shortcut as codes: nobody needs it in fp32."""
+
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        return F.relu(self.c(F.relu(self.b(y))) + y)
+
+    layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 8, 1)}
+    q = quantized(Function(forward, **layers), torch.randn(2, 3, 8, 8), BARE)
+    assert reads(q, "add") == ["conv2d", "q"]
+    assert q.graph.plan["add"].reason == "no int8 operator reads the sum; it is fused in fp32"
+    asked = quantized(Function(forward, **layers), torch.randn(2, 3, 8, 8), StaticQuantConfig().set_local("add", FP32))
+    assert reads(asked, "add") == ["conv2d", "relu"]
+
+
 def test_shortcut_and_next_convolution_share_their_codes():
     q = quantized(ResidualCNN(), torch.randn(4, 3, 8, 8), BARE)
     add, conv = (next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == name) for name in ("add", "conv1"))

@@ -70,6 +70,7 @@ FAMILIAR: frozenset[str] = frozenset(
         "q:mul,q:linear > matmul > add",
         "q:mul,q:linear > matmul > softmax",
         "q:placeholder,dequantize_per_channel > conv1d > gelu",
+        "q:placeholder,dequantize_per_channel > conv2d > avg_pool2d",
         "q:placeholder,dequantize_per_channel > conv2d > cat",
         "q:placeholder,dequantize_per_channel > conv2d > gelu",
         "q:placeholder,dequantize_per_channel > conv2d > hardswish",
