@@ -41,7 +41,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             with _our_warnings():
                 function(*args, **kwargs)
-        except NCError as error:
+        except (NCError, OSError) as error:
             if debug:
                 traceback.print_exc()
             click.echo(f"nc: error: {error}", err=True)
@@ -127,6 +127,7 @@ def quantize(
     from nc.backends import choose_backend
 
     # what can fail cheaply comes first
+    cli_inputs.check_can_be_made(out)
     if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
         msg = f"{out} holds other files; give --out a new folder, or one with an artefact to replace."
         raise cli_inputs.RequestError(msg)

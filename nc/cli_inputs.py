@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 import zipfile
@@ -57,10 +58,21 @@ def read_npz(path: Path) -> Arrays:
     return {name: _to_fp32(name, array) for name, array in arrays.items()}
 
 
-def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if array.dtype.kind not in "fiub":
-        msg = f"Array {name!r}: expected numbers, but got dtype {array.dtype}."
+def check_can_be_made(folder: Path) -> None:
+    """Raise RequestError when a folder neither exists nor can be made, before any work is done for it."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        msg = f"{folder} can't be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}."
         raise RequestError(msg)
+
+
+def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    try:
+        torch.from_numpy(array[:0])
+    except TypeError as error:
+        msg = f"Array {name!r}: expected numbers, but got dtype {array.dtype}."
+        raise RequestError(msg) from error
     if str(array.dtype) == "float64":  # numpy's default, and hardly ever what a model takes
         click.echo(f"nc: warning: array {name!r} is float64 and is read as float32.", err=True)
         return array.astype("float32")

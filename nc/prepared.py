@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nc.algorithms.bias_correction import correct_biases
-from nc.errors import StateError
+from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
 from nc.graph.observe import observed_module
 from nc.graph.placement import Edge, edge_key, place
@@ -43,6 +43,7 @@ class PreparedModel(torch.nn.Module):
         self.bias_correction = bias_correction
         edges = place(graph.module, plan, capabilities)
         self._observed, self.observers = observed_module(graph.module, edges)
+        self._calls = 0
         self._samples: list[tuple[torch.Tensor, ...]] = []
         self.eval()
 
@@ -55,13 +56,17 @@ class PreparedModel(torch.nn.Module):
         """
         signature = self.graph.signature
         inputs = signature.bind(args, kwargs)
+        self._calls += 1
         before = {key: (o.state, o.batches) for key, o in self.observers.items()}
         try:
             with torch.no_grad():
                 outputs = self._observed(*inputs)
-        except BaseException:
+        except BaseException as error:
             for key, (state, batches) in before.items():  # a batch counts whole or not at all
                 self.observers[key].state, self.observers[key].batches = state, batches
+            if isinstance(error, CalibrationError):
+                msg = f"Calibration batch {self._calls}: {error}"
+                raise CalibrationError(msg) from None
             raise
         self._keep(inputs)
         return signature.unflatten(outputs)

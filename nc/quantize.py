@@ -15,7 +15,8 @@ from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.graph.capture import Graph, capture
 from nc.plan import Plan
 from nc.prepared import PreparedModel
-from nc.quantized import QuantizedModel
+from nc.process import LOCK
+from nc.quantized import QuantizedModel, ReferenceModule
 from nc.rules import resolve
 
 
@@ -55,7 +56,7 @@ def prepare(
     """
     _check_model(model, quant_config)
     engine = choose_backend(backend)
-    graph = _capture(model, example_inputs, dynamic_shapes, inplace)
+    graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     capabilities = engine.capabilities()
     plan = resolve(quant_config, graph, capabilities, strict=strict)
     if inplace:
@@ -133,9 +134,17 @@ def describe(
     return resolve(quant_config, graph, engine.capabilities(), strict=strict)
 
 
+#: A model that is one of these, or holds one, is quantized already.
+_OURS = (PreparedModel, QuantizedModel, ReferenceModule)
+
+
 def _check_model(model: object, quant_config: object) -> None:
     if isinstance(model, (PreparedModel, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; give prepare() the fp32 model."
+        raise StateError(msg)
+    inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
+    if inside is not None:
+        msg = f"The model holds a {type(inside).__name__}; give prepare() the fp32 model."
         raise StateError(msg)
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
@@ -149,8 +158,11 @@ def _check_model(model: object, quant_config: object) -> None:
             raise InputError(msg)
 
 
-def _capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, share_weights: bool) -> Graph:
-    if any(m.training for m in model.modules()):
-        text = "The model is in training mode; it is quantized as in eval mode, and its own flags stay as they are."
-        warnings.warn(text, NCWarning, stacklevel=3)
-    return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights)
+def _capture(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, *, inplace: bool = False, share_weights: bool = False
+) -> Graph:
+    with LOCK:  # capture in another thread switches the same flags for a while
+        if any(m.training for m in model.modules()):
+            flags = "it stays in eval mode, since inplace=True" if inplace else "its own flags stay as they are"
+            warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=3)
+        return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace)

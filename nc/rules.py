@@ -41,7 +41,7 @@ def resolve(config: StaticQuantConfig, graph: Graph, capabilities: Capabilities,
     asked = {d.operator for d in decisions if d.spec.quantized}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
     explicit = {d.operator for d in decisions if d.rule != "global"}
-    useless = useless_adds(graph.module, asked, keep=explicit)
+    useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
     decisions = [dataclasses.replace(d, spec=FLOAT, reason=useless[d.operator]) if d.operator in useless else d for d in decisions]
     return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
 

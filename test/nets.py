@@ -122,11 +122,7 @@ NETS = {
         (1, 2, 32, 32),
         ("same_tensor_twice",),
     ),
-    "same_twice_add": (
-        Fn(lambda m, x: m.b((lambda r: r + r)(F.relu(m.a(x)))), a=conv(3, 8), b=conv(8, 8)),
-        IMAGE,
-        ("same_tensor_twice",),
-    ),
+    "same_twice_add": (Fn(lambda m, x: m.b((lambda r: r + r)(F.relu(m.a(x)))), a=conv(3, 8), b=conv(8, 8)), IMAGE, ()),
     "operand_is_source": (
         Fn(lambda m, x: m.c(F.relu((lambda y: m.b(y) + y)(F.relu(m.a(x))))), a=conv(3, 8), b=conv(8, 8), c=conv(8, 8)),
         IMAGE,

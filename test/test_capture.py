@@ -844,6 +844,40 @@ def test_a_batch_baked_into_the_model_is_said_aloud():
         assert torch.equal(out, call(model, torch.ones(4, 4)))
 
 
-def test_an_error_of_the_model_itself_stays_the_models_error():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        graph_of(MLP(), torch.randn(2, 5))
+@pytest.mark.parametrize("x", [torch.randn(2, 5), torch.ones(2, 16, dtype=torch.int64), (torch.randn(2, 16),)])
+def test_examples_that_the_model_itself_fails_on(x):
+    with pytest.raises(InputError, match=r"MLP itself fails on example_inputs \(x: .*\): \w+Error: ") as caught:
+        graph_of(MLP(), x)
+    assert caught.value.__cause__ is not None  # with the user's own line in its traceback
+
+
+@pytest.mark.parametrize(("x", "what"), [(torch.randn(0, 16), "an empty tensor"), (torch.full((2, 16), torch.nan), "NaN")])
+def test_examples_that_nothing_can_be_verified_on(x, what):
+    with pytest.raises(InputError, match=f"example_inputs hold {what}"):
+        graph_of(MLP(), x)
+
+
+def test_shapes_of_arguments_that_forward_collects_stay_free():
+    model = Function(lambda self, x, **more: self.fc(x) + more["extra"], fc=nn.Linear(4, 4)).eval()
+    x = torch.randn(4, 4)
+    prepared = prepare(model, StaticQuantConfig(), example_inputs={"x": x, "extra": x}, backend="reference")
+    assert_close(model(x[:2], extra=x[2:]), prepared(x[:2], extra=x[2:]), 1e-6)
+
+
+def test_a_failed_capture_prints_nothing(capfd):
+    def branch(self, x):
+        return self.fc(x) if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError):
+        graph_of(Function(branch, fc=nn.Linear(4, 4)), torch.randn(2, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_operator_on_constants_alone_stays_fp32():
+    """IPEX crashed on DeBERTa's projected relative positions."""
+    model = Function(lambda self, x: self.fc(x) + self.fc(self.table).sum(0), fc=nn.Linear(4, 4))
+    model.table = nn.Parameter(torch.randn(8, 4))
+    graph = graph_of(model, torch.randn(3, 4))
+    (reason,) = {op.reason for op in graph.operators if op.kind == "linear" and not op.quantizable}
+    assert reason == "its input is a constant: computed once, not at each call"
+    assert sum(op.quantizable for op in graph.operators if op.kind == "linear") == 1

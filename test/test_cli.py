@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -146,6 +147,18 @@ def test_quantize_replaces_an_artefact_but_no_other_folder(run, folder):
     assert "out holds other files" in refused(quantize(run))
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(run):
+    pathlib.Path("afile").write_text("x")
+    assert "afile is a file" in refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "afile/out"))
+
+
+def test_calibration_data_that_does_not_suit_the_model_is_one_line(run):
+    np.savez("wide.npz", np.ones((20, 9), dtype=np.float32))
+    assert "itself fails on example_inputs" in refused(quantize(run, "mlp", "wide.npz"))
+    np.savez("swapped.npz", np.ones((20, 8), dtype=">f4"))
+    assert quantize(run, "mlp", "swapped.npz").exit_code == 0
+
+
 def test_quantize_reads_float64_as_float32_and_says_so(run, folder):
     np.savez("double.npz", np.random.default_rng(0).standard_normal((20, 8)))
     result = quantize(run, "mlp", "double.npz")
@@ -240,7 +253,9 @@ def test_a_bad_configuration_is_one_line(run, folder, text, message):
 
 
 def test_nan_in_calibration_data_is_one_line_and_leaves_nothing(run, folder):
-    np.savez("nan.npz", np.full((20, 8), np.nan, dtype=np.float32))
+    array = np.ones((20, 8), dtype=np.float32)
+    array[10:] = np.nan
+    np.savez("nan.npz", array)
     assert "operator '0'" in refused(quantize(run, "mlp", "nan.npz"))
     assert not (folder / "out").exists()
 

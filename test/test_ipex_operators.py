@@ -11,8 +11,6 @@ from nc.backends.ipex.patterns import patterns
 from nc.numerics.metrics import sqnr_db
 
 pytestmark = pytest.mark.ipex
-#: The hang of `r + r` is avoided, but IPEX has no int8 kernel for two codes of one tensor.
-NOT_INT8 = {"same_twice_add": {"add"}}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -27,7 +25,7 @@ def test_pattern(name):
         prepared(batch)
     quantized = nc.convert(prepared, isolate="never")
     report = quantized.report()
-    assert {op.operator for op in report.not_int8} == NOT_INT8.get(name, set())
+    assert {op.operator for op in report.not_int8} == set()
     assert report.ran_int8 > 0
     if name == "same_twice_matmul" and not cpu.accumulates_wide():
         lints = ()  # the second input takes 7 bits there, so the two differ

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.spec", "nc.graph"),
+    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph"),
     ("nc.numerics", "nc.observers", "nc.config", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
-    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.tree"),
+    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
     ("nc.graph.passes",),
     ("nc.graph.capture",),
     ("nc.rules", "nc.graph.placement"),

@@ -83,7 +83,7 @@ def test_empty_tensors_are_no_observation(name):
 def test_values_that_are_not_finite_are_refused_and_change_nothing(name, bad):
     observer = observed(name, [np.float32([1.0, 2.0])])
     x = torch.tensor([[0.0, bad, 100.0], [bad, -100.0, 3.0]])
-    with pytest.raises(CalibrationError, match=r"batch 2: the input of operator 'fc'.*shape \(2, 3\)") as caught:
+    with pytest.raises(CalibrationError, match=r"The input of operator 'fc'.*shape \(2, 3\)") as caught:
         observer(x)
     assert ("2 NaN and 0 infinite" if math.isnan(bad) else "0 NaN and 2 infinite") in str(caught.value)
     assert "set_local('fc'" in str(caught.value)
@@ -145,7 +145,7 @@ def test_bad_values_in_a_batch_name_operator_and_batch(bad):
     before = ranges(prepared)
     x = torch.randn(3, 16) * 100
     x[1, 2] = bad
-    with pytest.raises(CalibrationError, match=r"Calibration batch 2: the input of operator 'fc1'"):
+    with pytest.raises(CalibrationError, match=r"Calibration batch 2: The input of operator 'fc1'"):
         prepared(x)
     assert ranges(prepared) == before
     prepared(torch.randn(3, 16))

@@ -134,6 +134,11 @@ def _channel_sums(node: fx.Node, value: torch.Tensor) -> tuple[torch.Tensor, int
 
 def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> None:
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if bias is not None and bias.op != "get_attr":  # computed in the graph (Swin v2 clears part of its bias)
+        constant = add_constant(module, node, f"{node.name}_bias_correction", delta, f"{node.name}.bias_correction")
+        with module.graph.inserting_before(node):
+            node.replace_input_with(bias, module.graph.call_function(torch.ops.aten.add.Tensor, (bias, constant)))
+        return
     value = delta if bias is None else getattr(module, bias.target) + delta
     fqn = node.args[1].args[0].meta.get("fqn", "weight").removesuffix("weight") + "bias"
     constant = add_constant(module, node, f"{node.name}_bias_corrected", value, fqn)

@@ -6,12 +6,9 @@ checks, batch norm folded, attention decomposed, every constant weight in the fo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,9 +23,8 @@ from nc.graph import passes
 from nc.graph.exported import flatten_program
 from nc.graph.naming import Operator, name_operators
 from nc.graph.signature import Leaf, Parameter, Signature, parameters_of
-
-_EXPORT_LOCK = threading.Lock()
-_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+from nc.graph.switches import eval_mode, exportable, named_keywords
+from nc.process import LOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +67,8 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
     values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
     parameters = parameters_of(model.forward, values)
     failures: list[Exception] = []
-    with eval_mode(model), torch.no_grad():
-        expected = _run(model, parameters, values)
+    with LOCK, eval_mode(model), torch.no_grad():
+        expected = _first_run(model, parameters, values)
         for attempt in _attempts(values, dynamic_shapes, _takes_any_image(model)):
             try:
                 graph = _attempt(model, parameters, values, attempt, share_weights)
@@ -149,7 +145,7 @@ def _attempt(
     share_weights: bool,
 ) -> Graph:
     args, kwargs = _split_call(parameters, attempt.values)
-    with _EXPORT_LOCK, _exportable(attempt.oblivious):
+    with exportable(attempt.oblivious), named_keywords(model, kwargs):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
     module, placeholders = flatten_program(program, share_weights=share_weights)
     leaves, in_spec = _leaves(attempt.values, placeholders)
@@ -194,6 +190,19 @@ def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b)
     largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+
+
+def _first_run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
+    try:
+        return _run(model, parameters, values)
+    except Exception as error:
+        given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
+        msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
+        raise InputError(msg) from error
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
@@ -248,6 +257,12 @@ def _check_examples(values: dict[str, Any]) -> None:
         if tensor.device.type != "cpu":
             msg = f"example_inputs hold a tensor on device {tensor.device}; this is quantization for CPUs, call .cpu() on it."
             raise InputError(msg)
+        if not tensor.numel():
+            msg = f"example_inputs hold an empty tensor, of shape {tuple(tensor.shape)}: nothing could be verified on it."
+            raise InputError(msg)
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
+            raise InputError(msg)
 
 
 def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -259,26 +274,6 @@ def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tu
         args += value or () if parameter.variadic else (value,)
     named = {p.name for p in parameters[: last + 1]}
     return tuple(args), {k: v for k, v in values.items() if k not in named}
-
-
-@contextlib.contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Every submodule in eval mode inside; its own flag, and the buffers that forward changed, as before afterwards."""
-    flags = [(m, m.training) for m in model.modules()]
-    owners = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-        for module, own in owners:
-            module._buffers.update(own)  # forward may have put other tensors in their place
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
 
 
 def _auto_dims(leaf: Any, images: bool, lengths: frozenset[int]) -> Any:
@@ -303,55 +298,6 @@ def _takes_any_image(model: torch.nn.Module) -> bool:
 
 def _batch_dim(leaf: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
-
-
-@contextlib.contextmanager
-def _exportable(oblivious: bool) -> Iterator[None]:
-    """Process-wide switches that export needs, each put back afterwards (callers hold the lock).
-
-    * `oblivious`: sizes 0 and 1 of the example stay symbols, so that a batch of 1 does not fix the batch;
-    * the fused fast path of `nn.MultiheadAttention` hides its linears in one operator;
-    * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-        stack.enter_context(_broadcast_masks())
-        for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails; the last failure is raised instead
-            logger = logging.getLogger(name)
-            stack.callback(setattr, logger, "disabled", logger.disabled)
-            logger.disabled = True
-        yield
-
-
-@contextlib.contextmanager
-def _broadcast_masks() -> Iterator[None]:
-    import sys
-
-    masks = sys.modules.get("transformers.masking_utils")
-    original = getattr(masks, "_vmap_for_bhqkv", None)
-    if original is None:
-        yield
-        return
-
-    def broadcast(mask_function: Any, bh_indices: bool = True) -> Any:
-        def mask(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            if not bh_indices:
-                return mask_function(b, h, q[:, None], k[None, :]).expand(q.shape[0], k.shape[0])
-            grid = mask_function(b[:, None, None, None], h[None, :, None, None], q[:, None], k[None, :])
-            return grid.expand(b.shape[0], h.shape[0], q.shape[0], k.shape[0])
-
-        return mask
-
-    masks._vmap_for_bhqkv = broadcast
-    try:
-        yield
-    finally:
-        masks._vmap_for_bhqkv = original
 
 
 def _leaves(values: dict[str, Any], placeholders: list[fx.Node | None]) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:

@@ -48,7 +48,12 @@ def consumers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str]) -> dict[str, str]:
+def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:
+    """Whether an engine can make an addition a post-operation of what computes this side, for it alone."""
+    return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]
+
+
+def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]) -> dict[str, str]:
     """Additions that int8 would not help: operator name → reason.
 
     An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A residual stream that ends in a
@@ -61,7 +66,7 @@ def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str]) -> dic
     while changed:
         changed = False
         for node in adds:
-            reason = _why_useless(node, int8) if node in int8 else ""
+            reason = _why_useless(node, int8, fused_add) if node in int8 else ""
             if reason:
                 useless[node.meta["operator"]] = reason
                 int8.discard(node)
@@ -69,9 +74,11 @@ def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str]) -> dic
     return useless
 
 
-def _why_useless(add: fx.Node, int8: set[fx.Node]) -> str:
+def _why_useless(add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> str:
     if not any(producer(side) in int8 for side in add.args[:2]):
         return "no int8 operator produces either side"
     if not any(reader in int8 for reader in consumers(add)):
         return NO_READER
+    if fused_add and not any(is_fused_side(add, side, int8, fused_add) for side in add.args[:2]):
+        return "it stands directly behind no int8 operator that the engine could fuse it with"
     return ""

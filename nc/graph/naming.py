@@ -40,14 +40,14 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     modules = dict(model.named_modules())
     seen: dict[str, int] = collections.Counter()
     operators = []
-    activations = _activations(module)
+    activations, varying = _activations(module), _varying(module)
     for node in module.graph.nodes:
         op = catalogue.op_name(node)
         kind = catalogue.kind_of_node(node)
         shown = kind or (op if op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS else None)
         if shown is None or not catalogue.is_float_tensor(node):
             continue
-        reason = catalogue.FLOAT_OPS.get(op, "") if kind is None else _why_not(node, kind, activations)
+        reason = catalogue.FLOAT_OPS.get(op, "") if kind is None else _why_not(node, kind, activations, varying)
         if kind == "add" and reason:
             continue  # an addition of a constant or of a mask is no operator that a user would look for
         path, owned, module_type = _owner(node, shown, modules)
@@ -71,13 +71,24 @@ def _activations(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _why_not(node: fx.Node, kind: str, activations: set[fx.Node]) -> str:
+def _varying(module: fx.GraphModule) -> set[fx.Node]:
+    """What depends on the values of an input, not on constants and sizes alone."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes if catalogue.op_name(n) != "sym_size"):
+            found.add(node)
+    return found
+
+
+def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[fx.Node]) -> str:
     """Why an operator of a quantizable kind can't be quantized; "" when it can."""
     dtype = node.meta["val"].dtype
     if dtype != torch.float32:
         return f"it computes in {dtype}; quantization starts from fp32"
     if kind in catalogue.WEIGHTED.values():
-        return "" if node.args[1].op == "get_attr" else "its weight is computed from the inputs"
+        if node.args[1].op != "get_attr":
+            return "its weight is computed from the inputs"
+        return "" if node.args[0] in varying else "its input is a constant: computed once, not at each call"
     left, right = node.args[0], node.args[1]
     if not {left, right} <= activations:
         return "one side is a constant, a mask or a position"

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
-from nc.graph.dataflow import NO_READER, origin, pools_codes, producer
+from nc.graph.dataflow import NO_READER, is_fused_side, origin, pools_codes, producer
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -84,7 +84,7 @@ def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set
     """
     for index in (0, 1):
         side = add.args[1 - index]
-        if isinstance(side, fx.Node) and _is_fused_side(add, side, int8, fused_add) and (kind_of_node(side) or "").startswith("conv"):
+        if isinstance(side, fx.Node) and is_fused_side(add, side, int8, fused_add) and (kind_of_node(side) or "").startswith("conv"):
             shared = next((e for e in edges.values() if e.source is add.args[index]), None)
             if shared is not None:
                 edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
@@ -107,7 +107,7 @@ def _activation_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, i
         return [0]
     if kind == "matmul":
         return [0, 1]
-    anchors = [i for i in (0, 1) if _is_fused_side(node, node.args[i], int8, fused_add)]
+    anchors = [i for i in (0, 1) if is_fused_side(node, node.args[i], int8, fused_add)]
     if not anchors:
         return [0, 1]
     # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path, is quantized
@@ -121,7 +121,3 @@ def _depths(module: fx.GraphModule, int8: set[fx.Node]) -> dict[fx.Node, int]:
     for node in module.graph.nodes:
         depth[node] = max((depth[n] for n in node.all_input_nodes), default=0) + (node in int8)
     return depth
-
-
-def _is_fused_side(add: fx.Node, side: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:
-    return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]

@@ -71,7 +71,7 @@ class Observer(torch.nn.Module):
     def _refuse(self, x: torch.Tensor) -> None:
         nan, inf = int(torch.isnan(x).sum()), int(torch.isinf(x).sum())
         msg = (
-            f"Calibration batch {self.batches + 1}: the input of operator {self.operator!r} holds {nan} NaN and {inf} infinite values in "
+            f"The input of operator {self.operator!r} holds {nan} NaN and {inf} infinite values in "
             f"a tensor of shape {tuple(x.shape)}. Leave that batch out, or give the operator fp32: "
             f'set_local({self.operator!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).'
         )

@@ -1,11 +1,10 @@
-"""Runs a frozen module in a process of its own: `python -m nc.backends.ipex.child FOLDER THREADS PARENT`."""
+"""Runs a frozen module in a process of its own; `isolate.py` starts it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -27,7 +26,3 @@ def main(folder: str, threads: str, parent: str) -> None:
     with torch.no_grad():
         for _ in range(3):
             frozen(*inputs)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -102,7 +102,6 @@ FAMILIAR: frozenset[str] = frozenset(
         "q:relu,dequantize_per_channel > conv_transpose3d > output",
         "q:relu,dequantize_per_channel > linear > add",
         "q:relu,dequantize_per_channel > linear > output",
-        "q:relu,q:relu > add > quantize_per_tensor",
         "q:silu,dequantize_per_channel > conv2d > output",
         "q:silu,dequantize_per_channel > conv2d > sigmoid",
         "q:silu,dequantize_per_channel > conv2d > silu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,20 @@ from nc.backends.ipex.patterns import patterns
 from nc.errors import BackendError
 
 TIME_LIMIT_S = 300.0
+#: The child imports from where this process does. The user's working directory is not among that: it may be the folder of an artefact,
+#: and nothing that lies there may run.
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from nc.backends.ipex.child import main
+main(*sys.argv[2:])
+"""
+
+
+def _search_path() -> list[str]:
+    root, here = str(Path(__file__).resolve().parents[3]), Path.cwd()
+    paths = [p for p in sys.path if p and Path(p).resolve() != here]
+    return paths if root in paths else [*paths, root]
 
 
 def is_familiar(module: fx.GraphModule) -> bool:
@@ -38,9 +53,16 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
         folder = Path(directory)
         torch.jit.save(frozen, str(folder / "model.pt"))
         torch.save(list(inputs), folder / "inputs.pt")
-        command = [sys.executable, "-m", "nc.backends.ipex.child", directory, str(torch.get_num_threads()), str(os.getpid())]
+        arguments = [directory, str(torch.get_num_threads()), str(os.getpid())]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD, json.dumps(_search_path()), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=time_limit_s,
+                check=False,
+                cwd=directory,
+            )
         except subprocess.TimeoutExpired as error:
             msg = f"IPEX did not finish fusing this graph within {time_limit_s:.0f} s in a child process. {_ADVICE}"
             raise BackendError(msg) from error

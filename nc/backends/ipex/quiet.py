@@ -6,41 +6,39 @@ import contextlib
 import os
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 
-_LOCK = threading.RLock()
+from nc.process import LOCK
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing reaches the console inside: IPEX and the JIT print from C++, past Python's warnings and logging.
+def quiet(*, drop: bool = False) -> Iterator[None]:
+    """Hold back what reaches the console inside: IPEX and the JIT print from C++, past Python's warnings and logging.
 
-    What was printed is shown after all when the block raises. One thread at a time; another thread's output of that moment is held
-    back too.
+    One thread at a time; another thread's output of that moment is held back too, and shown afterwards.
+
+    Args:
+        drop: do not show it, unless the block raises.
     """
-    with _LOCK, tempfile.TemporaryFile() as sink, warnings.catch_warnings():
+    with LOCK, tempfile.TemporaryFile() as sink, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.stdout.flush()
         sys.stderr.flush()
         saved = os.dup(1), os.dup(2)
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
+        shown = True
         try:
             yield
-        except BaseException:
-            failed = True
-            raise
-        else:
-            failed = False
+            shown = not drop
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for number, descriptor in zip((1, 2), saved, strict=True):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-            if failed:
+            if shown:
                 sink.seek(0)
                 sys.stderr.write(sink.read().decode(errors="replace"))
 
@@ -52,7 +50,7 @@ def import_ipex() -> None:
     """
     if "intel_extension_for_pytorch" in sys.modules:
         return
-    with quiet(), _environment("TORCH_WARM_POOL", "0"):
+    with quiet(drop=True), _environment("TORCH_WARM_POOL", "0"):
         import intel_extension_for_pytorch  # noqa: F401
 
 
