@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.graph import passes
-from nc.graph.exported import flatten_program
+from nc.graph.exported import flatten_program, own_constants
 from nc.graph.naming import Operator, name_operators
 from nc.graph.signature import Leaf, Parameter, Signature, parameters_of
 from nc.graph.switches import eval_mode, exportable, named_keywords
@@ -147,9 +147,11 @@ def _attempt(
     args, kwargs = _split_call(parameters, attempt.values)
     with exportable(attempt.oblivious), named_keywords(model, kwargs):
         program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
-    module, placeholders = flatten_program(program, share_weights=share_weights)
+    module, placeholders = flatten_program(program)
     leaves, in_spec = _leaves(attempt.values, placeholders)
     passes.normalise(module)
+    if not share_weights:
+        own_constants(module, program)
     operators = name_operators(module, model)
     signature = Signature(parameters, in_spec, leaves, program.call_spec.out_spec)
     example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)

@@ -11,7 +11,7 @@ from torch import fx
 from nc.errors import CaptureError
 
 
-def flatten_program(program: torch.export.ExportedProgram, *, share_weights: bool) -> tuple[fx.GraphModule, list[fx.Node | None]]:
+def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | None]]:
     """A flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
 
     Returns:
@@ -31,7 +31,7 @@ def flatten_program(program: torch.export.ExportedProgram, *, share_weights: boo
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in targets:
             fqn = targets[node.name]
-            mapping[node] = _constant_node(root, graph, fqn, constants[fqn], node.meta.get("val"), share_weights)
+            mapping[node] = _constant_node(root, graph, fqn, constants[fqn], node.meta.get("val"))
         elif node.op == "placeholder":
             is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
             if is_tensor:
@@ -47,6 +47,21 @@ def flatten_program(program: torch.export.ExportedProgram, *, share_weights: boo
     return module, [n if n is None or n in used else _Unused(n) for n in placeholders]
 
 
+def own_constants(module: fx.GraphModule, program: torch.export.ExportedProgram) -> None:
+    """Copy the constants that still are the model's own tensors; those that a rewrite has replaced never were copied."""
+    theirs = {t.untyped_storage().data_ptr() for t in (*program.state_dict.values(), *program.constants.values()) if _has_storage(t)}
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, value in list(module.named_buffers(remove_duplicate=False)):
+        if _has_storage(value) and value.untyped_storage().data_ptr() in theirs:
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            copies.setdefault(key, value.clone())
+            setattr(module, name, copies[key])
+
+
+def _has_storage(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 class _Unused:
     """Stands for the placeholder of a tensor that the model never reads: keeps its shape, has no users."""
 
@@ -54,12 +69,12 @@ class _Unused:
         self.meta, self.users = node.meta, {}
 
 
-def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object, share: bool) -> fx.Node:
+def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object) -> fx.Node:
     name = re.sub(r"\W", "_", fqn)
     while hasattr(root, name):
         name += "_"
     value = value.detach()
-    root.register_buffer(name, value if share else value.clone())
+    root.register_buffer(name, value)
     node = graph.get_attr(name)
     node.meta = {"val": val, "fqn": fqn}
     return node
