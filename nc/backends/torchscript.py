@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.errors import BackendError
-from nc.graph.catalogue import ACTIVATIONS, MOVES, is_float_tensor, op_name, schema_arguments
+from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
 from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -187,6 +187,8 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 def _is_strided(node: fx.Node) -> bool:
     """Whether a value may lie in memory in another order than its shape says."""
+    if op_name(node) in POOLS and all(isinstance(size, int) and size == 1 for size in node.meta["val"].shape[2:]):
+        return False  # one position is left, so any order is the same
     if op_name(node) in ACTIVATIONS or node.target in (quantize_per_tensor, dequantize_per_tensor):
         return _is_strided(node.args[0])
     return op_name(node) not in ("linear", "layer_norm", "embedding", "reshape")
