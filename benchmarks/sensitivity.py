@@ -1,6 +1,6 @@
 """What holds accuracy back: MiniLM with one operator in int8 at a time, and all others in fp32.
 
-python benchmarks/sensitivity.py [--evaluate 96] [--out table.md]
+python benchmarks/sensitivity.py [--evaluate 32] [--out table.md]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def losses(evaluate: int) -> dict[str, float]:
 def main() -> None:
     """Print the operators that cost most, and the sums over all layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--evaluate", type=int, default=96, help="paragraphs to judge on (default: %(default)s)")
+    parser.add_argument("--evaluate", type=int, default=32, help="paragraphs to judge on (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the tables here too")
     options = parser.parse_args()
     found = losses(options.evaluate)
