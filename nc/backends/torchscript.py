@@ -200,9 +200,8 @@ def _quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
         return torch._make_per_tensor_quantized_tensor(codes, node.args[1], node.args[2])
     scale = getattr(module, node.args[1].target).double()
     zero_points = torch.zeros(len(scale), dtype=torch.int64)
-    weight = torch._make_per_channel_quantized_tensor(codes, scale, zero_points, node.args[2])
-    # convolutions then give channels-last outputs in the profiled run, whose strides IPEX keeps for what its groups hand to others
-    return weight.contiguous(memory_format=torch.channels_last) if codes.dim() == 4 else weight
+    # channels-last would save reorders, but IPEX then returned garbage to calls from several threads (docs/ipex.md)
+    return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, node.args[2])
 
 
 def _text(value: object, names: Mapping[fx.Node, str]) -> str:
