@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from nc import StaticQuantConfig, convert
 from nc.backends.reference import ReferenceBackend
+from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import op_name
 from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, quantize_weight
 from nc.prepared import PreparedModel
@@ -366,6 +367,27 @@ def test_the_second_input_of_a_matmul_takes_seven_bits_without_vnni(dtype):
         middle = 128 if dtype == "uint8" else 0  # engines shift uint8 codes to int8 on this side
         assert (int(codes.min()) - middle, int(codes.max()) - middle) == (-64, 63)
         assert left.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
+
+
+def change_before_the_read(self, x):
+    y = self.a(x)
+    view = y.view(y.shape)
+    y.add_(3.0)
+    return self.c(x) @ view.transpose(-1, -2)
+
+
+@pytest.mark.parametrize(
+    "forward", [change_before_the_read, lambda self, x: self.c(x) @ self.a(x).view(x.shape).transpose(-1, -2)], ids=["in place", "moves"]
+)
+def test_clamps_that_torchscript_needs_change_no_number(forward):
+    x = torch.randn(2, 6, 8)
+    q = without_vnni(Function(forward, a=nn.Linear(8, 8), c=nn.Linear(8, 8)), x, StaticQuantConfig())
+    expected = q.reference(3 * x)
+    explicit_clamps(q.graph.module)
+    q.graph.module.recompile()
+    assert [n.args[3:] for n in nodes(q, quantize_per_tensor) if n.args[3:] != (0, 255)] == []
+    assert len(nodes(q, "clamp")) == 1
+    assert torch.equal(q.reference(3 * x), expected)
 
 
 def test_eight_bit_codes_would_exceed_16_bits():

@@ -16,6 +16,7 @@ from torch import fx
 
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
+from nc.graph.placement import works_in_place
 from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -119,14 +120,16 @@ def script(module: fx.GraphModule) -> Script:
 def explicit_clamps(module: fx.GraphModule) -> None:
     """Write out the clamp of quantize nodes that use part of their dtype's codes: TorchScript's saturates at the dtype's ends.
 
-    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what computes them.
+    The clamp stands as far up as values are only moved, where a fuser makes it a post-operation of what computes them. Where operators
+    work in place, a value depends on when it is read: there it stands directly in front of the quantize node.
     """
+    hoist = not works_in_place(module)
     for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor and n.args[3:] not in _FULL_RANGES]:
         x, scale, zero_point, quant_min, quant_max = node.args
         reader = node
-        while op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
+        while hoist and op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
             reader, x = x, x.args[0]
-        with module.graph.inserting_after(x):
+        with module.graph.inserting_before(reader):
             limits = ((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)
             clamp = module.graph.call_function(_aten.clamp.default, (x, *limits))
         clamp.meta["val"] = x.meta.get("val")

@@ -405,8 +405,7 @@ class BackendSuite:
             build, shape, _ = MODELS[name]
             x = torch.randn(shape)
             try:
-                q = self.quantized(build(), x)
-                results[name] = worst_db(q.reference(x), q(x))
+                results[name] = self.quantized(build(), x), x
             except Exception as error:  # noqa: BLE001 - what a thread raises would be lost
                 results[name] = error
 
@@ -415,6 +414,8 @@ class BackendSuite:
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
-        # sums may be split in another way while other threads are busy, so not bit for bit
-        assert all(isinstance(v, float) and v >= min(self.agreement, 100.0) for v in results.values()), results
+        # compared here: while another thread exports, torch has oneDNN switched off for the whole process, and fp32 sums differ
         assert len(results) == 3
+        for result in results.values():
+            assert isinstance(result, tuple), result
+            self.agrees(*result)
