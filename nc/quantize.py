@@ -47,7 +47,7 @@ def prepare(
         A module with the model's signature and outputs, to be called with calibration data.
 
     Raises:
-        InputError: example_inputs are missing or do not fit.
+        InputError: example_inputs are missing or do not fit, or the model fails on them.
         CaptureError: the model can't be captured as one graph.
         UnmatchedRuleError: a rule matches nothing.
         UnsupportedError: the backend has no kernel for a dtype that was asked for.
@@ -152,9 +152,11 @@ def _check_model(model: object, quant_config: object) -> None:
     if not isinstance(quant_config, StaticQuantConfig):
         msg = f"Expected quant_config to be a StaticQuantConfig, but got {type(quant_config).__name__}."
         raise ConfigError(msg)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu":
-            msg = f"Parameter {name!r} is on device {tensor.device}; this is quantization for CPUs, call model.cpu()."
+    with LOCK:  # while another thread captures this model, its parameters are fake ones
+        devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for name, device in devices.items():
+        if device.type != "cpu":
+            msg = f"Parameter {name!r} is on device {device}; this is quantization for CPUs, call model.cpu()."
             raise InputError(msg)
 
 

@@ -361,7 +361,7 @@ def test_two_threads_leave_the_process_as_it_was():
 
     def work():
         try:
-            for _ in range(3):
+            for _ in range(5):
                 prepared = prepare(model, StaticQuantConfig(), example_inputs=x, backend="ipex")
                 prepared(x)
                 convert(prepared, isolate="never")
@@ -371,7 +371,7 @@ def test_two_threads_leave_the_process_as_it_was():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inside = list(warnings.filters)
-        threads = [threading.Thread(target=work) for _ in range(2)]
+        threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -118,6 +118,22 @@ def test_which_pools_run_on_codes(pool, on_codes):
     assert (node.args[0].target is dequantize_per_tensor) is on_codes
 
 
+def test_a_pool_reads_fp32_where_its_input_is_needed_in_fp32_anyway():
+    """Squeeze and excitation: codes for the pool alone would be an extra kernel, and cost accuracy. Its result has a range of its own."""
+
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        return self.c(y * torch.sigmoid(self.b(F.adaptive_avg_pool2d(y, 1))))
+
+    model, x = Function(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8)
+    q = quantized(model, x, BARE)
+    (pool,) = nodes(q, "adaptive_avg_pool2d")
+    assert op_name(pool.args[0]) == "relu"
+    (behind,) = pool.users
+    scale, zero_point = exact_qparams([F.relu(model.a(x)).mean((2, 3)).detach()])
+    assert behind.args[1:3] == (pytest.approx(scale, rel=1e-5), zero_point)
+
+
 def test_the_last_sum_reads_codes_that_exist_anyway():
     """Its block's convolutions read the shortcut as codes: nobody needs it in fp32."""
 

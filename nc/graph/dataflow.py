@@ -15,14 +15,21 @@ _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_s
 NO_READER = "no int8 operator reads the sum; it is fused in fp32"
 
 
-def origin(node: fx.Node) -> fx.Node:
-    """The tensor whose codes `node` carries: up through whole moves, and through pools that run on codes."""
-    while op_name(node) in MOVES - _PARTS or pools_codes(node):
+def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
+    """The tensor whose codes `node` carries: up through whole moves, and through `pools`, those that run on codes."""
+    while op_name(node) in MOVES - _PARTS or node in pools:
         node = node.args[0]
     return node
 
 
-def pools_codes(node: fx.Node) -> bool:
+def pools_on_codes(module: fx.GraphModule, int8: set[fx.Node]) -> set[fx.Node]:
+    """Pools of what an integer operator computed, as far as nobody reads that in fp32: then its codes would be an addition, no saving."""
+    pools = {n for n in module.graph.nodes if _takes_codes(n)}
+    passing = {n for n in module.graph.nodes if n in int8 or n in pools or op_name(n) in MOVES}
+    return {n for n in pools if producer(n.args[0]) in int8 and set(n.args[0].users) <= passing}
+
+
+def _takes_codes(node: fx.Node) -> bool:
     """Whether a pool can run on codes: not when it counts zeros outside the tensor, which are no code 0 where the zero point is another."""
     if op_name(node) not in POOLS:
         return False

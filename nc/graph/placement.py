@@ -5,7 +5,8 @@ Three rules follow from how integer engines fuse:
 
 * a pair sits directly in front of the operator that asks, behind activations (relu, gelu) that the engine fuses into the producer;
 * values that are only moved or pooled keep the scale of the tensor that they come from, and pools between two integer operators get a
-  pair in front as well, so that they run on codes;
+  pair in front as well, so that they run on codes, unless somebody else needs their input in fp32 (the gate of a squeeze-and-excitation
+  block): then the pool reads that too;
 * of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other as a post-operation.
   An addition that stays fp32 behind a convolution reads its shortcut as codes where these exist.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
-from nc.graph.dataflow import NO_READER, is_fused_side, origin, pools_codes, producer
+from nc.graph.dataflow import NO_READER, is_fused_side, origin, pools_on_codes
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -67,10 +68,12 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> lis
             for index in (0, 1) if kind_of_node(node) in ("matmul", "add") else (0,):
                 edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator].input(index), operator)
         return list(edges.values())
+    pools = pools_on_codes(module, int8)
     for node in (n for n in order if n in int8):
         operator = node.meta["operator"]
         for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
-            _add_edge(edges, int8, Edge(node, index, node.args[index], origin(node.args[index]), specs[operator].input(index), operator))
+            source = node.args[index]
+            _add_edge(edges, pools, Edge(node, index, source, origin(source, pools), specs[operator].input(index), operator))
     given_up = {d.operator for d in plan.decisions if d.reason == NO_READER}
     for node in (n for n in order if n.meta.get("operator") in given_up):
         _share_codes(edges, node, int8, capabilities.fused_add)
@@ -90,14 +93,14 @@ def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set
                 edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
 
 
-def _add_edge(edges: dict[tuple[fx.Node, int], Edge], int8: set[fx.Node], edge: Edge) -> None:
-    """Enter an edge, and one for every pool behind it that can run on codes: those that read what an integer operator computed."""
+def _add_edge(edges: dict[tuple[fx.Node, int], Edge], pools: set[fx.Node], edge: Edge) -> None:
+    """Enter an edge, and one for every pool in front of it that runs on codes."""
     edges.setdefault((edge.reader, edge.index), edge)
     node = edge.source
-    while op_name(node) in MOVES or pools_codes(node):
+    while op_name(node) in MOVES or node in pools:
         source = node.args[0]
-        if pools_codes(node) and producer(source) in int8:
-            edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source)))
+        if node in pools:
+            edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source, pools)))
         node = source
 
 

@@ -292,6 +292,28 @@ class BackendSuite:
         assert problems == []
         assert not any(thread.is_alive() for thread in threads)
 
+    @pytest.mark.parametrize("name", ["residual", "gated", "attention"])
+    def test_a_new_thread_may_begin_with_any_shape(self, converted, name):
+        """Engines compile per thread; what one thread's first call leaves behind must fit the others'."""
+        _, q = converted(name)
+        inputs = [torch.randn(batch, *MODELS[name][1][1:]) for batch in (2, 3, 5)]
+        for order in ((0, 1), (1, 0), (2, 1, 0)):
+            problems = []
+
+            def work(order=order, problems=problems):
+                try:
+                    for i in (*order, *order):
+                        self.agrees(q, inputs[i])
+                except Exception as error:  # noqa: BLE001 - what a thread raises would be lost
+                    problems.append(error)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(timeout=120)
+            assert problems == []
+            for x in inputs:
+                self.agrees(q, x)
+
     def test_masks_and_causal_attention(self):
         x, mask = torch.randn(2, 6, 32), torch.ones(2, 1, 6, 6, dtype=torch.bool)
         mask[1, :, :, 4:] = False

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport
+from nc.backends.ipex.gate import Gate
 from nc.backends.ipex.isolate import first_run_in_child, is_familiar
 from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
@@ -66,22 +67,24 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     operators = {n.name: n.meta["operator"] for n in graph.module.graph.nodes if "operator" in n.meta}
     operator_at = {line: operators[node] for line, node in scripted.lines.items() if node in operators}
     weight_bytes = _constant_bytes(frozen)
+    run = _Runner(frozen)
 
     def report() -> EngineReport:
-        executed = executed_graph(frozen, inputs)
+        executed = executed_graph(run, inputs)
         return build_report(graph, executed, operator_at, rewrites, sqnr, "ipex", weight_bytes)
 
-    return EngineModel(run=_Runner(frozen), report=report, script=frozen)
+    return EngineModel(run=run, report=report, script=frozen)
 
 
 class _Runner:
-    """Calls the frozen module on inputs of one fixed layout: the fuser's kernel cache takes no notice of strides."""
+    """Calls the frozen module, on inputs of one fixed layout: the fuser's kernel cache takes no notice of strides."""
 
     def __init__(self, frozen: torch.jit.ScriptModule) -> None:
         self._frozen = frozen
+        self._gate = Gate()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
             return self._frozen(*[t.contiguous() for t in inputs])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,10 +16,9 @@ _LINE = re.compile(r'<string>"?[,:] ?(?:line )?(\d+)')
 _COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul")
 
 
-def executed_graph(script: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -> torch._C.Graph:
-    """The optimized graph of the last run in this thread."""
-    with torch.no_grad():
-        script(*inputs)
+def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> torch._C.Graph:
+    """The optimized graph that `run` executes, in this thread."""
+    run(inputs)
     return torch.jit.last_executed_optimized_graph()
 
 
