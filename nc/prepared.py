@@ -10,6 +10,7 @@ import torch
 from nc.algorithms.bias_correction import correct_biases
 from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
+from nc.graph.dataflow import pools_on_codes
 from nc.graph.observe import observed_module
 from nc.graph.placement import Edge, edge_key, place
 from nc.graph.qdq import QDQGraph, insert_qdq
@@ -41,7 +42,8 @@ class PreparedModel(torch.nn.Module):
         self.capabilities = capabilities
         self.backend = backend
         self.bias_correction = bias_correction
-        edges = place(graph.module, plan, capabilities)
+        self._pools = pools_on_codes(graph.module, {d.operator for d in plan.quantized})
+        edges = place(graph.module, plan, capabilities, self._pools)
         self._observed, self.observers = observed_module(graph.module, edges)
         self._calls = 0
         self._samples: list[tuple[torch.Tensor, ...]] = []
@@ -113,7 +115,7 @@ class PreparedModel(torch.nn.Module):
     def _executed(self, plan: Plan) -> tuple[Plan, list[Edge]]:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
         while True:
-            edges = place(self.graph.module, plan, self.capabilities)
+            edges = place(self.graph.module, plan, self.capabilities, self._pools)
             missing = {e.operator for e in edges if not self._has_run(e)}
             if not missing:
                 return plan, edges

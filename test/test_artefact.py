@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import fcntl
 import hashlib
 import importlib
 import io
@@ -717,6 +718,23 @@ def test_many_savers_do_not_disturb_each_other(cnn, saved, tmp_path):
         list(pool.map(lambda name: save(cnn, tmp_path / name), names))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "same"]
     assert content(tmp_path / "same") == content(tmp_path / "other") == content(saved)
+
+
+def test_a_saver_waits_for_one_in_another_process(cnn, tmp_path):
+    """Held here as the other process would; only renaming is exclusive, so the files are written meanwhile."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(save, cnn, tmp_path / "model")
+            with pytest.raises(concurrent.futures.TimeoutError):
+                saving.result(timeout=1.0)
+            assert not (tmp_path / "model").exists()
+            fcntl.flock(folder, fcntl.LOCK_UN)
+            saving.result(timeout=20)
+    finally:
+        os.close(folder)
+    assert load(tmp_path / "model", backend="reference") is not None
 
 
 # --- the list of operators ---

@@ -131,6 +131,11 @@ def test_steps_out_of_order():
     for model in (prepared, q):
         with pytest.raises(StateError, match=f"is a {type(model).__name__} already; give prepare"):
             prepare(model, CONFIG, example_inputs=X, backend="reference")
+    for part in (prepared, q, q.reference):
+        with pytest.raises(StateError, match=f"holds a {type(part).__name__}; give prepare"):
+            prepare(nn.Sequential(part, nn.ReLU()), CONFIG, example_inputs=X, backend="reference")
+    with pytest.raises(StateError, match="is a ReferenceModule|holds a ReferenceModule"):
+        prepare(q.reference, CONFIG, example_inputs=X, backend="reference")
     with pytest.raises(StateError, match="converted already"):
         convert(q)
     with pytest.raises(StateError, match="takes what prepare.. returned, but got MLP"):
@@ -144,6 +149,13 @@ def test_training_mode_is_said_once():
     assert len([w for w in caught if w.category is NCWarning]) == 1
     assert caught[0].filename == __file__
     assert model.training
+
+
+def test_training_mode_of_a_model_that_is_given_away():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(16, 4)).train()
+    with pytest.warns(NCWarning, match="it stays in eval mode, since inplace=True"):
+        prepare(model, CONFIG, inplace=True, example_inputs=X, backend="reference")
+    assert not any(m.training for m in model.modules())
 
 
 def test_results_stay_in_eval_mode():

@@ -382,6 +382,21 @@ def test_two_threads_leave_the_process_as_it_was():
     assert list(warnings.filters) == filters
 
 
+def test_one_thread_at_a_time_is_quiet():
+    entered = threading.Event()
+
+    def enter():
+        with quiet():
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with quiet():
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(20)
+    thread.join()
+
+
 def test_what_another_thread_prints_meanwhile_is_shown(capfd):
     with quiet():
         os.write(1, b"from elsewhere\n")

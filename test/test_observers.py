@@ -12,7 +12,7 @@ from models import FP32, MLP, Function, call, prepared_for
 from torch import nn
 from torch.nn import functional as F
 
-from nc import CalibrationError, StateError, StaticQuantConfig, convert, prepare, quantize
+from nc import CalibrationError, InputError, StateError, StaticQuantConfig, convert, prepare, quantize
 from nc.observers import OBSERVERS, Observer
 
 batches = st.lists(
@@ -150,6 +150,18 @@ def test_bad_values_in_a_batch_name_operator_and_batch(bad):
     assert ranges(prepared) == before
     prepared(torch.randn(3, 16))
     convert(prepared)
+
+
+def test_batches_are_counted_as_the_user_counts_them():
+    """Refused by the signature: never a batch. Empty or with bad values: one of the loop all the same."""
+    prepared = prepared_for(MLP(), torch.randn(3, 16))
+    with pytest.raises(InputError):
+        prepared(torch.randn(3, 7))
+    prepared(torch.empty(0, 16))
+    bad = torch.full((1, 16), math.nan)
+    for number in (3, 4):
+        with pytest.raises(CalibrationError, match=f"Calibration batch {number}: "):
+            prepared(bad)
 
 
 def test_a_batch_that_overflows_half_way_leaves_no_trace():

@@ -1,6 +1,7 @@
 """The QDQ graph: where the pairs are, with which numbers, and that it computes what its definition says."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -132,6 +133,15 @@ def test_a_pool_reads_fp32_where_its_input_is_needed_in_fp32_anyway():
     (behind,) = pool.users
     scale, zero_point = exact_qparams([F.relu(model.a(x)).mean((2, 3)).detach()])
     assert behind.args[1:3] == (pytest.approx(scale, rel=1e-5), zero_point)
+
+
+def test_pools_keep_their_ranges_on_a_backend_with_fewer_kernels():
+    """The pool's input is fp32 there; what was calibrated for it still serves the linear behind."""
+    x = torch.randn(2, 3, 8, 8)
+    prepared = prepared_for(nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), x, BARE)
+    everything = ReferenceBackend().capabilities()
+    linear = dataclasses.replace(everything, backend="other", ops=tuple(row for row in everything.ops if row.kind == "linear"))
+    assert [d.operator for d in prepared.quantized_graph(linear).plan.quantized] == ["3"]
 
 
 def test_the_last_sum_reads_codes_that_exist_anyway():
@@ -345,8 +355,6 @@ class NoVnni(ReferenceBackend):
     """A CPU that adds pairs of u8 x s8 products in 16 bits, with saturation."""
 
     def capabilities(self):
-        import dataclasses
-
         everything = super().capabilities()
         seven_bit = frozenset((row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add")
         return dataclasses.replace(everything, seven_bit=seven_bit)
@@ -479,6 +487,57 @@ def test_bias_correction_removes_the_mean_error():
     assert mean_error(corrected) < 1e-5
     assert mean_error(plain) > 20 * mean_error(corrected)
     assert counts(plain) == counts(corrected)
+
+
+class Shared(nn.Module):
+    """One bias in two operators: each is corrected by an error of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.bias = self.a.bias
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class ComputedBias(nn.Module):
+    """A part of the bias is cleared in the graph, as in Swin v2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x):
+        bias = self.bias.clone()
+        bias[4:8].zero_()
+        return F.linear(x, self.weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "channels"),
+    [
+        (Shared, (256, 16), 1),
+        (ComputedBias, (256, 16), 1),
+        (lambda: nn.Linear(16, 12, bias=False), (4, 64, 16), 2),
+        (lambda: nn.Conv2d(3, 8, 3), (4, 3, 12, 12), 1),
+        (lambda: nn.Conv1d(3, 8, 3, bias=False), (4, 3, 99), 1),
+        (lambda: nn.ConvTranspose2d(3, 8, 2, stride=2), (4, 3, 8, 8), 1),
+        (lambda: nn.Conv2d(3, 8, 1), (3, 12, 12), 0),
+    ],
+    ids=["shared", "computed", "no bias", "conv2d", "conv1d without bias", "transposed", "without a batch"],
+)
+def test_bias_correction_of_every_kind_of_bias(build, shape, channels):
+    """The mean over all positions of each channel is that of fp32, on the data that it was measured on."""
+    model, x = build().eval(), torch.randn(shape)
+    expected = model(x).detach().double()
+    others = [d for d in range(expected.dim()) if d != channels]
+
+    def mean_error(config):
+        return float((quantized(model, x, config)(x).double() - expected).mean(others).abs().max())
+
+    assert mean_error(StaticQuantConfig()) < 2e-6
+    assert mean_error(BARE) > 1e-5
 
 
 def test_the_same_request_gives_the_same_graph():

@@ -22,8 +22,9 @@ def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
     return node
 
 
-def pools_on_codes(module: fx.GraphModule, int8: set[fx.Node]) -> set[fx.Node]:
-    """Pools of what an integer operator computed, as far as nobody reads that in fp32: then its codes would be an addition, no saving."""
+def pools_on_codes(module: fx.GraphModule, asked: set[str]) -> set[fx.Node]:
+    """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32: then codes would be no saving."""
+    int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}
     passing = {n for n in module.graph.nodes if n in int8 or n in pools or op_name(n) in MOVES}
     return {n for n in pools if producer(n.args[0]) in int8 and set(n.args[0].users) <= passing}

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
-from nc.graph.dataflow import NO_READER, is_fused_side, origin, pools_on_codes
+from nc.graph.dataflow import NO_READER, is_fused_side, origin
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -55,8 +55,15 @@ def works_in_place(module: fx.GraphModule) -> bool:
     return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in module.graph.nodes)
 
 
-def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> list[Edge]:
-    """All edges that get a pair, in execution order of their readers."""
+def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools: set[fx.Node]) -> list[Edge]:
+    """All edges that get a pair, in execution order of their readers.
+
+    Args:
+        module: the captured graph.
+        plan: what is to be int8.
+        capabilities: of the backend that it was planned for.
+        pools: those that run on codes, see `dataflow.pools_on_codes`; which tensors have ranges depends on them.
+    """
     specs = {d.operator: d.spec for d in plan.quantized}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
@@ -68,7 +75,6 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities) -> lis
             for index in (0, 1) if kind_of_node(node) in ("matmul", "add") else (0,):
                 edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator].input(index), operator)
         return list(edges.values())
-    pools = pools_on_codes(module, int8)
     for node in (n for n in order if n in int8):
         operator = node.meta["operator"]
         for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
