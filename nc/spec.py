@@ -113,7 +113,7 @@ class OpSupport:
         kind: catalogue name, e.g. "linear".
         activations: dtypes that its integer kernel reads.
         weights: dtypes that it takes as weight (empty: the operator has none).
-        note: limits in words; docs/backends.md shows it.
+        note: limits in words, for readers of the table.
     """
 
     kind: str

@@ -38,6 +38,7 @@ INSIDE = {
         ("nc.backends.reference", "nc.backends.torchscript"),
         ("nc.backends",),
         (
+            "nc.backends.ipex.gate",
             "nc.backends.ipex.quiet",
             "nc.backends.ipex.patterns",
             "nc.backends.ipex.lints",
