@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nc.errors import ConfigError, PatternError, UnknownFieldError, UnsupportedError
+from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
 from nc.spec import FLOAT, OpSpec, TensorSpec
 
 SCHEMA_VERSION = 1
@@ -36,7 +37,7 @@ _KIND_OF_NAME = {name: kind for kind, names in KIND_NAMES.items() for name in na
 _W_DTYPES = ("int8", "fp32")
 _ACT_DTYPES = ("uint8", "int8", "fp32")
 _GRANULARITIES = ("per_tensor", "per_channel")
-_ALGOS = ("minmax",)
+_W_ALGOS = ("minmax", "mse")
 _PRECISIONS = ("bf16", "fp16", "fp32", "int8", "uint8")
 
 RuleKey = str | type | Callable[..., Any]
@@ -70,14 +71,16 @@ class StaticQuantConfig:
         w_dtype: "int8", or "fp32" to leave the operator alone.
         w_sym: symmetric weights (the CPU kernels ignore a weight zero point, so False is refused).
         w_granularity: "per_channel" (output channels) or "per_tensor".
-        w_algo: "minmax".
+        w_algo: "minmax", or "mse" (the clipped range with the least error).
         act_dtype: "uint8", "int8", or "fp32" to leave the operator alone.
         act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
         act_granularity: "per_tensor".
-        act_algo: "minmax".
+        act_algo: "minmax", "moving_average", "percentile", "mse", "kl" (docs/calibration.md says when to use which), or a
+            `RangeAlgorithm` of your own, which from then on is known by its name.
         excluded_precisions: precisions that nothing in the model may use, e.g. `("bf16",)`; kept for the float remainder.
         bias_correction: take the mean error that quantization causes in each output channel, measured on the first calibration
             samples, out of the biases; read from the outer configuration only.
+        percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
 
     Raises:
         UnknownFieldError: a field that does not exist; names the nearest one.
@@ -99,6 +102,7 @@ class StaticQuantConfig:
     act_algo: str = "minmax"
     excluded_precisions: tuple[str, ...] = ()
     bias_correction: bool = True
+    percentile: float = 99.999
     #: replaced, never changed in place, by `set_local`: a snapshot stays what it was
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
 
@@ -124,6 +128,9 @@ class StaticQuantConfig:
             value = given.get(field.name, field.default)
             if field.name == "excluded_precisions":
                 value = _precisions(value)
+            if field.name == "act_algo" and isinstance(value, RangeAlgorithm):
+                register_algorithm(value)
+                value = value.name
             object.__setattr__(self, field.name, value)
         self._check()
 
@@ -132,8 +139,11 @@ class StaticQuantConfig:
         _one_of("act_dtype", self.act_dtype, _ACT_DTYPES)
         _one_of("w_granularity", self.w_granularity, _GRANULARITIES)
         _one_of("act_granularity", self.act_granularity, _GRANULARITIES)
-        _one_of("w_algo", self.w_algo, _ALGOS)
-        _one_of("act_algo", self.act_algo, _ALGOS)
+        _one_of("w_algo", self.w_algo, _W_ALGOS)
+        _one_of("act_algo", self.act_algo, tuple(ALGORITHMS))
+        if isinstance(self.percentile, bool) or not isinstance(self.percentile, (int, float)) or not 50.0 < self.percentile <= 100.0:
+            msg = f"Expected percentile to be a number above 50 and up to 100, but got {self.percentile!r}."
+            raise ConfigError(msg)
         for name in ("w_sym", "act_sym", "bias_correction"):
             if not isinstance(getattr(self, name), bool):
                 msg = f"Expected {name} to be True or False, but got {getattr(self, name)!r}."
@@ -166,7 +176,8 @@ class StaticQuantConfig:
         """What one operator gets under this configuration."""
         if self.is_float:
             return FLOAT
-        activation = TensorSpec(dtype=self.act_dtype, symmetric=self.act_sym, algo=self.act_algo)
+        percentile = float(self.percentile) if self.act_algo == "percentile" else None
+        activation = TensorSpec(dtype=self.act_dtype, symmetric=self.act_sym, algo=self.act_algo, percentile=percentile)
         weight = TensorSpec(dtype=self.w_dtype, symmetric=self.w_sym, granularity=self.w_granularity, algo=self.w_algo, narrow=True)
         return OpSpec(activation=activation, weight=weight)
 

@@ -11,14 +11,16 @@ from nc.algorithms.bias_correction import correct_biases
 from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
 from nc.graph.dataflow import pools_on_codes
-from nc.graph.observe import observed_module
+from nc.graph.observe import observed_module, observer_key
 from nc.graph.placement import Edge, edge_key, place
 from nc.graph.qdq import QDQGraph, insert_qdq
 from nc.numerics.affine import choose_qparams
 from nc.numerics.metrics import worst_sqnr_db
+from nc.observers import ALGORITHMS
 from nc.plan import Plan
 from nc.rules import fit
 from nc.spec import FLOAT, Capabilities, QParams
+from nc.statistics import Samples, Statistics
 
 #: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
 _SAMPLES = 96
@@ -46,7 +48,7 @@ class PreparedModel(torch.nn.Module):
         edges = place(graph.module, plan, capabilities, self._pools)
         self._observed, self.observers = observed_module(graph.module, edges)
         self._calls = 0
-        self._samples: list[tuple[torch.Tensor, ...]] = []
+        self._samples = Samples(_SAMPLES, _SAMPLE_BYTES)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +72,13 @@ class PreparedModel(torch.nn.Module):
                 msg = f"Calibration batch {self._calls}: {error}"
                 raise CalibrationError(msg) from None
             raise
-        self._keep(inputs)
+        self._samples.keep(inputs)
         return signature.unflatten(outputs)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was collected so far, to save, load or merge."""
+        return Statistics(self.graph.module, self.observers, self._samples)
 
     def train(self, mode: bool = True) -> PreparedModel:
         """Stays in eval mode: the captured graph has no other."""
@@ -91,26 +98,18 @@ class PreparedModel(torch.nn.Module):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
         plan, edges = self._executed(fit(self.plan, capabilities or self.capabilities))
-        qparams = {edge_key(e): self._qparams(e) for e in edges}
+        qparams = {key: self._qparams(e) for key, e in {edge_key(e): e for e in edges}.items()}
         module = insert_qdq(self.graph.module, edges, qparams, plan)
         notes = {d.operator: d.reason for d in plan.decisions if d.reason == _NEVER_RAN}
         float_bytes = sum(b.numel() * b.element_size() for b in self.graph.module.buffers())
         corrected = 0
-        if self.bias_correction and self._samples:
+        if self.bias_correction and self._samples.batches:
             names = {d.operator for d in plan.quantized}
-            corrected = correct_biases(self.graph.module, module, names, self._samples)
+            corrected = correct_biases(self.graph.module, module, names, self._samples.batches)
         example = self.graph.example
         with torch.no_grad():
             noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
         return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected)
-
-    def _keep(self, inputs: list[torch.Tensor]) -> None:
-        """Keep the first samples for bias correction: a copy of at most `_SAMPLES` rows and `_SAMPLE_BYTES`."""
-        rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self._samples)
-        used = sum(t.numel() * t.element_size() for batch in self._samples for t in batch)
-        size = sum(t.numel() * t.element_size() for t in inputs)
-        if inputs and rows < _SAMPLES and used + size <= _SAMPLE_BYTES and all(t.numel() for t in inputs):
-            self._samples.append(tuple(t.detach().clone() for t in inputs))
 
     def _executed(self, plan: Plan) -> tuple[Plan, list[Edge]]:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
@@ -123,11 +122,11 @@ class PreparedModel(torch.nn.Module):
             plan = dataclasses.replace(plan, decisions=decisions)
 
     def _has_run(self, edge: Edge) -> bool:
-        observer = self.observers.get((edge.origin.name, edge.spec.algo))
+        observer = self.observers.get(observer_key(edge))
         return observer is not None and observer.batches > 0
 
     def _qparams(self, edge: Edge) -> QParams:
-        low, high = self.observers[edge.origin.name, edge.spec.algo].find_range()
         spec = edge.spec
+        low, high = ALGORITHMS[spec.algo].find_range(self.observers[observer_key(edge)].state, spec)
         scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
         return QParams(scale=scale, zero_point=int(zero_point), spec=spec)

@@ -19,7 +19,8 @@ class TensorSpec:
         dtype: "uint8" or "int8".
         symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
         granularity: "per_tensor" or "per_channel".
-        algo: name of the observer that finds the range.
+        algo: how its range is found, see `nc.observers`.
+        percentile: how much of the data the range covers, in percent, where `algo` is "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
         reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.seven_bit`.
     """
@@ -28,6 +29,7 @@ class TensorSpec:
     symmetric: bool
     granularity: str = "per_tensor"
     algo: str = "minmax"
+    percentile: float | None = None
     narrow: bool = False
     reduce_range: bool = False
 
@@ -53,6 +55,8 @@ class TensorSpec:
             parts.append(self.granularity)
         if self.reduce_range:
             parts.append("7-bit")
+        if self.algo != "minmax":
+            parts.append(self.algo if self.percentile is None else f"{self.algo} {self.percentile:g}")
         return " ".join(parts)
 
 

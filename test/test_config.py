@@ -45,6 +45,7 @@ def test_defaults_are_those_that_the_documentation_states():
         "act_algo": "minmax",
         "excluded_precisions": (),
         "bias_correction": True,
+        "percentile": 99.999,
     }
     assert get_default_static_config() == config
     assert isinstance(config, StaticQuantConfig)
@@ -85,6 +86,10 @@ def test_fields_are_positional_in_the_documented_order():
         ("w_sym", 1),
         ("act_sym", "yes"),
         ("bias_correction", 0),
+        ("percentile", 50.0),
+        ("percentile", 100.5),
+        ("percentile", True),
+        ("percentile", "99"),
         ("excluded_precisions", ("int7",)),
         ("excluded_precisions", "int7"),
         ("excluded_precisions", 3),
@@ -247,6 +252,9 @@ def configs(draw, rules=True):
         act_sym=draw(st.booleans()),
         w_granularity=draw(st.sampled_from(["per_channel", "per_tensor"])),
         bias_correction=draw(st.booleans()),
+        act_algo=draw(st.sampled_from(["minmax", "moving_average", "percentile", "mse", "kl"])),
+        w_algo=draw(st.sampled_from(["minmax", "mse"])),
+        percentile=draw(st.floats(51, 100)),
         excluded_precisions=tuple(draw(st.sets(st.sampled_from(["bf16", "fp16"])))),
     )
     if rules:

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nc.observers import ALGORITHMS
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -139,16 +141,18 @@ DOCUMENTS = [
     pytest.param("docs/report.md", marks=SLOW),
     pytest.param("docs/migration.md", marks=SLOW),
     pytest.param("docs/rules.md", marks=pytest.mark.ipex),
+    pytest.param("docs/calibration.md", marks=pytest.mark.ipex),
     "docs/extending.md",
     "docs/artefact.md",
 ]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_every_python_block_runs_and_prints_the_text_below_it(name, tmp_path, monkeypatch):
+def test_every_python_block_runs_and_prints_the_text_below_it(name, tmp_path, monkeypatch, request):
     """Blocks of a document share their names; "…" in a text stands for anything."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nc.backends._REGISTERED", {})
+    request.addfinalizer(lambda own=set(ALGORITHMS): [ALGORITHMS.pop(name) for name in set(ALGORITHMS) - own])
     content = (ROOT / name).read_text(encoding="utf-8")
     names, printed, ran = {"__name__": "document"}, "", 0
     for kind, block in re.findall(r"^```(python|text)\n(.*?)^```$", content, re.MULTILINE | re.DOTALL):

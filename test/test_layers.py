@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph"),
-    ("nc.numerics", "nc.observers", "nc.config", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
+    ("nc.numerics", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
+    ("nc.observers",),
+    ("nc.config", "nc.statistics"),
     ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
     ("nc.graph.passes",),
     ("nc.graph.capture",),
@@ -32,7 +34,13 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.observers": (("nc.observers.base",), ("nc.observers.minmax",), ("nc.observers",)),
+    "nc.numerics": (("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"), ("nc.numerics.clip",), ("nc.numerics",)),
+    "nc.observers": (
+        ("nc.observers.base",),
+        ("nc.observers.histogram",),
+        ("nc.observers.minmax", "nc.observers.moving_average", "nc.observers.percentile", "nc.observers.mse", "nc.observers.kl"),
+        ("nc.observers",),
+    ),
     "nc.backends": (
         ("nc.backends.base", "nc.backends.cpu"),
         ("nc.backends.reference", "nc.backends.torchscript"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch import fx
 
 from nc.graph.placement import Edge, works_in_place
-from nc.observers import OBSERVERS, Observer
+from nc.observers import ALGORITHMS, Observer
+from nc.observers.base import Key
 
-#: An observed tensor: name of its node and of the algorithm that watches it.
-Key = tuple[str, str]
+
+def observer_key(edge: Edge) -> Key:
+    """Which observer tells the range of an edge."""
+    return edge.origin.name, ALGORITHMS[edge.spec.algo].statistic.name
 
 
 def observed_module(module: fx.GraphModule, edges: list[Edge]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
-    """A copy of `module`, sharing its constants, that feeds one observer per tensor and algorithm.
+    """A copy of `module`, sharing its constants, that feeds one observer per tensor and statistic.
 
     Returns:
-        The copy, and the observers by (origin node name, algorithm).
+        The copy, and the observers by (origin node name, statistic).
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -26,11 +29,11 @@ def observed_module(module: fx.GraphModule, edges: list[Edge]) -> tuple[fx.Graph
     names: dict[Key, str] = {}
     in_place = works_in_place(module)
     for edge in edges:
-        key = (edge.origin.name, edge.spec.algo)
+        key = observer_key(edge)
         if key in observers and not in_place:
             continue
         if key not in observers:
-            observers[key] = Observer(OBSERVERS[edge.spec.algo], edge.operator)
+            observers[key] = Observer(ALGORITHMS[edge.spec.algo].statistic, edge.operator)
             names[key] = f"observer_{len(observers)}"
             copy.add_submodule(names[key], observers[key])
         where = graph.inserting_before(mapping[edge.reader]) if in_place else graph.inserting_after(mapping[edge.origin])

@@ -45,9 +45,9 @@ class Edge:
     operator: str
 
 
-def edge_key(edge: Edge) -> tuple[str, str]:
+def edge_key(edge: Edge) -> tuple[str, TensorSpec]:
     """What edges that share qparams have in common: the tensor and how it is quantized."""
-    return edge.origin.name, str(edge.spec)
+    return edge.origin.name, edge.spec
 
 
 def works_in_place(module: fx.GraphModule) -> bool:

@@ -15,7 +15,7 @@ from nc.graph.catalogue import WEIGHTED, op_name
 from nc.graph.passes import add_constant
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
-from nc.numerics import affine
+from nc.numerics import affine, clip
 from nc.plan import Plan
 from nc.spec import TORCH_DTYPES, QParams, TensorSpec
 
@@ -63,26 +63,26 @@ class QDQGraph:
     corrected_biases: int = 0
 
 
-def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, str], QParams], plan: Plan) -> fx.GraphModule:
+def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
     """A copy of `module` with a pair on every edge and int8 weights; weights and fp32 constants are shared, not copied.
 
     Args:
         module: captured graph.
         edges: from `placement.place`.
-        qparams: by (origin node name, spec as text), see `placement.edge_key`.
+        qparams: by (origin node name, spec), see `placement.edge_key`.
         plan: gives each weighted operator's weight spec.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, mapping))
     copy = fx.GraphModule(module, graph)
-    codes: dict[tuple[fx.Node, str], fx.Node] = {}
+    codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
     in_place = works_in_place(module)
     for edge in edges:
         reader, source = mapping[edge.reader], mapping[edge.source]
         qp = qparams[edge_key(edge)]
         scale, zero_point = float(qp.scale), qp.zero_point
-        key = (source, f"{edge.origin.name} {edge.spec}")
+        key = (source, edge_key(edge))
         if key not in codes or in_place:
             where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
             with where:
@@ -94,7 +94,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         reader.update_arg(edge.index, dequantized)
         codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
-    weights: dict[tuple[str, str], tuple[fx.Node, fx.Node | None, float]] = {}
+    weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         _quantize_weight(copy, node, specs[node.meta["operator"]], weights)
     used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
@@ -116,11 +116,14 @@ def _last_input(source: fx.Node) -> fx.Node:
 
 
 def _quantize_weight(
-    module: fx.GraphModule, node: fx.Node, spec: TensorSpec, done: dict[tuple[str, str], tuple[fx.Node, fx.Node | None, float]]
+    module: fx.GraphModule,
+    node: fx.Node,
+    spec: TensorSpec,
+    done: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]],
 ) -> None:
     name = node.args[1].target
     axis = weight_axis(node)
-    key = (name, f"{spec} {axis}")
+    key = (name, spec, axis)
     if key not in done:
         weight = getattr(module, name)
         codes, scale = quantize_weight(weight, spec, axis)
@@ -161,10 +164,17 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None) ->
     """
     per_channel = spec.granularity == "per_channel" and axis is not None
     rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
-    low, high = torch.aminmax(rows, dim=1)
+    low, high = _weight_range(rows.float(), spec)
     scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
     if not per_channel:
         scale = scale[0]
     codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
     assert codes.dtype == TORCH_DTYPES[spec.dtype]
     return codes, scale
+
+
+def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.algo == "mse":
+        return clip.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
+    low, high = torch.aminmax(rows, dim=1)
+    return low, high

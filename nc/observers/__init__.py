@@ -1,10 +1,27 @@
-"""Observers: one statistic per file. `OBSERVERS` is the one place where a new one is entered."""
+"""Observers: one range algorithm per file. `ALGORITHMS` is the one place where a new one is entered."""
 
 from __future__ import annotations
 
-from nc.observers.base import Observer, Statistic
+from nc.errors import ConfigError
+from nc.observers.base import Observer, RangeAlgorithm, Statistic
+from nc.observers.kl import KL
 from nc.observers.minmax import MINMAX
+from nc.observers.moving_average import MOVING_AVERAGE
+from nc.observers.mse import MSE
+from nc.observers.percentile import PERCENTILE
 
-OBSERVERS: dict[str, Statistic] = {s.name: s for s in (MINMAX,)}
+ALGORITHMS: dict[str, RangeAlgorithm] = {a.name: a for a in (MINMAX, MOVING_AVERAGE, PERCENTILE, MSE, KL)}
 
-__all__ = ["OBSERVERS", "Observer", "Statistic"]
+
+def register_algorithm(algorithm: RangeAlgorithm) -> None:
+    """Make a range algorithm known under its name, as a legal value of `act_algo`.
+
+    Raises:
+        ConfigError: another algorithm has that name.
+    """
+    if ALGORITHMS.setdefault(algorithm.name, algorithm) != algorithm:
+        msg = f"{algorithm.name!r} is the name of another algorithm; give yours a name of its own."
+        raise ConfigError(msg)
+
+
+__all__ = ["ALGORITHMS", "Observer", "RangeAlgorithm", "Statistic", "register_algorithm"]

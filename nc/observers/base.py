@@ -1,7 +1,7 @@
-"""What an observer is: one statistic of one tensor, collected over calibration batches.
+"""What an observer is: one statistic of one tensor, collected over calibration batches, and how a range is found from it.
 
-A new observer is one file with a pure `update` and a pure `find_range`, and one entry in `nc.observers.OBSERVERS`. Its state is
-declared once, as named tensors with how two of them merge; merging, saving and resetting need nothing else.
+The two are apart: several algorithms read one statistic, so that data seen once serves another algorithm tomorrow. A new algorithm is
+one file with a pure `find_range`, and with a statistic of its own where none that exists will do; `nc.observers` lists it.
 """
 
 from __future__ import annotations
@@ -12,38 +12,63 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nc.errors import CalibrationError
+from nc.spec import TensorSpec
 
 State = dict[str, torch.Tensor]
-_MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "sum": torch.add,
-}
+#: An observed tensor: name of its node and of the statistic that is collected.
+Key = tuple[str, str]
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Statistic:
-    """One kind of observer.
+    """What is collected of one tensor.
 
     Attributes:
-        name: as in `act_algo`.
-        state: initial value and merge ("min", "max", "sum") of each named tensor.
-        update: `(state, x, low, high) -> state`; pure, x is a non-empty float tensor, low and high its extremes.
-        find_range: `state -> (low, high)`, fp32 scalars.
+        name: in saved statistics.
+        start: initial value of each named tensor.
+        update: `(state, x, low, high) -> state`; pure, x is a non-empty finite float tensor, low and high its extremes.
+        merge: `(state, other) -> state`; pure, as if one observer had seen what both saw.
     """
 
     name: str
-    state: Mapping[str, tuple[torch.Tensor, str]]
+    start: Mapping[str, torch.Tensor]
     update: Callable[[State, torch.Tensor, torch.Tensor, torch.Tensor], State]
-    find_range: Callable[[State], tuple[torch.Tensor, torch.Tensor]]
+    merge: Callable[[State, State], State]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RangeAlgorithm:
+    """How a range is found: one value of `act_algo`.
+
+    Attributes:
+        name: as in `act_algo`.
+        statistic: what it needs.
+        find_range: `(state, spec) -> (low, high)`, fp32 scalars that the codes of `spec` are to cover.
+    """
+
+    name: str
+    statistic: Statistic
+    find_range: Callable[[State, TensorSpec], tuple[torch.Tensor, torch.Tensor]]
+
+
+def merge_each(**combine: Combine) -> Callable[[State, State], State]:
+    """A `merge` that combines each named tensor on its own."""
+
+    def merge(state: State, other: State) -> State:
+        return {name: how(state[name], other[name]) for name, how in combine.items()}
+
+    return merge
 
 
 class Observer(torch.nn.Module):
     """Collects a statistic in forward and returns its input untouched.
 
     Attributes:
+        statistic: what it collects.
         operator: name of the operator that reads the tensor, for messages.
         batches: forwards that had at least one element.
+        state: the statistic so far.
     """
 
     def __init__(self, statistic: Statistic, operator: str) -> None:
@@ -51,7 +76,7 @@ class Observer(torch.nn.Module):
         self.statistic = statistic
         self.operator = operator
         self.batches = 0
-        self.state: State = {name: start.clone() for name, (start, _) in statistic.state.items()}
+        self.state: State = {name: start.clone() for name, start in statistic.start.items()}
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,9 +104,5 @@ class Observer(torch.nn.Module):
 
     def merge(self, other: Observer) -> None:
         """Take in what another observer of the same tensor saw."""
-        self.state = {name: _MERGES[how](self.state[name], other.state[name]) for name, (_, how) in self.statistic.state.items()}
+        self.state = self.statistic.merge(self.state, other.state)
         self.batches += other.batches
-
-    def find_range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(low, high) that the codes must cover; fp32 scalars."""
-        return self.statistic.find_range(self.state)

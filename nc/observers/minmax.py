@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nc.observers.base import State, Statistic
+from nc.observers.base import RangeAlgorithm, State, Statistic, merge_each
+from nc.spec import TensorSpec
 
 
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
@@ -12,14 +13,15 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
     return {"low": torch.minimum(state["low"], low), "high": torch.maximum(state["high"], high)}
 
 
-def find_range(state: State) -> tuple[torch.Tensor, torch.Tensor]:
+def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """The range itself."""
     return state["low"], state["high"]
 
 
-MINMAX = Statistic(
-    name="minmax",
-    state={"low": (torch.tensor(float("inf")), "min"), "high": (torch.tensor(float("-inf")), "max")},
+EXTREMES = Statistic(
+    name="extremes",
+    start={"low": torch.tensor(float("inf")), "high": torch.tensor(float("-inf"))},
     update=update,
-    find_range=find_range,
+    merge=merge_each(low=torch.minimum, high=torch.maximum),
 )
+MINMAX = RangeAlgorithm("minmax", EXTREMES, find_range)

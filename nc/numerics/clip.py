@@ -1,0 +1,34 @@
+"""Weight ranges that give the least error: `w_algo="mse"`.
+
+Each channel tries `amax * (1 - i / 100)` for i = 0..79 and keeps the range with the least sum of |w - w^|^2.4 (the grid and the norm of
+GPTQ's reference code, arXiv 2210.17323; ranges as in OMSE, arXiv 1902.06822).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nc.numerics.affine import choose_qparams, dequantize, quantize
+
+_NORM = 2.4
+_STEPS = 80
+
+
+def best_range(rows: torch.Tensor, *, quant_min: int, quant_max: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(low, high) of each row for symmetric codes, fp32, shape [rows].
+
+    Args:
+        rows: fp32, shape [rows, elements].
+        quant_min: lowest code.
+        quant_max: highest code.
+    """
+    amax = rows.abs().amax(1)
+    best, least = amax.clone(), torch.full_like(amax, float("inf"))
+    for step in range(_STEPS):
+        limit = amax * (1 - step / 100)
+        scale, zero_point = choose_qparams(-limit, limit, quant_min=quant_min, quant_max=quant_max, symmetric=True)
+        codes = quantize(rows, scale, int(zero_point[0]), quant_min, quant_max, axis=0)
+        error = dequantize(codes, scale, int(zero_point[0]), axis=0).sub_(rows).abs_().pow_(_NORM).sum(1)
+        better = error < least
+        best, least = torch.where(better, limit, best), torch.where(better, error, least)
+    return -best, best

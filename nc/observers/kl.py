@@ -1,0 +1,79 @@
+"""KL: the clipped range whose quantized distribution diverges least from the data's (Migacz, "8-bit inference with TensorRT", GTC 2017).
+
+For each candidate range, P is the histogram with everything outside added to its outermost bins, and Q the histogram inside it (without
+that addition) merged into as many levels as there are codes, each level's mass spread evenly over its bins that hold any. The range with
+the least KL(P || Q) wins, out of 256 between one bin per code and all bins. Data of both signs is clipped by the same factor on both sides,
+so that affine codes are searched too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nc.numerics.histogram import SIDE, edges
+from nc.observers.base import RangeAlgorithm, State
+from nc.observers.histogram import HISTOGRAM
+from nc.spec import TensorSpec
+
+_CANDIDATES = 256
+#: Mass given to levels that would make the divergence infinite (Migacz's smoothing).
+_EPSILON = 1e-4
+
+
+def divergence(counts: torch.Tensor, first: int, last: int, levels: int) -> float:
+    """KL(P || Q) of the bins first..last, in nats.
+
+    Args:
+        counts: float64, all bins.
+        first: index of the first bin inside.
+        last: index of the last.
+        levels: number of codes.
+    """
+    inside = counts[first : last + 1]
+    p = inside.clone()
+    p[0] += counts[:first].sum()
+    p[-1] += counts[last + 1 :].sum()
+    level = torch.arange(len(inside)) * levels // len(inside)
+    filled = (inside > 0).double()
+    mass = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, inside)
+    bins = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, filled)
+    q = filled * (mass / bins.clamp(min=1))[level]
+    p, q = p / p.sum(), q / q.sum()
+    missing = (p > 0) & (q == 0)
+    if bool(missing.any()):
+        q = torch.where(missing, _EPSILON, q * (1 - _EPSILON * int(missing.sum())))
+    some = p > 0
+    return float((p[some] * (p[some] / q[some]).log()).sum())
+
+
+def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The candidate that diverges least; the whole range where the histogram has no more bins than there are codes."""
+    low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
+    counts = state["counts"].double()
+    codes = spec.quant_max - spec.quant_min + 1
+    used = torch.nonzero(state["counts"]).flatten() - SIDE
+    left, right = min(int(used[0]), 0), max(int(used[-1]), 0)
+    if spec.symmetric:  # one side's codes cover the magnitudes
+        left, right = -max(-left, right), max(-left, right)
+    if right - left + 1 <= codes:
+        return state["low"], state["high"]
+    if int(state["counts"][SIDE]) * 2 > int(state["counts"].sum()):
+        counts[SIDE] = 0.0  # a ReLU's zeros are exact in every candidate and would outweigh everything else
+    steps = max(-left, right)
+    smallest = math.ceil(steps * codes / (right - left + 1))
+    best, least = steps, math.inf
+    for step in range(steps, smallest - 1, -max(1, (steps - smallest) // _CANDIDATES)):
+        first, last = SIDE + round(left * step / steps), SIDE + round(right * step / steps)
+        if counts[first : last + 1].sum() == 0:
+            continue
+        found = divergence(counts, first, last, codes)
+        if found < least:
+            best, least = step, found
+    borders = edges(exponent)
+    first, last = SIDE + round(left * best / steps), SIDE + round(right * best / steps)
+    return torch.tensor(max(float(borders[first]), low)), torch.tensor(min(float(borders[last + 1]), high))
+
+
+KL = RangeAlgorithm("kl", HISTOGRAM, find_range)

@@ -1,0 +1,30 @@
+"""Percentile: the range that leaves out the outermost values, e.g. the 0.001 % of `percentile=99.999` (half of it on each side).
+
+Symmetric codes cover that share of the magnitudes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nc.numerics.histogram import SIDE, magnitudes, quantile
+from nc.observers.base import RangeAlgorithm, State
+from nc.observers.histogram import HISTOGRAM
+from nc.spec import TensorSpec
+
+
+def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantiles of the histogram."""
+    low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
+    outside = (100.0 - spec.percentile) / 100.0
+    if spec.symmetric:
+        counts = torch.cat([torch.zeros(SIDE, dtype=torch.int64), magnitudes(state["counts"])])
+        amax = max(-low, high)
+        amin = 0.0 if low <= 0.0 <= high else min(abs(low), abs(high))
+        limit = quantile(counts, exponent, amin, amax, 1.0 - outside)
+        return torch.tensor(max(low, -limit)), torch.tensor(min(high, limit))
+    ends = [quantile(state["counts"], exponent, low, high, share) for share in (outside / 2, 1.0 - outside / 2)]
+    return torch.tensor(ends[0]), torch.tensor(ends[1])
+
+
+PERCENTILE = RangeAlgorithm("percentile", HISTOGRAM, find_range)

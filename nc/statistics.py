@@ -1,0 +1,226 @@
+"""What calibration has collected: saved, loaded and merged, so that data need not be run again.
+
+One file holds the statistics of every observed tensor and the samples that bias correction uses: safetensors whose metadata is JSON with
+a schema version and a checksum. Loading unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import fx
+
+from nc._version import __version__
+from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError, StateError
+from nc.observers import Observer
+from nc.observers.base import Key, State
+
+SCHEMA = 1
+_FORMAT = "nc-statistics"
+
+Batch = tuple[torch.Tensor, ...]
+
+
+class Samples:
+    """The first calibration inputs, kept for algorithms that run the model: at most `rows` of them, and `size` bytes.
+
+    Attributes:
+        batches: flat inputs, each with shapes of its own.
+    """
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.rows = rows
+        self.size = size
+        self.batches: list[Batch] = []
+
+    def keep(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Keep a copy of one batch, if there is room for the whole of it."""
+        rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self.batches)
+        used = sum(t.numel() * t.element_size() for batch in self.batches for t in batch)
+        size = sum(t.numel() * t.element_size() for t in inputs)
+        if inputs and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs):
+            self.batches.append(tuple(t.detach().clone() for t in inputs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collected:
+    """Statistics as plain values, of one run or read from a file.
+
+    Attributes:
+        states: (node name, statistic) → its state.
+        batches: (node name, statistic) → batches that it saw.
+        samples: kept inputs.
+        weights: mean magnitude of each of the model's constants.
+    """
+
+    states: Mapping[Key, State]
+    batches: Mapping[Key, int]
+    samples: tuple[Batch, ...]
+    weights: Mapping[str, float]
+
+
+class Statistics:
+    """The statistics of one prepared model; loading and merging change what `convert` will see.
+
+    Example:
+        >>> import nc, torch
+        >>> model, x = torch.nn.Linear(8, 8).eval(), torch.randn(4, 8)
+        >>> today = nc.prepare(model, nc.StaticQuantConfig(act_algo="mse"), example_inputs=x, backend="reference")
+        >>> _ = today(x)
+        >>> today.statistics.save("/tmp/statistics.safetensors")
+        >>> tomorrow = nc.prepare(model, nc.StaticQuantConfig(act_algo="kl"), example_inputs=x, backend="reference")
+        >>> tomorrow.statistics.load("/tmp/statistics.safetensors")
+        >>> q_model = nc.convert(tomorrow)
+    """
+
+    def __init__(self, module: fx.GraphModule, observers: Mapping[Key, Observer], samples: Samples) -> None:
+        self._module = module
+        self._observers = observers
+        self._samples = samples
+
+    def collected(self) -> Collected:
+        """A snapshot."""
+        states = {key: {name: t.clone() for name, t in o.state.items()} for key, o in self._observers.items()}
+        batches = {key: o.batches for key, o in self._observers.items()}
+        return Collected(states, batches, tuple(self._samples.batches), _weights(self._module))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to one file; an earlier one is replaced as a whole or not at all."""
+        found = self.collected()
+        keys = list(found.states)
+        tensors = {f"{i}.{name}": t for i, key in enumerate(keys) for name, t in found.states[key].items()}
+        tensors |= {f"sample.{i}.{j}": t.contiguous() for i, batch in enumerate(found.samples) for j, t in enumerate(batch)}
+        observers = [{"tensor": k[0], "statistic": k[1], "batches": found.batches[k]} for k in keys]
+        document = {"format": _FORMAT, "schema_version": SCHEMA, "nc": __version__, "observers": observers, "weights": found.weights}
+        text = json.dumps(document, allow_nan=False)
+        metadata = {"nc": text, "sha256": _digest(text, tensors)}
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
+        try:
+            safetensors.torch.save_file(tensors, staged, metadata)
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace what was collected here by what a file holds.
+
+        Raises:
+            ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or of a newer version.
+            StateError: it is of another model, or lacks a tensor or a statistic that this configuration needs.
+        """
+        states, batches, samples = self._fitting(read(path), str(path))
+        for key, observer in self._observers.items():
+            observer.state, observer.batches = states[key], batches[key]
+        self._samples.batches = list(samples)
+
+    def merge(self, other: Statistics | str | os.PathLike[str]) -> None:
+        """Add what another run collected: as if one run had seen both, bit for bit (moving averages are weighted by their batches).
+
+        Args:
+            other: statistics of another prepared model, or a file.
+
+        Raises:
+            As `load`.
+        """
+        where = "the other model" if isinstance(other, Statistics) else str(other)
+        found = other.collected() if isinstance(other, Statistics) else read(other)
+        states, batches, samples = self._fitting(found, where)
+        for key, observer in self._observers.items():
+            observer.state = observer.statistic.merge(observer.state, states[key])
+            observer.batches += batches[key]
+        for batch in samples:
+            self._samples.keep(batch)
+
+    def _fitting(self, found: Collected, where: str) -> tuple[dict[Key, State], dict[Key, int], tuple[Batch, ...]]:
+        """What `found` holds for each observer here."""
+        mine = _weights(self._module)
+        for name in sorted(set(mine) | set(found.weights)):
+            if not math.isclose(mine.get(name, math.nan), found.weights.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
+                msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
+                raise StateError(msg)
+        states, batches = {}, {}
+        for (tensor, statistic), observer in self._observers.items():
+            key = next((k for k in ((tensor, statistic), (tensor, "histogram")) if k in found.states), None)
+            if key is None:
+                has = ", ".join(sorted(s for t, s in found.states if t == tensor)) or "nothing"
+                msg = (
+                    f"{where} holds {has} of the input of operator {observer.operator!r}, and this configuration needs "
+                    f"{statistic!r}. Calibrate with it."
+                )
+                raise StateError(msg)
+            if not set(observer.state) <= set(found.states[key]):
+                msg = f"{where} has a histogram of the input of operator {observer.operator!r}, which gives no {statistic!r}."
+                raise StateError(msg)
+            states[tensor, statistic] = {name: found.states[key][name] for name in observer.state}
+            batches[tensor, statistic] = found.batches[key]
+        return states, batches, found.samples
+
+
+def read(path: str | os.PathLike[str]) -> Collected:
+    """What `Statistics.save` wrote.
+
+    Raises:
+        ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError.
+    """
+    if not Path(path).is_file():
+        msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
+        raise ArtefactMissingError(msg)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        text = metadata["nc"]
+        if metadata["sha256"] != _digest(text, tensors):
+            msg = f"{path}: the content is not what was written: its checksum differs. Save the statistics again."
+            raise ArtefactCorruptError(msg)
+        return _parse(json.loads(text), tensors, path)
+    except NCError:
+        raise
+    except Exception as error:
+        msg = f"{path}: not what nc writes ({type(error).__name__}: {error}). Save the statistics again."
+        raise ArtefactCorruptError(msg) from error
+
+
+def _parse(document: dict[str, object], tensors: dict[str, torch.Tensor], path: object) -> Collected:
+    if document.get("format") != _FORMAT or document.get("schema_version") != SCHEMA:
+        msg = (
+            f"{path}: expected {_FORMAT} of schema version {SCHEMA}, but got {document.get('format')!r} of version "
+            f"{document.get('schema_version')!r}. A newer nc wrote it, or it is something else."
+        )
+        raise ArtefactSchemaError(msg)
+    states: dict[Key, State] = {}
+    batches: dict[Key, int] = {}
+    for i, entry in enumerate(document["observers"]):
+        key = entry["tensor"], entry["statistic"]
+        states[key] = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
+        batches[key] = entry["batches"]
+    samples: dict[int, list[torch.Tensor]] = {}
+    for name in sorted((n for n in tensors if n.startswith("sample.")), key=lambda n: [int(p) for p in n.split(".")[1:]]):
+        samples.setdefault(int(name.split(".")[1]), []).append(tensors[name])
+    return Collected(states, batches, tuple(tuple(batch) for batch in samples.values()), document["weights"])
+
+
+def _weights(module: fx.GraphModule) -> dict[str, float]:
+    """Mean magnitudes: equal for one model on machines that fold batch norms with other last bits, not for another one."""
+    return {name: float(t.abs().double().mean()) for name, t in module.named_buffers() if t.is_floating_point() and t.numel()}
+
+
+def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    return digest.hexdigest()
