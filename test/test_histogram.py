@@ -223,6 +223,13 @@ def test_mse_is_as_good_as_searching_the_data_itself(spec, data):
     assert found <= mean_squared_error(x, float(x.min()), float(x.max()), spec) * 1.0001
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_mse_clips_either_end(sign):
+    low, high = sorted(sign * end for end in find("mse", sign * torch.cat([torch.randn(200_000), torch.tensor([12.0])]), AFFINE))
+    assert -6 < low < -3
+    assert 3 < high < 11
+
+
 def migacz(hist, i, codes):
     """KL(P || Q) of the first i bins, as the talk describes it, bin by bin in plain Python."""
     p = [float(h) for h in hist[:i]]
