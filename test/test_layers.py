@@ -47,6 +47,7 @@ INSIDE = {
         ("nc.backends",),
         (
             "nc.backends.ipex.gate",
+            "nc.backends.ipex.layout",
             "nc.backends.ipex.quiet",
             "nc.backends.ipex.patterns",
             "nc.backends.ipex.lints",

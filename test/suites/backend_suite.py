@@ -128,6 +128,36 @@ class Encoder(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class PatchEncoder(nn.Module):
+    """A residual stream that starts as a permuted view of a convolution's output, as in SigLIP and Whisper."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.position = nn.Conv2d(3, 32, 2, stride=2), nn.Parameter(torch.randn(16, 32))
+        self.norm1, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.norm2, self.mix = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.position
+        x = x + self.down(F.gelu(self.up(self.norm1(x))))
+        return x + self.mix(self.norm2(x))
+
+
+class ChannelsLastBlock(nn.Module):
+    """Linears over channels between convolutions, and a shortcut around both, as in ConvNeXt."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.depthwise = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gamma, self.head = nn.Parameter(torch.rand(8, 1, 1)), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.down(F.gelu(self.up(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))))
+        return self.head(self.gamma * y.permute(0, 3, 1, 2) + x)
+
+
 #: Name → model, shape of its input, operators that are asked to run int8.
 MODELS = {
     "mlp": (MLP, (4, 16), {"fc1", "fc2"}),
@@ -148,6 +178,8 @@ MODELS = {
     "feed-forward": (FeedForward, (2, 6, 32), {"up", "down"}),
     "view of residual": (ViewOfResidual, (2, 6, 32), {"fc"}),
     "flattened attention": (FlattenedAttention, (2, 6, 32), {"query", "key", "value", "matmul", "matmul_1", "out"}),
+    "patches": (PatchEncoder, (2, 3, 8, 8), {"patch", "up", "down", "mix"}),
+    "channels last block": (ChannelsLastBlock, (2, 3, 8, 8), {"stem", "depthwise", "up", "down", "head"}),
     "broadcast": (Broadcast, (2, 3, 8, 8), {"stem", "local", "whole", "head"}),
 }
 
@@ -216,6 +248,13 @@ class BackendSuite:
     def test_other_batch_sizes(self, converted, name):
         _, q = converted(name)
         for batch in (1, 3, 7):
+            self.agrees(q, torch.randn(batch, *MODELS[name][1][1:]))
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_shapes_in_turn(self, converted, name):
+        """What an engine keeps of one shape must fit the others, also those that it knows already."""
+        _, q = converted(name)
+        for batch in (MODELS[name][1][0], 3, MODELS[name][1][0], 1, 5, 3, MODELS[name][1][0], 1):
             self.agrees(q, torch.randn(batch, *MODELS[name][1][1:]))
 
     @pytest.mark.parametrize("name", ["attention", "encoder", "conv1d"])
@@ -292,7 +331,7 @@ class BackendSuite:
         assert problems == []
         assert not any(thread.is_alive() for thread in threads)
 
-    @pytest.mark.parametrize("name", ["residual", "gated", "attention"])
+    @pytest.mark.parametrize("name", ["residual", "gated", "attention", "patches", "channels last block"])
     def test_a_new_thread_may_begin_with_any_shape(self, converted, name):
         """Engines compile per thread; what one thread's first call leaves behind must fit the others'."""
         _, q = converted(name)

@@ -12,6 +12,7 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport
 from nc.backends.ipex.gate import Gate
 from nc.backends.ipex.isolate import first_run_in_child, is_familiar
+from nc.backends.ipex.layout import at_least_two, make_row_major
 from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import import_ipex, quiet
@@ -47,7 +48,9 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     _check("isolate", isolate, ("auto", "always", "never"))
     import_ipex()
     module = _copy(graph.module)
-    rewrites = apply_lints(module)
+    free = [[isinstance(dim, str) for dim in leaf.dims] for leaf in graph.signature.leaves if leaf.used]
+    permuted = make_row_major(module, tuple(at_least_two([t.contiguous() for t in graph.example], free)))
+    rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
     familiar = is_familiar(module)
     scripted, frozen = _freeze(module)
     inputs = tuple(t.contiguous() for t in graph.example)

@@ -1,0 +1,95 @@
+"""Row-major memory wherever an operator computes: the strides of the first run decide how IPEX compiles, for good and for all shapes.
+
+For the shapes that a fused kernel saw first, IPEX gives its outputs the strides of the profiled run; for any other shape they are
+row-major. Which input an output may overwrite depends on that, but is kept once for the kernel, not for each shape. So where profiled
+outputs are not row-major, every call with another shape, in any thread, changes what the calls of known shapes return: garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import MOVES, op_name
+from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+
+_CODES = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
+
+
+def make_row_major(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Let operators whose results would keep a permuted input's strides read a contiguous copy of it.
+
+    Args:
+        module: QDQ graph; changed in place.
+        inputs: flat inputs; run once, since only that shows what strides operators give their results. A free dimension of size 1
+            hides them.
+
+    Returns:
+        Names of the operators that were changed.
+    """
+    recorder = _Recorder(module)
+    with torch.no_grad():
+        recorder.run(*inputs)
+    for node, permuted in recorder.found.items():
+        for source in permuted:
+            _read_copy(module, node, source)
+        for user in [] if permuted else list(node.users):
+            _read_copy(module, user, node)
+    module.graph.lint()
+    module.recompile()
+    return [node.meta.get("operator", node.name) for node in recorder.found]
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the graph as it will be: with the copies.
+
+    Attributes:
+        found: operators whose results are not row-major → those of their inputs that are not.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, list[fx.Node]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        """The node's value, row-major where it is computed."""
+        value = super().run_node(node)
+        if not _computes(node) or not _is_permuted(value):
+            return value
+        self.found[node] = [n for n in node.all_input_nodes if _is_permuted(self.env[n])]
+        return value.contiguous()
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node makes a new tensor; what works in place must keep the memory that it is given."""
+    if node.op != "call_function" or node.target in _CODES or op_name(node) in MOVES:
+        return False
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+
+
+def _is_permuted(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_contiguous()
+
+
+def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None:
+    """Let one reader read a contiguous copy of `source`; of what is quantized, where `source` is a dequantize."""
+    if source.target is dequantize_per_tensor and source.args[0].target is quantize_per_tensor:
+        reader, source = source.args[0], source.args[0].args[0]
+    with module.graph.inserting_before(reader):
+        copy = module.graph.call_function(torch.ops.aten.contiguous.default, (source,))
+    copy.meta["val"] = source.meta.get("val")
+    reader.replace_input_with(source, copy)
+
+
+def at_least_two(inputs: Sequence[torch.Tensor], free: Sequence[Sequence[bool]]) -> Iterator[torch.Tensor]:
+    """The inputs with each free dimension of size 1 doubled: strides say nothing there.
+
+    Args:
+        inputs: flat inputs.
+        free: for each, which of its dimensions are free.
+    """
+    for tensor, dims in zip(inputs, free, strict=True):
+        yield tensor.repeat([2 if is_free and size == 1 else 1 for is_free, size in zip(dims, tensor.shape, strict=True)])
