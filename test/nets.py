@@ -78,6 +78,11 @@ NETS = {
         (1, 8, 5, 5, 5),
         (),
     ),
+    "strided_pointwise": (
+        nn.Sequential(conv(3, 24), nn.ReLU(), nn.Conv2d(24, 32, 1, stride=2), nn.ReLU(), nn.Conv2d(32, 8, 1)),
+        IMAGE,
+        ("strided_pointwise",),
+    ),
     "max_pool": (nn.Sequential(conv(3, 8), nn.ReLU(), nn.MaxPool2d(2), conv(8, 8)), IMAGE, ()),
     "avg_pool": (nn.Sequential(conv(3, 8), nn.ReLU(), nn.AvgPool2d(2), conv(8, 8)), IMAGE, ()),
     "avg_pool_padded": (nn.Sequential(conv(3, 8), nn.AvgPool2d(3, 1, 1), conv(8, 8)), IMAGE, ()),

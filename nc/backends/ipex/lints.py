@@ -12,10 +12,12 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name
+from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
 from nc.graph.qdq import dequantize_per_tensor, quantize_per_tensor
 
+#: The end of a dimension, for slices.
+_END = 2**63 - 1
 #: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
 _NUDGE = 1.0 + 2.0**-20
 
@@ -99,6 +101,43 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
     return changed
 
 
+def strided_pointwise(module: fx.GraphModule) -> list[str]:
+    """A 1x1 convolution with a stride, of 8, 24, 40... channels: oneDNN gathers rows in steps of 16, over the rows of another thread.
+
+    Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
+    """
+    changed = []
+    for node in list(module.graph.nodes):
+        kind = kind_of_node(node) or ""
+        if not kind.startswith("conv") or "transpose" in kind or not _is_strided_pointwise(node):
+            continue
+        dequantize, codes = node.args[0], _codes(node.args[0])
+        if codes is None:
+            continue
+        strides = schema_arguments(node)["stride"]
+        dims = node.args[1].meta["val"].dim() - 2
+        val = dequantize.meta["val"]
+        with module.graph.inserting_before(node):
+            value = dequantize
+            for i, stride in enumerate([*strides] * (dims if len(strides) == 1 else 1)):
+                val = val[(..., slice(None, None, stride), *[slice(None)] * (dims - 1 - i))]
+                value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
+            value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
+            again = module.graph.call_function(quantize_per_tensor, (value, *codes.args[1:]))
+            back = module.graph.call_function(dequantize_per_tensor, (again, *dequantize.args[1:]))
+        value.meta["val"] = again.meta["val"] = back.meta["val"] = val
+        node.update_arg(0, back)
+        node.update_arg(3, [1] * dims)
+        changed.append(node.meta["operator"])
+    return changed
+
+
+def _is_strided_pointwise(node: fx.Node) -> bool:
+    arguments, weight = schema_arguments(node), node.args[1].meta["val"].shape
+    pointwise = all(size == 1 for size in weight[2:]) and not any(arguments["padding"]) and arguments["groups"] == 1
+    return pointwise and max(arguments["stride"]) > 1 and weight[1] % 16 != 0
+
+
 def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
     """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
     memory = side
@@ -131,6 +170,7 @@ LINTS = (
     Lint("same_tensor_twice", "hangs", same_tensor_twice),
     Lint("operand_is_source", "returns garbage", operand_is_source),
     Lint("operand_overwritten", "changes the caller's tensor, or one that is still in use", operand_overwritten),
+    Lint("strided_pointwise", "returns garbage here and there, not the same in each run", strided_pointwise),
     Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
 )
 
