@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from nc import BackendError, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
 from nc.backends import cpu
 from nc.backends.ipex import isolate, lower
+from nc.backends.ipex.layout import at_least_two
 from nc.backends.ipex.lints import LINTS, apply_lints
 from nc.backends.ipex.quiet import quiet
 
@@ -205,6 +206,23 @@ def test_strided_pointwise_convolutions_are_right_each_time(channels):
     report = q.report()
     assert report.rewrites == ("strided_pointwise: 2",)
     assert report.not_int8 == ()
+
+
+def test_examples_of_size_one_hide_no_strides():
+    one, four = torch.zeros(1, 3), torch.zeros(4, 1)
+    wide = [tuple(t.shape) for t in at_least_two([one, four, one], [("s0", 3), (4, "s1"), ("s0", 3)])]
+    assert wide == [(2, 3), (4, 2), (2, 3)]
+    computed = [tuple(t.shape) for t in at_least_two([one, four], [("s0", 3), ("4*s0", 1)])]
+    assert computed == [(1, 3), (4, 1)]
+
+
+def test_a_permuted_stream_that_was_captured_with_one_sample():
+    build, shape, _ = MODELS["patches"]
+    q = quantized(build(), torch.randn(1, *shape[1:]), backend="ipex")
+    assert [r.partition(":")[0] for r in q.report().rewrites] == ["memory_layout"]
+    for batch in (1, 3, 1, 2, 1, 3):
+        x = torch.randn(batch, *shape[1:])
+        assert worst_db(q.reference(x), q(x)) > 30
 
 
 # ---- verification ----

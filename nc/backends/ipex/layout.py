@@ -84,12 +84,15 @@ def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None
     reader.replace_input_with(source, copy)
 
 
-def at_least_two(inputs: Sequence[torch.Tensor], free: Sequence[Sequence[bool]]) -> Iterator[torch.Tensor]:
-    """The inputs with each free dimension of size 1 doubled: strides say nothing there.
+def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]) -> Iterator[torch.Tensor]:
+    """The inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
 
     Args:
         inputs: flat inputs.
-        free: for each, which of its dimensions are free.
+        dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from (`4*s0`) keeps its size.
     """
-    for tensor, dims in zip(inputs, free, strict=True):
-        yield tensor.repeat([2 if is_free and size == 1 else 1 for is_free, size in zip(dims, tensor.shape, strict=True)])
+    names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
+    bound = {name for name in names if not name.isidentifier() or any(name in other for other in names - {name})}
+    for tensor, sizes in zip(inputs, dims, strict=True):
+        single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
+        yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()

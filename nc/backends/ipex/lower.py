@@ -48,8 +48,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     _check("isolate", isolate, ("auto", "always", "never"))
     import_ipex()
     module = _copy(graph.module)
-    free = [[isinstance(dim, str) for dim in leaf.dims] for leaf in graph.signature.leaves if leaf.used]
-    permuted = make_row_major(module, tuple(at_least_two([t.contiguous() for t in graph.example], free)))
+    dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
+    permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
     rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
     familiar = is_familiar(module)
     scripted, frozen = _freeze(module)
