@@ -210,7 +210,7 @@ def test_strided_pointwise_convolutions_are_right_each_time(channels):
 
 def test_examples_of_size_one_hide_no_strides():
     one, four = torch.zeros(1, 3), torch.zeros(4, 1)
-    wide = [tuple(t.shape) for t in at_least_two([one, four, one], [("s0", 3), (4, "s1"), ("s0", 3)])]
+    wide = [tuple(t.shape) for t in at_least_two([one, four, one], [("s1", 3), (4, "s10"), ("s1", 3)])]
     assert wide == [(2, 3), (4, 2), (2, 3)]
     computed = [tuple(t.shape) for t in at_least_two([one, four], [("s0", 3), ("4*s0", 1)])]
     assert computed == [(1, 3), (4, 1)]

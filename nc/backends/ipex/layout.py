@@ -92,7 +92,8 @@ def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | s
         dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from (`4*s0`) keeps its size.
     """
     names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
-    bound = {name for name in names if not name.isidentifier() or any(name in other for other in names - {name})}
+    computed = [name for name in names if not name.isidentifier()]
+    bound = {name for name in names if any(name in expression for expression in computed)}
     for tensor, sizes in zip(inputs, dims, strict=True):
         single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
         yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()
