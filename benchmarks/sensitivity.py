@@ -28,7 +28,7 @@ def losses(evaluate: int) -> dict[str, float]:
     data = list(minilm.batches(evaluation_text[:evaluate], tokenizer))
     fp32 = minilm.embed(model, data)
     calibration = list(minilm.batches(calibration_text, tokenizer))
-    config = nc.StaticQuantConfig(bias_correction=False)  # what each operator costs before anything mends it
+    config = nc.StaticQuantConfig(post=())  # what each operator costs before anything mends it
     prepared = nc.prepare(model, config, example_inputs=calibration[0], backend="reference")
     for batch in calibration:
         prepared(**batch)

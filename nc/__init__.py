@@ -1,12 +1,18 @@
 """Post-training quantization for PyTorch models on Intel CPUs."""
 
 from nc._version import __version__ as __version__
+from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
 from nc.artefact import export_torchscript as export_torchscript
 from nc.artefact import load as load
 from nc.artefact import save as save
 from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
+from nc.config import ComposedConfig as ComposedConfig
+from nc.config import DynamicQuantConfig as DynamicQuantConfig
+from nc.config import SmoothQuantConfig as SmoothQuantConfig
 from nc.config import StaticQuantConfig as StaticQuantConfig
+from nc.config import get_default_dynamic_config as get_default_dynamic_config
+from nc.config import get_default_sq_config as get_default_sq_config
 from nc.config import get_default_static_config as get_default_static_config
 from nc.errors import ArtefactCorruptError as ArtefactCorruptError
 from nc.errors import ArtefactError as ArtefactError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ import click
 import numpy as np
 import torch
 
-from nc.config import StaticQuantConfig
+from nc.config import AnyConfig, config_from
 from nc.errors import NCError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -86,10 +87,13 @@ def check_same_names(arrays: Arrays, examples: Arrays) -> None:
         raise RequestError(msg)
 
 
-def read_config(path: Path) -> StaticQuantConfig:
-    """A configuration as `StaticQuantConfig.to_json_file` writes it."""
+def read_config(path: Path) -> AnyConfig:
+    """A configuration as `to_json_file` writes it."""
     try:
-        return StaticQuantConfig.from_json_file(path)
+        return config_from(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        msg = f"{path}: the configuration is not valid JSON: {error}"
+        raise RequestError(msg) from error
     except (NCError, TypeError, UnicodeDecodeError) as error:
         msg = f"{path}: {error}"
         raise RequestError(msg) from error

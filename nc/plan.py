@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 from typing import Any
 
-from nc.spec import FLOAT, OpSpec, TensorSpec
+from nc.spec import FLOAT, OpSpec, SmoothSpec, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,7 @@ class Decision:
         spec: what it is quantized to.
         rule: which rule decided ("global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies).
         reason: why it stays fp32; "" when it is quantized.
+        fields: for each field of its configuration the name, the value as text, and the rule that it comes from ("default": nobody said).
     """
 
     operator: str
@@ -29,6 +31,13 @@ class Decision:
     spec: OpSpec = FLOAT
     rule: str = "-"
     reason: str = ""
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def rules(self) -> str:
+        """The rule that decided, and for fields that come from another rule, which."""
+        others = [f"{name}: {rule}" for name, _, rule in self.fields if rule not in (self.rule, "global", "default")]
+        return f"{self.rule} ({', '.join(others)})" if others else self.rule
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -37,8 +46,8 @@ class Decision:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
         """The inverse of `to_dict`."""
-        roles = {k: TensorSpec(**v) if v is not None else None for k, v in data["spec"].items()}
-        return cls(**{**data, "spec": OpSpec(**roles)})
+        parts = {k: None if v is None else (SmoothSpec if k == "smooth" else TensorSpec)(**v) for k, v in data["spec"].items()}
+        return cls(**{**data, "spec": OpSpec(**parts), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +65,23 @@ class Plan:
     isa: tuple[str, ...] = ()
 
     def __getitem__(self, operator: str) -> Decision:
-        """The decision for the operator of that name."""
-        return next(d for d in self.decisions if d.operator == operator)
+        """The decision for the operator of that name; KeyError with the closest names when there is none."""
+        for decision in self.decisions:
+            if decision.operator == operator:
+                return decision
+        near = difflib.get_close_matches(operator, [d.operator for d in self.decisions], n=3, cutoff=0.0)
+        msg = f"no operator is named {operator!r}; the closest: {', '.join(near)}"
+        raise KeyError(msg)
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
         """Decisions of the operators that are to run in int8."""
         return tuple(d for d in self.decisions if d.spec.quantized)
+
+    @property
+    def static(self) -> frozenset[str]:
+        """Names of the operators that run in int8 with ranges from calibration."""
+        return frozenset(d.operator for d in self.quantized if not d.spec.activation.dynamic)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -85,8 +104,15 @@ class Plan:
     def table(self) -> str:
         """One row per operator: name, type, what it will be quantized to, the rule that decided."""
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
-        rows += [(d.operator, d.kind, d.spec.activations, str(d.spec.weight or "-"), d.rule, d.reason) for d in self.decisions]
+        rows += [(d.operator, d.kind, d.spec.activations, str(d.spec.weight or "-"), d.rules, d.reason) for d in self.decisions]
         return format_table(rows)
+
+    def explain(self, operator: str) -> str:
+        """What one operator gets, field by field, and which rule says so."""
+        decision = self[operator]
+        head = f"{operator} ({decision.kind}): " + (decision.reason or "int8")
+        rows = [("field", "value", "from"), *decision.fields]
+        return f"{head}\n{format_table(rows)}" if decision.fields else head
 
 
 def format_table(rows: list[tuple[str, ...]]) -> str:

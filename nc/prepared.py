@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from nc.algorithms.bias_correction import correct_biases
+from nc.distributed import gather
 from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
 from nc.graph.dataflow import pools_on_codes
-from nc.graph.observe import observed_module, observer_key
+from nc.graph.observe import observed_module, observer_key, watches_for
 from nc.graph.placement import Edge, edge_key, place
 from nc.graph.qdq import QDQGraph, insert_qdq
+from nc.health import NEVER_RAN, examine, watched
 from nc.numerics.affine import choose_qparams
 from nc.numerics.metrics import worst_sqnr_db
 from nc.observers import ALGORITHMS
 from nc.plan import Plan
 from nc.rules import fit
+from nc.smoothing import smoothed
 from nc.spec import FLOAT, Capabilities, QParams
-from nc.statistics import Samples, Statistics
+from nc.statistics import Collected, Samples, Statistics, checksum
 
 #: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
 _SAMPLES = 96
 _SAMPLE_BYTES = 64 * 2**20
-_NEVER_RAN = "never executed during calibration"
 
 
 class PreparedModel(torch.nn.Module):
@@ -37,16 +40,26 @@ class PreparedModel(torch.nn.Module):
         backend: name of the backend that `convert` will use by default.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, capabilities: Capabilities, backend: str, *, bias_correction: bool = True) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        capabilities: Capabilities,
+        backend: str,
+        *,
+        changes: Sequence[str] = (),
+        post: Sequence[Any] = (),
+    ) -> None:
         super().__init__()
         self.graph = graph
         self.plan = plan
         self.capabilities = capabilities
         self.backend = backend
-        self.bias_correction = bias_correction
-        self._pools = pools_on_codes(graph.module, {d.operator for d in plan.quantized})
+        self._post = tuple(post)
+        self._changes = tuple(changes)
+        self._pools = pools_on_codes(graph.module, plan.static)
         edges = place(graph.module, plan, capabilities, self._pools)
-        self._observed, self.observers = observed_module(graph.module, edges)
+        self._observed, self.observers = observed_module(graph.module, watches_for(graph.module, edges, plan))
         self._calls = 0
         self._samples = Samples(_SAMPLES, _SAMPLE_BYTES)
         self.eval()
@@ -61,13 +74,13 @@ class PreparedModel(torch.nn.Module):
         signature = self.graph.signature
         inputs = signature.bind(args, kwargs)
         self._calls += 1
-        before = {key: (o.state, o.batches) for key, o in self.observers.items()}
+        before = {key: (o.state, o.seen) for key, o in self.observers.items()}
         try:
             with torch.no_grad():
                 outputs = self._observed(*inputs)
         except BaseException as error:
-            for key, (state, batches) in before.items():  # a batch counts whole or not at all
-                self.observers[key].state, self.observers[key].batches = state, batches
+            for key, (state, seen) in before.items():  # a batch counts whole or not at all
+                self.observers[key].state, self.observers[key].seen = state, seen
             if isinstance(error, CalibrationError):
                 msg = f"Calibration batch {self._calls}: {error}"
                 raise CalibrationError(msg) from None
@@ -85,48 +98,65 @@ class PreparedModel(torch.nn.Module):
         return super().train(False)
 
     def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
-        """The QDQ graph for the ranges seen so far; calibration can go on afterwards.
+        """The QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
 
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
 
         Raises:
-            StateError: nothing was calibrated yet.
+            StateError: nothing was calibrated yet, or another rank has another model.
             UnsupportedError: that backend has no kernel for a dtype that was asked for.
         """
-        if self.observers and not any(o.batches for o in self.observers.values()):
+        capabilities = capabilities or self.capabilities
+        found = gather(self.statistics, lambda: self._identity(capabilities))
+        if self.observers and not any(seen.batches for seen in found.seen.values()):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
-        plan, edges = self._executed(fit(self.plan, capabilities or self.capabilities))
-        qparams = {key: self._qparams(e) for key, e in {edge_key(e): e for e in edges}.items()}
-        module = insert_qdq(self.graph.module, edges, qparams, plan)
-        notes = {d.operator: d.reason for d in plan.decisions if d.reason == _NEVER_RAN}
+        plan, edges = self._executed(fit(self.plan, capabilities), found)
+        float_module, plan, found = smoothed(self.graph.module, plan, found)
+        if float_module is not self.graph.module:
+            names = {node.name for node in self._pools}
+            edges = place(float_module, plan, self.capabilities, {n for n in float_module.graph.nodes if n.name in names})
+        qparams = {key: self._qparams(e, found) for key, e in {edge_key(e): e for e in edges}.items()}
+        module = insert_qdq(float_module, edges, qparams, plan)
+        notes = {d.operator: d.reason for d in plan.decisions if d.reason == NEVER_RAN}
         float_bytes = sum(b.numel() * b.element_size() for b in self.graph.module.buffers())
         corrected = 0
-        if self.bias_correction and self._samples.batches:
+        float_module, watches = watched(float_module, plan)
+        if found.samples:
             names = {d.operator for d in plan.quantized}
-            corrected = correct_biases(self.graph.module, module, names, self._samples.batches)
+            corrected = sum(a.apply(float_module, module, names, found.samples) for a in self._post)
+        health = examine(module, plan, edges, qparams, found, watches)
         example = self.graph.example
         with torch.no_grad():
             noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
-        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected)
+        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected, health)
 
-    def _executed(self, plan: Plan) -> tuple[Plan, list[Edge]]:
+    def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
+        """What ranks must have in common beside the model to get the same bytes from the same statistics."""
+        configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), self._changes, [repr(a) for a in self._post]]
+        examples = {str(i): tensor for i, tensor in enumerate(self.graph.example)}
+        return {
+            "configuration, backend or CPU": json.dumps(configuration, default=sorted, sort_keys=True).encode(),
+            "example_inputs": checksum("", examples).encode(),
+        }
+
+    def _executed(self, plan: Plan, found: Collected) -> tuple[Plan, list[Edge]]:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
         while True:
             edges = place(self.graph.module, plan, self.capabilities, self._pools)
-            missing = {e.operator for e in edges if not self._has_run(e)}
+            missing = {e.operator for e in edges if not _has_run(e, found)}
             if not missing:
                 return plan, edges
-            decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=_NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
+            decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
             plan = dataclasses.replace(plan, decisions=decisions)
 
-    def _has_run(self, edge: Edge) -> bool:
-        observer = self.observers.get(observer_key(edge))
-        return observer is not None and observer.batches > 0
-
-    def _qparams(self, edge: Edge) -> QParams:
+    def _qparams(self, edge: Edge, found: Collected) -> QParams:
         spec = edge.spec
-        low, high = ALGORITHMS[spec.algo].find_range(self.observers[observer_key(edge)].state, spec)
+        low, high = ALGORITHMS[spec.algo].find_range(found.states[observer_key(edge)], spec)
         scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
         return QParams(scale=scale, zero_point=int(zero_point), spec=spec)
+
+
+def _has_run(edge: Edge, found: Collected) -> bool:
+    return observer_key(edge) in found.seen and found.seen[observer_key(edge)].batches > 0

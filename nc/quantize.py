@@ -10,9 +10,10 @@ import torch
 
 from nc.backends import choose_backend, get_backend
 from nc.backends.base import Backend
-from nc.config import StaticQuantConfig
-from nc.errors import ConfigError, InputError, NCWarning, StateError
+from nc.config import AnyConfig, config_from, outer_field
+from nc.errors import InputError, NCWarning, StateError
 from nc.graph.capture import Graph, capture
+from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.prepared import PreparedModel
 from nc.process import LOCK
@@ -22,7 +23,7 @@ from nc.rules import resolve
 
 def prepare(
     model: torch.nn.Module,
-    quant_config: StaticQuantConfig,
+    quant_config: AnyConfig | dict[str, Any],
     inplace: bool = False,
     example_inputs: Any = None,
     *,
@@ -34,7 +35,7 @@ def prepare(
 
     Args:
         model: a trained fp32 model on the CPU; never changed, quantized as in eval mode.
-        quant_config: what to quantize to.
+        quant_config: what to quantize to: a configuration, a sum of several, or a dict as `to_dict` gives it.
         inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
             afterwards would then change the prepared model too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
@@ -54,14 +55,16 @@ def prepare(
         BackendUnavailableError: the backend can't run here.
         StateError: the model was prepared or converted already.
     """
-    _check_model(model, quant_config)
+    config = config_from(quant_config)
+    _check_model(model)
     engine = choose_backend(backend)
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     capabilities = engine.capabilities()
-    plan = resolve(quant_config, graph, capabilities, strict=strict)
+    plan = resolve(config, graph, capabilities, strict=strict)
+    changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, capabilities, engine.name, bias_correction=quant_config.bias_correction)
+    return PreparedModel(graph, plan, capabilities, engine.name, changes=changes, post=outer_field(config, "post"))
 
 
 def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str = "raise", isolate: str = "auto") -> QuantizedModel:
@@ -92,7 +95,7 @@ def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str 
 
 def quantize(
     model: torch.nn.Module,
-    quant_config: StaticQuantConfig,
+    quant_config: AnyConfig | dict[str, Any],
     run_fn: Callable[..., Any],
     run_args: Sequence[Any] = (),
     inplace: bool = False,
@@ -103,6 +106,7 @@ def quantize(
 
     Example:
         >>> import torch
+        >>> from nc import StaticQuantConfig
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
         >>> x = torch.randn(4, 8)
         >>> q = quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference")
@@ -117,7 +121,7 @@ def quantize(
 
 def describe(
     model: torch.nn.Module,
-    quant_config: StaticQuantConfig,
+    quant_config: AnyConfig | dict[str, Any],
     example_inputs: Any = None,
     *,
     backend: str = "auto",
@@ -128,17 +132,27 @@ def describe(
     Returns:
         A `Plan`; `print` shows a table, `.to_dict()` gives plain values. Raises what `prepare` raises.
     """
-    _check_model(model, quant_config)
+    config = config_from(quant_config)
+    _check_model(model)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
-    return resolve(quant_config, graph, engine.capabilities(), strict=strict)
+    return resolve(config, graph, engine.capabilities(), strict=strict)
+
+
+@torch.no_grad()
+def _transformed(graph: Graph, algorithm: Any) -> str:
+    """Let an algorithm change the fp32 graph; returns what it did, and how far its outputs on the example have moved."""
+    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in graph.module(*graph.example)]
+    operators = algorithm.apply(graph.module)
+    distance = worst_sqnr_db(before, graph.module(*graph.example))
+    return f"{algorithm.name}: {len(operators)} operators changed; fp32 outputs before and after agree to {distance:.0f} dB"
 
 
 #: A model that is one of these, or holds one, is quantized already.
 _OURS = (PreparedModel, QuantizedModel, ReferenceModule)
 
 
-def _check_model(model: object, quant_config: object) -> None:
+def _check_model(model: object) -> None:
     if isinstance(model, (PreparedModel, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; give prepare() the fp32 model."
         raise StateError(msg)
@@ -149,9 +163,6 @@ def _check_model(model: object, quant_config: object) -> None:
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
         raise InputError(msg)
-    if not isinstance(quant_config, StaticQuantConfig):
-        msg = f"Expected quant_config to be a StaticQuantConfig, but got {type(quant_config).__name__}."
-        raise ConfigError(msg)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
         devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, device in devices.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport
-from nc.graph.qdq import QDQGraph
+from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
 
 
@@ -47,6 +47,7 @@ class Report:
         sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
         noise_db: the quantized graph against fp32 on the example inputs, in dB.
         corrected_biases: number of operators whose bias was corrected.
+        health: what calibration leaves to wish for, the worst of each kind first; see docs/report.md.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the numbers rely on.
         details: what else the backend had to say.
@@ -62,6 +63,7 @@ class Report:
     sqnr_db: float | None
     noise_db: float
     corrected_biases: int
+    health: tuple[Finding, ...]
     rewrites: tuple[str, ...]
     isa: tuple[str, ...]
     details: Mapping[str, Any]
@@ -101,9 +103,18 @@ class Report:
             lines.append(f"{self.corrected_biases} biases corrected")
         if self.isa:
             lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
+        lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         lines += [f"{key}: {value}" for key, value in self.details.items()]
         return "\n".join(lines)
+
+    def _health(self) -> list[str]:
+        """The worst finding of each kind, and how many more there are."""
+        kinds: dict[str, list[Finding]] = {}
+        for finding in self.health:
+            kinds.setdefault(finding.kind, []).append(finding)
+        more = {kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else "" for kind, found in kinds.items()}
+        return [f"health: {found[0].operator}: {found[0].text}{more[kind]}" for kind, found in kinds.items()]
 
     def __str__(self) -> str:
         """All operators as a table, then the summary."""
@@ -133,6 +144,7 @@ def build(graph: QDQGraph, engine: EngineReport) -> Report:
         sqnr_db=engine.sqnr_db,
         noise_db=graph.noise_db,
         corrected_biases=graph.corrected_biases,
+        health=graph.health,
         rewrites=engine.rewrites,
         isa=graph.plan.isa,
         details=engine.details,

@@ -1,7 +1,8 @@
 """resolve(config, graph, capabilities) → Plan: which rule applies to which operator. Pure; needs no data.
 
 Precedence, written here and nowhere else: exact name > pattern (the last one declared wins) > type (the last one declared wins) >
-global.
+global. The most specific rule says by which strategy an operator is quantized, or that it stays fp32; a field that it leaves open takes
+its value from the next level of the same family of strategies, and last its default.
 """
 
 from __future__ import annotations
@@ -10,19 +11,39 @@ import dataclasses
 import difflib
 import re
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from nc.config import KIND_NAMES, Rule, StaticQuantConfig, kind_of
-from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
+from nc.config import AnyConfig, QuantConfig, parts_of
+from nc.errors import NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.capture import Graph
 from nc.graph.dataflow import useless_adds
 from nc.graph.naming import Operator
+from nc.graph.small import Sizes
+from nc.keys import KIND_NAMES, Key, fused_names, kind_of
 from nc.plan import Decision, Plan
-from nc.spec import FLOAT, Capabilities, OpSpec, OpSupport
+from nc.spec import FLOAT, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec
 
-_LEVELS = ("type", "pattern", "name")
+_LEVELS = ("global", "type", "pattern", "name")
+_OUTSIDE = "not on the white list"
 
 
-def resolve(config: StaticQuantConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Match:
+    """A configuration that speaks of an operator.
+
+    Attributes:
+        level: index into `_LEVELS`.
+        config: the configuration.
+        label: how the rule is called in plans.
+    """
+
+    level: int
+    config: QuantConfig
+    label: str
+
+
+def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
     """Decide for every operator.
 
     Args:
@@ -33,12 +54,16 @@ def resolve(config: StaticQuantConfig, graph: Graph, capabilities: Capabilities,
 
     Raises:
         UnmatchedRuleError: a rule's name or pattern matches no operator.
-        UnsupportedError: a rule asks an operator for a dtype that the backend lacks; names operator, field and legal values.
+        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
+        ConfigError: fields of several levels contradict each other.
     """
-    for rule in config.rules:
-        _check_matches(rule, graph, strict)
-    decisions = [_decide(op, config, capabilities) for op in graph.operators]
-    asked = {d.operator for d in decisions if d.spec.quantized}
+    for part in parts_of(config):
+        for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
+            _check_matches(key, graph, strict)
+    sizes = Sizes(graph)
+    decisions = [_decide(op, config, sizes, capabilities) for op in graph.operators]
+    # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
+    asked = {d.operator for d in decisions if d.spec.quantized and not d.spec.activation.dynamic}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
     explicit = {d.operator for d in decisions if d.rule != "global"}
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
@@ -46,22 +71,90 @@ def resolve(config: StaticQuantConfig, graph: Graph, capabilities: Capabilities,
     return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
 
 
-def _decide(op: Operator, config: StaticQuantConfig, capabilities: Capabilities) -> Decision:
-    chosen, label = _rule_for(op, config)
+def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities) -> Decision:
     base = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     if not op.quantizable:
-        reason = op.reason or "follows its neighbours"
-        return Decision(**base, reason=reason)
-    if chosen.is_float:
-        return Decision(**base, rule=label, reason="fp32 was asked for")
+        return Decision(**base, reason=op.reason or "follows its neighbours")
     row = capabilities.row(op.kind)
-    if row is None:
-        return Decision(**base, rule=label, reason=_no_kernel(op.kind, capabilities))
-    spec = chosen.spec()
-    _check_dtype(op.name, spec, row, label, capabilities)
+    matches = _matches(op, config, row)
+    if not matches:
+        return Decision(**base, rule="white_list", reason=_OUTSIDE)
+    chosen = matches[0]
+    base["rule"] = chosen.label
+    if chosen.config.is_float:
+        return Decision(**base, reason="fp32 was asked for")
+    values, fields = _merged(matches)
+    base["fields"] = fields
+    try:
+        chosen.config.check_values(values)
+    except NCError as error:
+        msg = f"Operator {op.name!r} (rule: {chosen.label}): {error}"
+        raise type(error)(msg) from error
+    spec = spec_of(chosen.config.algorithm, values, op.kind)
+    reason = _why_no_kernel(op, spec, row, chosen, capabilities)
+    if not reason and values.get("skip_slow"):
+        reason = sizes.slower_in_int8(op, spec.activation.granularity)
+    if reason:
+        return Decision(**base, reason=reason)
     if not row.weights:
         spec = dataclasses.replace(spec, weight=None)
-    return Decision(**base, spec=_reduced(spec, op.kind, capabilities), rule=label)
+    return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _matches(op: Operator, config: AnyConfig, row: OpSupport | None) -> list[_Match]:
+    """Everything that speaks of an operator, the most specific first; of what is equally specific, the last declared first."""
+    found: list[_Match] = []
+    for part in parts_of(config):
+        if part.white_list is None:
+            found.append(_Match(0, part, "global"))
+        for key in part.white_list or ():
+            level = match_level(key, op)
+            if level is not None:
+                found.append(_Match(_LEVELS.index(level), part, f"{level} {key.text!r}"))
+    for part in parts_of(config):
+        for rule in part.rules:
+            level = match_level(rule.key, op)
+            if level is not None:
+                found.append(_Match(_LEVELS.index(level), rule.config, f"{level} {rule.key.text!r}"))
+    # of several global strategies those come first that have a kernel for this kind of operator
+    order = {id(m): (m.level, m.level > 0 or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
+    return sorted(found, key=lambda m: order[id(m)], reverse=True)
+
+
+def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
+    return row is not None and bool(row.dynamic if config.family == "dynamic" else row.activations)
+
+
+def _merged(matches: list[_Match]) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
+    """The value of each field, and where it comes from."""
+    first = matches[0].config
+    # an outer fp32 says nothing of how to quantize
+    levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
+    values, fields = first.defaults(), []
+    for name, field in first.FIELDS.items():
+        if field.outer:
+            continue
+        source = next((m for m in levels if name in m.config.given), None)
+        if source is not None:
+            values[name] = source.config.given[name]
+        fields.append((name, str(values[name]), source.label if source else "default"))
+    return values, tuple(fields)
+
+
+def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
+    """What an operator of some kind gets under a strategy and the values of its fields."""
+    weight = TensorSpec(
+        dtype=values["w_dtype"], symmetric=values["w_sym"], granularity=values["w_granularity"], algo=values["w_algo"], narrow=True
+    )
+    activation = {"dtype": values["act_dtype"], "symmetric": values["act_sym"], "granularity": values["act_granularity"]}
+    if algorithm == "dynamic":
+        return OpSpec(activation=TensorSpec(**activation, dynamic=True), weight=weight)
+    percentile = values["percentile"] if values["act_algo"] == "percentile" else None
+    smooth = None
+    if algorithm == "smooth" and kind == "linear":
+        options = {f.name: values[f.name] for f in dataclasses.fields(SmoothSpec)}
+        smooth = SmoothSpec(**{**options, "alpha": None if values["alpha"] == "auto" else values["alpha"]})
+    return OpSpec(activation=TensorSpec(**activation, algo=values["act_algo"], percentile=percentile), weight=weight, smooth=smooth)
 
 
 def fit(plan: Plan, capabilities: Capabilities) -> Plan:
@@ -77,80 +170,95 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         row = capabilities.row(d.kind)
         if not d.spec.quantized:
             decisions.append(d)
-        elif row is None:
-            decisions.append(dataclasses.replace(d, spec=FLOAT, reason=_no_kernel(d.kind, capabilities)))
+        elif row is None or not (row.dynamic if d.spec.activation.dynamic else row.activations):
+            decisions.append(dataclasses.replace(d, spec=FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
         else:
-            _check_dtype(d.operator, d.spec, row, d.rule, capabilities)
+            _check_activation(d.operator, d.spec, row, d.rule, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
 
 
-def _no_kernel(kind: str, capabilities: Capabilities) -> str:
-    return f"backend {capabilities.backend!r} has no int8 kernel for {kind}"
+def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> str:
+    """Why an operator stays fp32; "" where a kernel exists. Raises where a rule asks for something that never can be."""
+    if not _has_kernel(match.config, row):
+        return _no_kernel(op.kind, spec, capabilities)
+    _check_activation(op.name, spec, row, match.label, capabilities)
+    return ""
 
 
-def _check_dtype(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
-    if spec.activation is not None and spec.activation.dtype not in row.activations:
+def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> str:
+    how = "dynamic int8" if spec.activation.dynamic else "int8"
+    return f"backend {capabilities.backend!r} has no {how} kernel for {kind}"
+
+
+def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
+    field, value, legal = "act_dtype", spec.activation.dtype, row.activations
+    if spec.activation.dynamic:
+        field, value, legal = "act_granularity", spec.activation.granularity, row.dynamic
+    if value not in legal:
         msg = (
-            f"Operator {operator!r} ({row.kind}): act_dtype={spec.activation.dtype!r} (rule: {rule}) has no kernel on backend "
-            f"{capabilities.backend!r}; legal there: {', '.join(row.activations)}."
+            f"Operator {operator!r} ({row.kind}): {field}={value!r} (rule: {rule}) has no kernel on backend "
+            f"{capabilities.backend!r}; legal there: {', '.join(legal)}."
         )
         raise UnsupportedError(msg)
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     """7 bits for the right-hand side where this CPU needs it."""
-    if spec.activation is None or (kind, spec.activation.dtype) not in capabilities.seven_bit:
+    # dynamic kernels take uint8, whatever the codes are called
+    dtype = "uint8" if spec.activation is not None and spec.activation.dynamic else spec.activation and spec.activation.dtype
+    if (kind, dtype) not in capabilities.seven_bit:
         return spec
     if spec.weight is not None:
         return dataclasses.replace(spec, weight=dataclasses.replace(spec.weight, reduce_range=True))
     return dataclasses.replace(spec, right=dataclasses.replace(spec.activation, reduce_range=True))
 
 
-def _rule_for(op: Operator, config: StaticQuantConfig) -> tuple[StaticQuantConfig, str]:
-    best: tuple[int, StaticQuantConfig, str] = (-1, config, "global")
-    for rule in config.rules:
-        level = match_level(rule, op)
-        if level is not None and _LEVELS.index(level) >= best[0]:
-            best = (_LEVELS.index(level), rule.config, f"{level} {rule.key!r}")
-    return best[1], best[2]
-
-
-def match_level(rule: Rule, op: Operator) -> str | None:
-    """How a rule matches an operator: "name", "pattern", "type", or None when it does not."""
-    if not rule.is_type and rule.key in (op.name, op.module_name):
+def match_level(key: Key, op: Operator) -> str | None:
+    """How a key matches an operator: "name", "pattern", "type", or None when it does not."""
+    if not key.is_type and key.text in (op.name, op.module_name):
         return "name"
-    if _matches_type(rule.key, op):
+    if _matches_type(key.text, op):
         return "type"
-    if not rule.is_type and re.fullmatch(rule.key, op.name):
+    if not key.is_type and re.fullmatch(key.text, op.name):
         return "pattern"
     return None
 
 
-def _matches_type(key: str, op: Operator) -> bool:
-    kind = kind_of(key)
+def _matches_type(text: str, op: Operator) -> bool:
+    anchor, *rest = fused_names(text)
+    if rest and op.followed_by[: len(rest)] != tuple(rest):
+        return False
+    kind = kind_of(anchor)
     if kind is not None:
         return kind == op.kind
-    return key == op.kind or key in (op.module_type, op.module_type.rpartition(".")[2])
+    return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
 
 
-def _check_matches(rule: Rule, graph: Graph, strict: bool) -> None:
-    if any(match_level(rule, op) for op in graph.operators):
+def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
+    if any(match_level(key, op) for op in graph.operators):
         return
-    if rule.is_type or kind_of(rule.key) is not None:
-        types = sorted({KIND_NAMES[op.kind][0] for op in graph.operators if op.kind in KIND_NAMES})
-        text = f"Rule for type {rule.key!r} matches no operator of this model; its types: {', '.join(types)}."
+    if key.names_type:
+        types = sorted(set(_types(graph, fused="&" in key.text)))
+        text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
         warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
         return
     names = [op.name for op in graph.operators]
-    if rule.key in graph.submodules:
-        pattern = re.escape(rule.key) + r"\..*"
-        inside = sum(name.startswith(f"{rule.key}.") for name in names)
+    if key.text in graph.submodules:
+        pattern = re.escape(key.text) + r"\..*"
+        inside = sum(name.startswith(f"{key.text}.") for name in names)
         hint = f"It is a module with {inside} operators inside; to mean all of them write {pattern!r}."
     else:
-        near = difflib.get_close_matches(rule.key, names, n=3, cutoff=0.0)
+        near = difflib.get_close_matches(key.text, names, n=3, cutoff=0.0)
         hint = f"The closest names: {', '.join(near)}. describe(model, config, example_inputs) lists all."
-    text = f"Rule {rule.key!r} matches no operator of this model. {hint}"
+    text = f"Rule {key.text!r} matches no operator of this model. {hint}"
     if strict:
         raise UnmatchedRuleError(text)
     warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
+
+
+def _types(graph: Graph, *, fused: bool) -> Iterator[str]:
+    """Types of the model's operators, with what follows them where `fused`."""
+    for op in graph.operators:
+        if op.kind in KIND_NAMES:
+            yield "&".join((KIND_NAMES[op.kind][0], *(op.followed_by if fused else ())))

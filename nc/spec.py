@@ -18,11 +18,12 @@ class TensorSpec:
     Attributes:
         dtype: "uint8" or "int8".
         symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
-        granularity: "per_tensor" or "per_channel".
+        granularity: "per_tensor", "per_channel" (weights) or "per_token" (dynamic activations: one range per row of the last dimension).
         algo: how its range is found, see `nc.observers`.
         percentile: how much of the data the range covers, in percent, where `algo` is "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
         reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.seven_bit`.
+        dynamic: its range is found anew in each call.
     """
 
     dtype: str
@@ -32,6 +33,7 @@ class TensorSpec:
     percentile: float | None = None
     narrow: bool = False
     reduce_range: bool = False
+    dynamic: bool = False
 
     @property
     def quant_min(self) -> int:
@@ -55,9 +57,34 @@ class TensorSpec:
             parts.append(self.granularity)
         if self.reduce_range:
             parts.append("7-bit")
+        if self.dynamic:
+            parts.append("dynamic")
         if self.algo != "minmax":
             parts.append(self.algo if self.percentile is None else f"{self.algo} {self.percentile:g}")
         return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmoothSpec:
+    """How SmoothQuant treats one linear; see `SmoothQuantConfig` for the fields.
+
+    Attributes:
+        alpha: a number, or None for the search ("auto").
+    """
+
+    alpha: float | None
+    folding: bool = False
+    scale_sharing: bool = False
+    shared_criterion: str = "max"
+    init_alpha: float = 0.5
+    alpha_min: float = 0.0
+    alpha_max: float = 1.0
+    alpha_step: float = 0.1
+    do_blockwise: bool = False
+
+    def __str__(self) -> str:
+        """Short form for tables."""
+        return f"smooth {'auto' if self.alpha is None else f'{self.alpha:g}'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +95,13 @@ class OpSpec:
         activation: its inputs.
         weight: its constant weight.
         right: the second input of a matmul, where it uses another range than the first.
+        smooth: how outliers of its input move into its weight first.
     """
 
     activation: TensorSpec | None = None
     weight: TensorSpec | None = None
     right: TensorSpec | None = None
+    smooth: SmoothSpec | None = None
 
     @property
     def quantized(self) -> bool:
@@ -84,6 +113,8 @@ class OpSpec:
         """Short form of the inputs, for tables."""
         if self.right is not None:
             return f"{self.activation}, {self.right}"
+        if self.smooth is not None:
+            return f"{self.activation} {self.smooth}"
         return str(self.activation or "fp32")
 
     def input(self, index: int) -> TensorSpec | None:
@@ -115,14 +146,16 @@ class OpSupport:
 
     Attributes:
         kind: catalogue name, e.g. "linear".
-        activations: dtypes that its integer kernel reads.
+        activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
+        dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
         note: limits in words, for readers of the table.
     """
 
     kind: str
-    activations: tuple[str, ...]
+    activations: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
     note: str = ""
 
 

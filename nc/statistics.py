@@ -12,10 +12,9 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ from torch import fx
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError, StateError
 from nc.observers import Observer
-from nc.observers.base import Key, State
+from nc.observers.base import Key, Seen, State
 
 SCHEMA = 1
 _FORMAT = "nc-statistics"
@@ -49,7 +48,8 @@ class Samples:
         used = sum(t.numel() * t.element_size() for batch in self.batches for t in batch)
         size = sum(t.numel() * t.element_size() for t in inputs)
         if inputs and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs):
-            self.batches.append(tuple(t.detach().clone() for t in inputs))
+            # row-major, as a file holds them: kernels round differently on another layout
+            self.batches.append(tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Collected:
 
     Attributes:
         states: (node name, statistic) → its state.
-        batches: (node name, statistic) → batches that it saw.
+        seen: (node name, statistic) → the batches that it saw.
         samples: kept inputs.
         weights: mean magnitude of each of the model's constants.
     """
 
     states: Mapping[Key, State]
-    batches: Mapping[Key, int]
+    seen: Mapping[Key, Seen]
     samples: tuple[Batch, ...]
     weights: Mapping[str, float]
 
@@ -91,19 +91,16 @@ class Statistics:
     def collected(self) -> Collected:
         """A snapshot."""
         states = {key: {name: t.clone() for name, t in o.state.items()} for key, o in self._observers.items()}
-        batches = {key: o.batches for key, o in self._observers.items()}
-        return Collected(states, batches, tuple(self._samples.batches), _weights(self._module))
+        seen = {key: o.seen for key, o in self._observers.items()}
+        return Collected(states, seen, tuple(self._samples.batches), _weights(self._module))
+
+    def identity(self) -> dict[str, bytes]:
+        """What the statistics are of, to the last bit: the captured graph and its constants, by their name."""
+        return {"model": self._module.code.encode(), "weights": checksum("", dict(self._module.named_buffers())).encode()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one file; an earlier one is replaced as a whole or not at all."""
-        found = self.collected()
-        keys = list(found.states)
-        tensors = {f"{i}.{name}": t for i, key in enumerate(keys) for name, t in found.states[key].items()}
-        tensors |= {f"sample.{i}.{j}": t.contiguous() for i, batch in enumerate(found.samples) for j, t in enumerate(batch)}
-        observers = [{"tensor": k[0], "statistic": k[1], "batches": found.batches[k]} for k in keys]
-        document = {"format": _FORMAT, "schema_version": SCHEMA, "nc": __version__, "observers": observers, "weights": found.weights}
-        text = json.dumps(document, allow_nan=False)
-        metadata = {"nc": text, "sha256": _digest(text, tensors)}
+        tensors, metadata = _encode(self.collected())
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
@@ -120,10 +117,7 @@ class Statistics:
             ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or of a newer version.
             StateError: it is of another model, or lacks a tensor or a statistic that this configuration needs.
         """
-        states, batches, samples = self._fitting(read(path), str(path))
-        for key, observer in self._observers.items():
-            observer.state, observer.batches = states[key], batches[key]
-        self._samples.batches = list(samples)
+        self._become(self.combined([(str(path), read(path))]))
 
     def merge(self, other: Statistics | str | os.PathLike[str]) -> None:
         """Add what another run collected: as if one run had seen both, bit for bit (moving averages are weighted by their batches).
@@ -134,23 +128,45 @@ class Statistics:
         Raises:
             As `load`.
         """
-        where = "the other model" if isinstance(other, Statistics) else str(other)
-        found = other.collected() if isinstance(other, Statistics) else read(other)
-        states, batches, samples = self._fitting(found, where)
-        for key, observer in self._observers.items():
-            observer.state = observer.statistic.merge(observer.state, states[key])
-            observer.batches += batches[key]
-        for batch in samples:
-            self._samples.keep(batch)
+        found = ("the other model", other.collected()) if isinstance(other, Statistics) else (str(other), read(other))
+        self._become(self.combined([("here", self.collected()), found]))
 
-    def _fitting(self, found: Collected, where: str) -> tuple[dict[Key, State], dict[Key, int], tuple[Batch, ...]]:
-        """What `found` holds for each observer here."""
+    def combined(self, parts: Iterable[tuple[str, Collected]]) -> Collected:
+        """What one run over all parts, in their order, would have collected of this model; what was collected here stays as it is.
+
+        Args:
+            parts: at least one: where it comes from, for messages, and what was collected there. They are taken one at a time.
+
+        Raises:
+            StateError: a part is of another model, or lacks a tensor or a statistic that this configuration needs.
+        """
+        whole: Collected | None = None
+        samples = Samples(self._samples.rows, self._samples.size)
         mine = _weights(self._module)
+        for where, part in parts:
+            found = self._fitting(part, where, mine)
+            if whole is None:
+                whole, samples.batches = found, list(found.samples)
+                continue
+            states = {key: o.statistic.merge(whole.states[key], found.states[key]) for key, o in self._observers.items()}
+            seen = {key: whole.seen[key].then(found.seen[key]) for key in self._observers}
+            for batch in found.samples:
+                samples.keep(batch)
+            whole = Collected(states, seen, tuple(samples.batches), whole.weights)
+        return whole
+
+    def _become(self, found: Collected) -> None:
+        for key, observer in self._observers.items():
+            observer.state, observer.seen = found.states[key], found.seen[key]
+        self._samples.batches = list(found.samples)
+
+    def _fitting(self, found: Collected, where: str, mine: Mapping[str, float]) -> Collected:
+        """What `found` holds for each observer here, whose model has the weights `mine`."""
         for name in sorted(set(mine) | set(found.weights)):
             if not math.isclose(mine.get(name, math.nan), found.weights.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
                 msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
                 raise StateError(msg)
-        states, batches = {}, {}
+        states, seen = {}, {}
         for (tensor, statistic), observer in self._observers.items():
             key = next((k for k in ((tensor, statistic), (tensor, "histogram")) if k in found.states), None)
             if key is None:
@@ -164,8 +180,8 @@ class Statistics:
                 msg = f"{where} has a histogram of the input of operator {observer.operator!r}, which gives no {statistic!r}."
                 raise StateError(msg)
             states[tensor, statistic] = {name: found.states[key][name] for name in observer.state}
-            batches[tensor, statistic] = found.batches[key]
-        return states, batches, found.samples
+            seen[tensor, statistic] = found.seen[key]
+        return Collected(states, seen, found.samples, found.weights)
 
 
 def read(path: str | os.PathLike[str]) -> Collected:
@@ -177,39 +193,69 @@ def read(path: str | os.PathLike[str]) -> Collected:
     if not Path(path).is_file():
         msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
         raise ArtefactMissingError(msg)
+    return decode(Path(path).read_bytes(), str(path))
+
+
+def encode(found: Collected) -> bytes:
+    """The content of a file."""
+    return safetensors.torch.save(*_encode(found))
+
+
+def decode(data: bytes, where: str) -> Collected:
+    """The inverse of `encode`.
+
+    Args:
+        data: what was written, or something else.
+        where: where it comes from, for messages.
+
+    Raises:
+        ArtefactCorruptError, ArtefactSchemaError.
+    """
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        # into torch's own, aligned memory: kernels round differently where it isn't
+        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
         text = metadata["nc"]
-        if metadata["sha256"] != _digest(text, tensors):
-            msg = f"{path}: the content is not what was written: its checksum differs. Save the statistics again."
+        if metadata["sha256"] != checksum(text, tensors):
+            msg = f"{where}: the content is not what was written: its checksum differs. Save the statistics again."
             raise ArtefactCorruptError(msg)
-        return _parse(json.loads(text), tensors, path)
+        return _parse(json.loads(text), tensors, where)
     except NCError:
         raise
     except Exception as error:
-        msg = f"{path}: not what nc writes ({type(error).__name__}: {error}). Save the statistics again."
+        msg = f"{where}: not what nc writes ({type(error).__name__}: {error}). Save the statistics again."
         raise ArtefactCorruptError(msg) from error
 
 
-def _parse(document: dict[str, object], tensors: dict[str, torch.Tensor], path: object) -> Collected:
+def _encode(found: Collected) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata, as safetensors takes them."""
+    keys = list(found.states)
+    tensors = {f"{i}.{name}": t for i, key in enumerate(keys) for name, t in found.states[key].items()}
+    tensors |= {f"sample.{i}.{j}": t for i, batch in enumerate(found.samples) for j, t in enumerate(batch)}
+    observers = [{"tensor": k[0], "statistic": k[1], "batches": found.seen[k].batches, "growth": found.seen[k].growth} for k in keys]
+    document = {"format": _FORMAT, "schema_version": SCHEMA, "nc": __version__, "observers": observers, "weights": found.weights}
+    text = json.dumps(document, allow_nan=False)
+    return tensors, {"nc": text, "sha256": checksum(text, tensors)}
+
+
+def _parse(document: dict[str, object], tensors: dict[str, torch.Tensor], where: str) -> Collected:
     if document.get("format") != _FORMAT or document.get("schema_version") != SCHEMA:
         msg = (
-            f"{path}: expected {_FORMAT} of schema version {SCHEMA}, but got {document.get('format')!r} of version "
+            f"{where}: expected {_FORMAT} of schema version {SCHEMA}, but got {document.get('format')!r} of version "
             f"{document.get('schema_version')!r}. A newer nc wrote it, or it is something else."
         )
         raise ArtefactSchemaError(msg)
     states: dict[Key, State] = {}
-    batches: dict[Key, int] = {}
+    seen: dict[Key, Seen] = {}
     for i, entry in enumerate(document["observers"]):
         key = entry["tensor"], entry["statistic"]
         states[key] = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
-        batches[key] = entry["batches"]
+        growth = entry.get("growth", ())  # files of an earlier version have none
+        seen[key] = Seen(entry["batches"], tuple((batch, low, high) for batch, low, high in growth))
     samples: dict[int, list[torch.Tensor]] = {}
     for name in sorted((n for n in tensors if n.startswith("sample.")), key=lambda n: [int(p) for p in n.split(".")[1:]]):
         samples.setdefault(int(name.split(".")[1]), []).append(tensors[name])
-    return Collected(states, batches, tuple(tuple(batch) for batch in samples.values()), document["weights"])
+    return Collected(states, seen, tuple(tuple(batch) for batch in samples.values()), document["weights"])
 
 
 def _weights(module: fx.GraphModule) -> dict[str, float]:
@@ -217,7 +263,8 @@ def _weights(module: fx.GraphModule) -> dict[str, float]:
     return {name: float(t.abs().double().mean()) for name, t in module.named_buffers() if t.is_floating_point() and t.numel()}
 
 
-def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of a text and of named tensors, in hex."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         t = tensors[name]

@@ -30,7 +30,7 @@ def collect() -> set[str]:
     networks = [(net, torch.randn(shape)) for net, shape, _ in NETS.values()]
     networks += [(case.build(), case.inputs(1)) for case in CASES.values()]
     for model, inputs in networks:
-        prepared = nc.prepare(model.eval(), nc.StaticQuantConfig(bias_correction=False), example_inputs=inputs)
+        prepared = nc.prepare(model.eval(), nc.StaticQuantConfig(post=()), example_inputs=inputs)
         call(prepared, inputs)
         found |= patterns(prepared.quantized_graph().module)
     return found

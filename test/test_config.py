@@ -1,7 +1,6 @@
 """The configuration object: what it refuses, and that its JSON form loses nothing."""
 
 import copy
-import dataclasses
 import json
 import operator
 import pickle
@@ -14,7 +13,9 @@ from models import FP32, MLP, call
 from torch import nn
 
 from nc import (
+    BiasCorrection,
     ConfigError,
+    DynamicQuantConfig,
     NCError,
     PatternError,
     StaticQuantConfig,
@@ -24,9 +25,9 @@ from nc import (
     get_default_static_config,
     prepare,
 )
-from nc.spec import FLOAT
+from nc.rules import spec_of
 
-FIELDS = [f.name for f in dataclasses.fields(StaticQuantConfig) if f.name != "rules"]
+FIELDS = list(StaticQuantConfig.FIELDS)
 
 
 # ---- fields ----
@@ -44,8 +45,9 @@ def test_defaults_are_those_that_the_documentation_states():
         "act_granularity": "per_tensor",
         "act_algo": "minmax",
         "excluded_precisions": (),
-        "bias_correction": True,
         "percentile": 99.999,
+        "pre": (),
+        "post": (BiasCorrection(),),
     }
     assert get_default_static_config() == config
     assert isinstance(config, StaticQuantConfig)
@@ -65,7 +67,7 @@ def test_unknown_field_names_the_nearest(typo, nearest):
 
 def test_fields_are_positional_in_the_documented_order():
     assert StaticQuantConfig("int8", True, "per_tensor", "minmax", "int8") == StaticQuantConfig(
-        w_granularity="per_tensor", act_dtype="int8"
+        w_dtype="int8", w_sym=True, w_granularity="per_tensor", w_algo="minmax", act_dtype="int8"
     )
     with pytest.raises(UnknownFieldError, match="two values for 'w_dtype'"):
         StaticQuantConfig("int8", w_dtype="int8")
@@ -77,15 +79,15 @@ def test_fields_are_positional_in_the_documented_order():
     ("field", "value"),
     [
         ("w_dtype", "int4"),
-        ("act_dtype", "bf16"),
-        ("act_dtype", None),
+        ("act_dtype", "fp16"),
         ("w_granularity", "per_group"),
         ("act_granularity", "per_row"),
         ("w_algo", "magic"),
         ("act_algo", "magic"),
         ("w_sym", 1),
         ("act_sym", "yes"),
-        ("bias_correction", 0),
+        ("post", ["bias_correction"]),
+        ("pre", [BiasCorrection()]),
         ("percentile", 50.0),
         ("percentile", 100.5),
         ("percentile", True),
@@ -123,14 +125,32 @@ def test_legal_values_without_a_kernel_say_what_to_use(field, value):
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_configuration_is_frozen():
+def test_fields_can_be_assigned_and_are_checked():
+    config = StaticQuantConfig(act_sym=True)
+    config.act_algo = "kl"
+    assert config == StaticQuantConfig(act_sym=True, act_algo="kl")
+    config.act_algo = None  # taken back
+    assert config == StaticQuantConfig(act_sym=True)
+    for field, value in (("anything", 1), ("act_algo", "magic"), ("act_dtype", "fp32")):
+        with pytest.raises(ConfigError):
+            setattr(config, field, value)
+    assert config == StaticQuantConfig(act_sym=True)
+
+
+def test_what_was_not_given_is_not_what_was_given_as_the_default():
+    """They differ as local configurations: the one defers to the level above."""
+    assert StaticQuantConfig(act_algo="minmax") != StaticQuantConfig()
+    assert StaticQuantConfig(act_algo=None) == StaticQuantConfig()
+    assert StaticQuantConfig() != DynamicQuantConfig()
+
+
+def test_configurations_are_hashable_and_keep_their_hash():
     config = StaticQuantConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.act_sym = True
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.anything = 1
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(config)
+    found = {config: 1, DynamicQuantConfig(): 2}
+    assert found[StaticQuantConfig()] == 1
+    config.set_local("a", FP32)
+    assert found[config] == 1
+    assert len({StaticQuantConfig(), StaticQuantConfig(), StaticQuantConfig(act_sym=True)}) == 2
 
 
 def test_defaults_are_not_shared():
@@ -139,12 +159,12 @@ def test_defaults_are_not_shared():
 
 
 def test_what_an_operator_gets():
-    spec = StaticQuantConfig(act_sym=True, act_dtype="int8", w_granularity="per_tensor").spec()
+    config = StaticQuantConfig(act_sym=True, act_dtype="int8", w_granularity="per_tensor")
+    spec = spec_of("static", {**config.defaults(), **config.given}, "linear")
     assert (spec.activation.dtype, spec.activation.symmetric) == ("int8", True)
     assert (spec.activation.quant_min, spec.activation.quant_max) == (-128, 127)
     assert (spec.weight.dtype, spec.weight.granularity) == ("int8", "per_tensor")
     assert (spec.weight.quant_min, spec.weight.quant_max) == (-127, 127)
-    assert FP32.spec() == FLOAT
     assert FP32.is_float
     assert not StaticQuantConfig().is_float
 
@@ -153,7 +173,7 @@ def test_what_an_operator_gets():
 
 
 def keys(config):
-    return [(rule.key, rule.is_type) for rule in config.rules]
+    return [(rule.key.text, rule.key.is_type) for rule in config.rules]
 
 
 def test_set_local_chains_and_takes_lists():
@@ -200,7 +220,7 @@ def test_a_key_of_another_kind(key):
 
 
 def test_a_local_configuration_that_is_none():
-    with pytest.raises(ConfigError, match="expects a StaticQuantConfig, but got dict"):
+    with pytest.raises(ConfigError, match=r"expects a configuration, e\.g\. StaticQuantConfig\(\), but got dict"):
         StaticQuantConfig().set_local("fc", {"w_dtype": "fp32"})
 
 
@@ -246,12 +266,13 @@ names = st.sampled_from(["fc", "encoder.layer.0", r"encoder\..*", "Linear", "add
 @st.composite
 def configs(draw, rules=True):
     dtype = draw(st.sampled_from(["uint8", "int8", "fp32"]))
+    if rules and draw(st.booleans()):
+        return StaticQuantConfig(post=draw(st.sampled_from([(), (BiasCorrection(),)])))
     config = StaticQuantConfig(
         w_dtype="fp32" if dtype == "fp32" else "int8",
         act_dtype=dtype,
         act_sym=draw(st.booleans()),
         w_granularity=draw(st.sampled_from(["per_channel", "per_tensor"])),
-        bias_correction=draw(st.booleans()),
         act_algo=draw(st.sampled_from(["minmax", "moving_average", "percentile", "mse", "kl"])),
         w_algo=draw(st.sampled_from(["minmax", "mse"])),
         percentile=draw(st.floats(51, 100)),
@@ -271,7 +292,7 @@ def test_json_keeps_everything(config):
     assert again.to_json() == config.to_json()
     assert isinstance(again.excluded_precisions, tuple)
     assert set(json.loads(config.to_json())) == {"schema_version", "algorithm", "global", "local"}
-    assert set(config.to_dict()["global"]) == set(FIELDS)
+    assert set(config.to_dict()["global"]) == set(config.given)
 
 
 def test_json_files(tmp_path):
@@ -291,6 +312,11 @@ GOOD = StaticQuantConfig().set_local("a", FP32).to_dict()
         {**GOOD, "extra": 1},
         {**GOOD, "schema_version": 2},
         {**GOOD, "algorithm": "dynamic"},
+        {**GOOD, "white_list": ["a"]},
+        {**GOOD, "white_list": 3},
+        {"w_dtyp": "int8"},
+        {**GOOD, "local": [{"key": "a", "algorithm": "magic", "config": {}}]},
+        {**GOOD, "local": [{"key": "a", "config": {"post": []}}]},
         {**GOOD, "global": {"w_dtyp": "int8"}},
         {**GOOD, "global": {"w_dtype": "int7"}},
         {**GOOD, "global": 3},

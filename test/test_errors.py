@@ -119,9 +119,9 @@ def test_a_model_that_is_none(step, model):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("config", [None, {}, "int8"])
+@pytest.mark.parametrize("config", [None, {}, "int8", {"rtn": {}}, StaticQuantConfig])
 def test_a_configuration_that_is_none(step, config):
-    with pytest.raises(ConfigError, match=f"to be a StaticQuantConfig, but got {type(config).__name__}"):
+    with pytest.raises(ConfigError, match=r"to be a configuration \(StaticQuantConfig, .* or a dict such as .*, but got"):
         step(MLP().eval(), config, example_inputs=X, backend="reference")
 
 

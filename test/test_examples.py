@@ -82,6 +82,15 @@ def test_serve_torchscript_needs_torch_and_ipex_only(tmp_path):
     assert "the same numbers" in text
 
 
+@pytest.mark.slow
+@pytest.mark.ipex
+def test_distributed_calibration_starts_its_own_processes(tmp_path):
+    text = run(tmp_path, "distributed_calibration.py")
+    assert "each of 2 ranks calibrated with 32 of 64 batches" in text
+    assert "the same bytes on every rank" in text
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["rank0", "rank1"]
+
+
 def test_no_paragraph_is_in_calibration_and_evaluation(example):
     minilm = example("minilm")
     calibration, evaluation = minilm.split()

@@ -12,18 +12,22 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph"),
+    ("nc.keys",),
     ("nc.numerics", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
     ("nc.observers",),
-    ("nc.config", "nc.statistics"),
+    ("nc.fields", "nc.statistics"),
     ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
+    ("nc.distributed",),
     ("nc.graph.passes",),
-    ("nc.graph.capture",),
+    ("nc.graph.capture", "nc.algorithms"),
+    ("nc.config", "nc.graph.small"),
     ("nc.rules", "nc.graph.placement"),
     ("nc.graph.qdq", "nc.graph.observe"),
     ("nc.graph.operators",),
     ("nc.graph.serial",),
     ("nc.graph.store",),
-    ("nc.algorithms", "nc.backends"),
+    ("nc.backends", "nc.health"),
+    ("nc.smoothing",),
     ("nc.prepared", "nc.report"),
     ("nc.quantized",),
     ("nc.quantize", "nc.artefact"),
@@ -34,15 +38,20 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
+    "nc.algorithms": (
+        ("nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.replay"),
+        ("nc.algorithms.bias_absorption", "nc.algorithms.smooth_quant"),
+        ("nc.algorithms",),
+    ),
     "nc.numerics": (("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"), ("nc.numerics.clip",), ("nc.numerics",)),
     "nc.observers": (
         ("nc.observers.base",),
-        ("nc.observers.histogram",),
+        ("nc.observers.histogram", "nc.observers.channels"),
         ("nc.observers.minmax", "nc.observers.moving_average", "nc.observers.percentile", "nc.observers.mse", "nc.observers.kl"),
         ("nc.observers",),
     ),
     "nc.backends": (
-        ("nc.backends.base", "nc.backends.cpu"),
+        ("nc.backends.base", "nc.backends.cpu", "nc.backends.dynamic"),
         ("nc.backends.reference", "nc.backends.torchscript"),
         ("nc.backends",),
         (

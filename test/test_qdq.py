@@ -33,7 +33,7 @@ from nc.rules import resolve
 from nc.spec import TensorSpec
 
 #: Without bias correction every number of the graph follows from ranges and weights alone.
-BARE = StaticQuantConfig(bias_correction=False)
+BARE = StaticQuantConfig(post=())
 
 
 def nodes(q, target):
@@ -201,7 +201,7 @@ def test_parts_of_a_tensor_have_scales_of_their_own():
 
 
 def test_an_fp32_operator_has_no_pair():
-    q = quantized(MLP(), torch.randn(8, 16), StaticQuantConfig(bias_correction=False).set_local("fc1", FP32))
+    q = quantized(MLP(), torch.randn(8, 16), StaticQuantConfig(post=()).set_local("fc1", FP32))
     assert counts(q) == (1, 1, 1)
     assert reads(q, "fc1") == ["", ""]
     assert reads(q, "fc2") == ["q", "q"]
@@ -209,7 +209,7 @@ def test_an_fp32_operator_has_no_pair():
 
 def test_two_readers_with_different_configurations_have_codes_of_their_own():
     model = Function(lambda self, x: self.a(x) + self.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    config = StaticQuantConfig(bias_correction=False).set_local("b", StaticQuantConfig(act_dtype="int8", act_sym=True))
+    config = StaticQuantConfig(post=()).set_local("b", StaticQuantConfig(act_dtype="int8", act_sym=True))
     q = quantized(model, torch.randn(8, 4), config)
     assert sorted(n.args[2:] for n in nodes(q, quantize_per_tensor))[0] == (0, -128, 127)
     assert counts(q)[0] == 2
@@ -265,7 +265,7 @@ def test_a_grouped_transposed_convolution_has_one_scale():
 
 def test_weights_per_tensor():
     layer = nn.Linear(5, 7)
-    q = quantized(layer, torch.randn(9, 5), StaticQuantConfig(w_granularity="per_tensor", bias_correction=False))
+    q = quantized(layer, torch.randn(9, 5), StaticQuantConfig(w_granularity="per_tensor", post=()))
     assert not nodes(q, dequantize_per_channel)
     (weight,) = [n for n in nodes(q, dequantize_per_tensor) if n.args[0].op == "get_attr"]
     codes = getattr(q.graph.module, weight.args[0].target)
@@ -324,7 +324,7 @@ def test_no_fp32_copy_of_a_quantized_weight_stays():
 
 def test_symmetric_uint8_has_zero_point_128():
     x = torch.randn(32, 16)
-    q = quantized(MLP(), x, StaticQuantConfig(act_sym=True, bias_correction=False))
+    q = quantized(MLP(), x, StaticQuantConfig(act_sym=True, post=()))
     scale, zero_point, low, high = qparams_at(q, 0)
     assert (zero_point, low, high) == (128, 0, 255)
     assert scale == pytest.approx(x.abs().max().item() / 127, rel=1e-6)
@@ -333,7 +333,7 @@ def test_symmetric_uint8_has_zero_point_128():
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_int8_activations(symmetric):
     x = torch.rand(32, 16) - 0.2
-    q = quantized(MLP(), x, StaticQuantConfig(act_dtype="int8", act_sym=symmetric, bias_correction=False))
+    q = quantized(MLP(), x, StaticQuantConfig(act_dtype="int8", act_sym=symmetric, post=()))
     scale, zero_point, low, high = qparams_at(q, 0)
     assert (low, high) == (-128, 127)
     expected = (x.abs().max().item() / 127, 0) if symmetric else exact_qparams([x], -128, 127)

@@ -165,12 +165,12 @@ def test_any_altered_byte_is_found(model, data, tmp_path):
 
 
 def test_a_newer_schema_and_another_format(tmp_path):
-    from nc.statistics import _digest
+    from nc.statistics import checksum
 
     for document in ({"format": "nc-statistics", "schema_version": 2}, {"format": "other", "schema_version": 1}):
         text = json.dumps(document)
         tensors = {"x": torch.zeros(1)}
-        safetensors.torch.save_file(tensors, tmp_path / "s", {"nc": text, "sha256": _digest(text, tensors)})
+        safetensors.torch.save_file(tensors, tmp_path / "s", {"nc": text, "sha256": checksum(text, tensors)})
         with pytest.raises(ArtefactSchemaError, match="expected nc-statistics of schema version 1"):
             read(tmp_path / "s")
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "s")

@@ -6,7 +6,9 @@ form), in execution order: each operator is corrected with the corrected operato
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -17,6 +19,17 @@ from nc.graph.passes import add_constant
 Batch = Sequence[torch.Tensor]
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BiasCorrection:
+    """See the module text; has nothing to set."""
+
+    name: ClassVar[str] = "bias_correction"
+
+    def apply(self, float_module: fx.GraphModule, quantized: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> int:
+        """`correct_biases`."""
+        return correct_biases(float_module, quantized, operators, batches)
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
-from nc.config import KIND_NAMES
 from nc.graph.catalogue import WEIGHTED
 from nc.graph.qdq import QDQGraph
+from nc.keys import KIND_NAMES
 from nc.spec import Capabilities, OpSupport
 
 NAME = "reference"
@@ -28,8 +28,15 @@ class ReferenceBackend:
     def capabilities(self) -> Capabilities:
         """Every kind and dtype."""
         rows = tuple(
-            OpSupport(kind=kind, activations=("uint8", "int8"), weights=("int8",) if kind in WEIGHTED.values() else (), note=_NOTE)
+            OpSupport(
+                kind=kind,
+                activations=("uint8", "int8"),
+                weights=("int8",) if kind in WEIGHTED.values() else (),
+                dynamic=("per_token", "per_tensor") if kind == "linear" else (),
+                note=_NOTE,
+            )
             for kind in KIND_NAMES
+            if kind not in ("lstm", "gru")
         )
         return Capabilities(backend=NAME, ops=rows, fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}))
 

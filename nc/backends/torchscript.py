@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
+from nc.backends import dynamic
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
 from nc.graph.placement import works_in_place
@@ -104,7 +105,9 @@ def script(module: fx.GraphModule) -> Script:
                 names[node] = f"self.c_{node.target}"
         elif node.op == "output":
             body.append((node.name, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
-        else:
+        elif dynamic.is_dynamic(node):
+            body += [(node.name, text) for text in dynamic.statements(module, root, node, names)]
+        elif not dynamic.is_packed(node):
             body.append((node.name, f"{names[node]} = {_call(module, root, node, names)}"))
     head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
     source = "\n".join([head, *(f"    {text}" for _, text in body)]) + "\n"
@@ -153,7 +156,7 @@ def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: M
             return f"{names[source]}.dequantize()"
         attribute = f"c_{source.target}_q{node.args[2]}"
         if not hasattr(root, attribute):
-            root.register_buffer(attribute, _quantized_weight(module, node))
+            root.register_buffer(attribute, dynamic.quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"
     arguments = [_text(a, names) for a in node.args]
     if node.target is operator.getitem:
@@ -195,16 +198,6 @@ def _is_strided(node: fx.Node) -> bool:
     if op_name(node) in ACTIVATIONS or node.target in (quantize_per_tensor, dequantize_per_tensor):
         return _is_strided(node.args[0])
     return op_name(node) not in ("linear", "layer_norm", "embedding", "reshape")
-
-
-def _quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    codes = getattr(module, node.args[0].target)
-    if node.target is dequantize_per_tensor:
-        return torch._make_per_tensor_quantized_tensor(codes, node.args[1], node.args[2])
-    scale = getattr(module, node.args[1].target).double()
-    zero_points = torch.zeros(len(scale), dtype=torch.int64)
-    # channels-last would save reorders, but IPEX then returned garbage to calls from several threads (docs/ipex.md)
-    return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, node.args[2])
 
 
 def _text(value: object, names: Mapping[fx.Node, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ class Operator:
         node: name of its fx node.
         quantizable: whether some integer kernel exists for its kind.
         reason: why it can't be quantized; "" when it can.
+        followed_by: what reads its result and nothing else does, one after the other: ("add", "relu").
     """
 
     name: str
@@ -33,6 +35,7 @@ class Operator:
     node: str
     quantizable: bool
     reason: str = ""
+    followed_by: tuple[str, ...] = ()
 
 
 def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Operator, ...]:
@@ -57,8 +60,19 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
         name = base if count == 0 else f"{base}@{count}" if owned else f"{base}_{count}"
         node.meta["operator"] = name
         module_name = base if owned else name
-        operators.append(Operator(name, module_name, shown, module_type, node.name, kind is not None and not reason, reason))
+        quantizable = kind is not None and not reason
+        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, reason, tuple(_chain(node))))
     return tuple(operators)
+
+
+def _chain(node: fx.Node) -> Iterator[str]:
+    """Names of the additions and activations that a result goes through, as long as nothing else reads it."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        name = catalogue.op_name(node).rstrip("_")
+        if name != "add" and name not in catalogue.ACTIVATIONS:
+            return
+        yield name
 
 
 def _activations(module: fx.GraphModule) -> set[fx.Node]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import fx
 
 from nc.graph.placement import Edge, works_in_place
 from nc.observers import ALGORITHMS, Observer
-from nc.observers.base import Key
+from nc.observers.base import Key, Statistic
+from nc.observers.channels import CHANNEL_EXTREMES
+from nc.plan import Plan
 
 
 def observer_key(edge: Edge) -> Key:
@@ -14,11 +18,36 @@ def observer_key(edge: Edge) -> Key:
     return edge.origin.name, ALGORITHMS[edge.spec.algo].statistic.name
 
 
-def observed_module(module: fx.GraphModule, edges: list[Edge]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watch:
+    """A tensor and what is to be collected of it.
+
+    Attributes:
+        node: the tensor.
+        reader: the operator's node that reads it.
+        statistic: what is collected.
+        operator: the operator's name.
+    """
+
+    node: fx.Node
+    reader: fx.Node
+    statistic: Statistic
+    operator: str
+
+
+def watches_for(module: fx.GraphModule, edges: list[Edge], plan: Plan) -> list[Watch]:
+    """What the ranges of edges need, and what SmoothQuant does."""
+    found = [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
+    smooth = {d.operator for d in plan.quantized if d.spec.smooth is not None}
+    readers = [n for n in module.graph.nodes if n.meta.get("operator") in smooth]
+    return found + [Watch(n.args[0], n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers]
+
+
+def observed_module(module: fx.GraphModule, watches: list[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
     """A copy of `module`, sharing its constants, that feeds one observer per tensor and statistic.
 
     Returns:
-        The copy, and the observers by (origin node name, statistic).
+        The copy, and the observers by (node name, statistic).
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -28,16 +57,16 @@ def observed_module(module: fx.GraphModule, edges: list[Edge]) -> tuple[fx.Graph
     observers: dict[Key, Observer] = {}
     names: dict[Key, str] = {}
     in_place = works_in_place(module)
-    for edge in edges:
-        key = observer_key(edge)
+    for watch in watches:
+        key = watch.node.name, watch.statistic.name
         if key in observers and not in_place:
             continue
         if key not in observers:
-            observers[key] = Observer(ALGORITHMS[edge.spec.algo].statistic, edge.operator)
+            observers[key] = Observer(watch.statistic, watch.operator)
             names[key] = f"observer_{len(observers)}"
             copy.add_submodule(names[key], observers[key])
-        where = graph.inserting_before(mapping[edge.reader]) if in_place else graph.inserting_after(mapping[edge.origin])
+        where = graph.inserting_before(mapping[watch.reader]) if in_place else graph.inserting_after(mapping[watch.node])
         with where:
-            graph.call_module(names[key], (mapping[edge.origin],))
+            graph.call_module(names[key], (mapping[watch.node],))
     copy.recompile()
     return copy, observers

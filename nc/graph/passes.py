@@ -315,6 +315,9 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         conv["weight"] = add_constant(module, producer, f"{name}_folded", new_weight, fqn)
         conv["bias"] = add_constant(module, producer, f"{name}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias")
         producer.args, producer.kwargs = tuple(conv.values()), {}
+        # what bias absorption knows of the output without data: float64 [channels]
+        producer.meta["output_mean"] = torch.zeros_like(factor) if beta is None else beta.double()
+        producer.meta["output_std"] = torch.ones_like(factor) if gamma is None else gamma.double().abs()
         _replace(node, producer)
 
 

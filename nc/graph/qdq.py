@@ -35,7 +35,34 @@ def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> t
     return affine.dequantize(q, scale, 0, axis)
 
 
-QDQ_FUNCTIONS = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
+def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:
+    """fp32 values of the codes of `x`, whose range is found here: over each row of the last dimension, or over all of it."""
+    if not x.numel():
+        return x
+    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
+    scale, zero_point = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
+    codes = (torch.round(x / scale) + zero_point).clamp_(quant_min, quant_max)
+    return codes.sub_(zero_point).mul_(scale)
+
+
+QDQ_FUNCTIONS = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, quantize_dequantize_dynamic)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about an operator's calibration that is worth a look; `nc.health` finds it.
+
+    Attributes:
+        kind: one of `nc.health.KINDS`.
+        operator: its name.
+        value: how much, as a share from 0 to 1: of the values, of the range or of the channels.
+        text: the same in words.
+    """
+
+    kind: str
+    operator: str
+    value: float
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +78,7 @@ class QDQGraph:
         float_bytes: bytes of the captured fp32 constants.
         noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
         corrected_biases: number of operators whose bias was corrected.
+        health: what calibration leaves to wish for, the worst of each kind first.
     """
 
     module: fx.GraphModule
@@ -61,6 +89,7 @@ class QDQGraph:
     float_bytes: int
     noise_db: float
     corrected_biases: int = 0
+    health: tuple[Finding, ...] = ()
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
@@ -93,6 +122,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         # each reader has a dequantize of its own, so that an engine can fuse every one of them
         reader.update_arg(edge.index, dequantized)
         codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
+    _insert_dynamic(graph, plan)
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
@@ -105,6 +135,20 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     graph.lint()
     copy.recompile()
     return copy
+
+
+def _insert_dynamic(graph: fx.Graph, plan: Plan) -> None:
+    """Let dynamic operators read their inputs through codes; those that read one tensor alike share them."""
+    specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.activation.dynamic}
+    shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
+    for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
+        source, spec = node.args[0], specs[node.meta["operator"]]
+        if (source, spec) not in shared:
+            with graph.inserting_before(node):
+                args = (source, spec.granularity == "per_token", spec.quant_min, spec.quant_max, spec.symmetric)
+                shared[source, spec] = graph.call_function(quantize_dequantize_dynamic, args)
+            shared[source, spec].meta["val"] = source.meta.get("val")
+        node.update_arg(0, shared[source, spec])
 
 
 def _last_input(source: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ module made.
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import math
 import re
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph import operators, tree, values
-from nc.graph.qdq import QDQGraph
+from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature
 from nc.plan import Plan
 
@@ -32,7 +33,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A graph as JSON and tensors.
 
     Returns:
-        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, nodes,
+        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, health, nodes,
         sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
         which share memory.
 
@@ -56,6 +57,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "float_bytes": graph.float_bytes,
         "corrected_biases": graph.corrected_biases,
         "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "health": [dataclasses.asdict(finding) for finding in graph.health],
         "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
         "sizes": sizes.hints,
         "memory_order": order,
@@ -93,6 +95,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         float_bytes=document["float_bytes"],
         noise_db=float(document["noise_db"]),
         corrected_biases=document["corrected_biases"],
+        health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
     )
 
 

@@ -61,13 +61,43 @@ def merge_each(**combine: Combine) -> Callable[[State, State], State]:
     return merge
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """How many batches were seen, and how their extremes grew: what tells whether more data would change the range.
+
+    Attributes:
+        batches: those that had at least one element.
+        growth: (number of the batch, counted from 1; smallest and largest value of all batches up to it) for each batch that brought a
+            new extreme, which grows with the logarithm of the batches. Empty when it is not known: statistics of an earlier version.
+    """
+
+    batches: int = 0
+    growth: tuple[tuple[int, float, float], ...] = ()
+
+    def then(self, later: Seen) -> Seen:
+        """As if `later`'s batches had come after these."""
+        total = self.batches + later.batches
+        if any(s.batches and not s.growth for s in (self, later)):
+            return Seen(total)
+        growth = list(self.growth)
+        for batch, low, high in later.growth:
+            extremes = (min(growth[-1][1], low), max(growth[-1][2], high)) if growth else (low, high)
+            if not growth or extremes != growth[-1][1:]:
+                growth.append((self.batches + batch, *extremes))
+        return Seen(total, tuple(growth))
+
+    def extremes(self, batches: int) -> tuple[float, float] | None:
+        """Smallest and largest value of the first `batches` (at least 1); None when that is not known."""
+        return next(((low, high) for batch, low, high in reversed(self.growth) if batch <= batches), None)
+
+
 class Observer(torch.nn.Module):
     """Collects a statistic in forward and returns its input untouched.
 
     Attributes:
         statistic: what it collects.
         operator: name of the operator that reads the tensor, for messages.
-        batches: forwards that had at least one element.
+        seen: the batches so far.
         state: the statistic so far.
     """
 
@@ -75,8 +105,13 @@ class Observer(torch.nn.Module):
         super().__init__()
         self.statistic = statistic
         self.operator = operator
-        self.batches = 0
+        self.seen = Seen()
         self.state: State = {name: start.clone() for name, start in statistic.start.items()}
+
+    @property
+    def batches(self) -> int:
+        """Forwards that had at least one element."""
+        return self.seen.batches
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +125,7 @@ class Observer(torch.nn.Module):
             if not bool(torch.isfinite(low) & torch.isfinite(high)):  # their difference may overflow
                 self._refuse(x)
             self.state = self.statistic.update(self.state, x.detach(), low, high)
-            self.batches += 1
+            self.seen = self.seen.then(Seen(1, ((1, float(low), float(high)),)))
         return x
 
     def _refuse(self, x: torch.Tensor) -> None:
@@ -103,6 +138,6 @@ class Observer(torch.nn.Module):
         raise CalibrationError(msg)
 
     def merge(self, other: Observer) -> None:
-        """Take in what another observer of the same tensor saw."""
+        """Take in what another observer of the same tensor saw, as if it had come afterwards."""
         self.state = self.statistic.merge(self.state, other.state)
-        self.batches += other.batches
+        self.seen = self.seen.then(other.seen)

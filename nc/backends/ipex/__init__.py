@@ -22,7 +22,7 @@ _INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0 (or pip 
 _ACTIVATIONS = ("uint8", "int8")
 
 OPS = (
-    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport
+from nc.backends.dynamic import packed_bytes
 from nc.backends.ipex.gate import Gate
 from nc.backends.ipex.isolate import first_run_in_child, is_familiar
 from nc.backends.ipex.layout import at_least_two, make_row_major
@@ -69,7 +70,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
             warnings.warn(text, NCWarning, stacklevel=4)
     operators = {n.name: n.meta["operator"] for n in graph.module.graph.nodes if "operator" in n.meta}
     operator_at = {line: operators[node] for line, node in scripted.lines.items() if node in operators}
-    weight_bytes = _constant_bytes(frozen)
+    weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
 
     def report() -> EngineReport:

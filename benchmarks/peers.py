@@ -1,0 +1,197 @@
+"""Other projects' quantizers on the tasks of accuracy.py, in an environment of their own: requirements/bench-peers.txt.
+
+python benchmarks/peers.py --data DIR [--task minilm digits lm] [--only "NNCF transformer"]
+
+DIR is a folder that `accuracy.py --data DIR` has filled: the same weights, calibration and evaluation data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tasks import TASKS, Batch, Run, Task, table
+
+Result = tuple[Run, str, str]
+_ONNX_INT8 = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "ConvInteger", "QAttention")
+_ONNX_FP32 = ("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Attention", "MultiHeadAttention")
+
+
+def arrays(batch: Batch) -> dict[str, Any]:
+    """A batch for engines that know no tensors."""
+    return {name: tensor.numpy() for name, tensor in batch.items()}
+
+
+def fp32(task: Task) -> Result:
+    """PyTorch of this environment."""
+    size = sum(t.numel() * t.element_size() for t in task.model.state_dict().values())
+    return task.model, f"{size / 1e6:.1f}", "-"
+
+
+def openvino_fp32(task: Task) -> Result:
+    """OpenVINO without quantization: what its own kernels cost."""
+    return _compiled(_openvino(task))
+
+
+def nncf_int8(**options: str) -> Callable[[Task], Result]:
+    """`nncf.quantize` with options by their names in nncf's enumerations, executed by OpenVINO."""
+
+    def run(task: Task) -> Result:
+        import nncf
+
+        parsed = {"model_type": nncf.ModelType, "preset": nncf.QuantizationPreset}
+        chosen = {name: parsed[name](value) for name, value in options.items()}
+        data = nncf.Dataset([arrays(batch) for batch in task.calibration])
+        with contextlib.redirect_stdout(sys.stderr):  # its progress bars
+            quantized = nncf.quantize(_openvino(task), data, **chosen)
+        return _compiled(quantized)
+
+    return run
+
+
+def _openvino(task: Task) -> Any:
+    import openvino
+
+    return openvino.convert_model(task.model, example_input=dict(task.calibration[0]))
+
+
+def _compiled(model: Any) -> Result:
+    import openvino
+
+    size = sum(op.data.nbytes for op in model.get_ops() if op.get_type_name() == "Constant")
+    # fp32 for the rest: where the CPU has bf16, OpenVINO would use it
+    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"})
+    products: list[str] = []
+    for op in compiled.get_runtime_model().get_ops():
+        info = op.get_rt_info()
+        kind = info["layerType"].astype(str)
+        if kind in ("FullyConnected", "MatMul", "Convolution", "ScaledDotProductAttention"):
+            products += [info["runtimePrecision"].astype(str)] * (2 if kind == "ScaledDotProductAttention" else 1)
+    int8 = sum(precision in ("i8", "u8") for precision in products)
+    return lambda **batch: torch.from_numpy(compiled(arrays(batch))[0].copy()), f"{size / 1e6:.1f}", f"{int8} of {len(products)}"
+
+
+def onnx_fp32(task: Task) -> Result:
+    """ONNX Runtime without quantization."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _session(_onnx(task, Path(folder)))
+
+
+def onnx_static(task: Task) -> Result:
+    """ONNX Runtime's static quantization: QDQ, uint8 activations by min-max, int8 weights per channel."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = iter(task.calibration)
+
+        def get_next(self) -> dict[str, Any] | None:
+            batch = next(self.left, None)
+            return None if batch is None else arrays(batch)
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "int8.onnx"
+        quantize_static(
+            _onnx(task, Path(folder)),
+            target,
+            Reader(),
+            quant_format=QuantFormat.QDQ,
+            per_channel=True,
+            reduce_range=_saturates(),
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return _session(target)
+
+
+def onnx_dynamic(task: Task) -> Result:
+    """ONNX Runtime's dynamic quantization, which it recommends for transformers."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "int8.onnx"
+        quantize_dynamic(_onnx(task, Path(folder)), target, per_channel=True, reduce_range=_saturates(), weight_type=QuantType.QInt8)
+        return _session(target)
+
+
+def _saturates() -> bool:
+    """Whether ONNX Runtime's documentation asks for 7-bit weights: x86 without VNNI."""
+    return "vnni" not in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
+def _onnx(task: Task, folder: Path) -> Path:
+    """The model as ONNX, with the graph optimizations that quantization wants to be done first."""
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    example = task.calibration[0]
+    free = {name: {i: torch.export.Dim.DYNAMIC for i in task.free} for name in example}
+    torch.onnx.export(task.model, (), folder / "raw.onnx", kwargs=dict(example), dynamic_shapes=free, dynamo=True, verbose=False, external_data=False)
+    quant_pre_process(folder / "raw.onnx", folder / "fp32.onnx", skip_symbolic_shape=True)
+    return folder / "fp32.onnx"
+
+
+def _session(path: Path) -> Result:
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(options.optimized_model_filepath, load_external_data=False).graph.node]
+    int8, float_ = (sum(kind in names for kind in kinds) for names in (_ONNX_INT8, _ONNX_FP32))
+    size = sum(p.stat().st_size for p in path.parent.glob(f"{path.stem}.onnx*"))
+    return lambda **batch: torch.from_numpy(session.run(None, arrays(batch))[0]), f"{size / 1e6:.1f}", f"{int8} of {int8 + float_}"
+
+
+PEERS: dict[str, Callable[[Task], Result]] = {
+    "fp32, this torch": fp32,
+    "OpenVINO fp32": openvino_fp32,
+    "NNCF": nncf_int8(),
+    "NNCF mixed": nncf_int8(preset="mixed"),
+    "NNCF transformer": nncf_int8(model_type="transformer"),
+    "ONNX Runtime fp32": onnx_fp32,
+    "ONNX Runtime static": onnx_static,
+    "ONNX Runtime dynamic": onnx_dynamic,
+}
+
+
+def rows(task: Task, names: list[str]) -> Iterator[list[str]]:
+    """One row for each peer; one that fails says why."""
+    expected = task.outputs(task.model)
+    for name in names:
+        try:
+            run, size, int8 = PEERS[name](task)
+            yield [name, *task.row(expected, task.outputs(run)), size, int8]
+        except Exception as error:  # whatever it is, the others still count
+            yield [name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print a Markdown table for each task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that accuracy.py --data has filled")
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for name in options.task:
+        task = TASKS[name](options.data)
+        table(task, rows(task, options.only))
+
+
+if __name__ == "__main__":
+    main()

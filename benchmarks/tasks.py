@@ -1,0 +1,283 @@
+"""Three tasks to judge accuracy on: a fp32 model, data to calibrate on, other data to evaluate on, and what counts as good.
+
+* `minilm`: the sentence encoder and the protocol of examples/minilm.py.
+* `digits`: a convolutional network trained here on scikit-learn's digits, scans of handwriting; a third is held out.
+* `lm`: a byte-level transformer trained here on Python's own documentation, in about two minutes; a tenth is held out.
+
+Needs torch, safetensors and transformers only, so that the environment of peers.py can import it too. With a folder, what was trained
+and the data are kept there as safetensors, and read from there the next time: all environments then judge the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import minilm
+
+Batch = dict[str, torch.Tensor]
+Run = Callable[..., Any]
+
+
+class Task:
+    """A fp32 model and its data.
+
+    Attributes:
+        name: how the command line knows it.
+        columns: names of what `judge` returns.
+        free: which dimensions of the inputs may have any size.
+        model: in eval mode.
+        calibration: keyword inputs, batch by batch.
+        evaluation: others.
+        labels: what is right for the evaluation data, where the inputs do not tell.
+    """
+
+    name: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+    free: ClassVar[tuple[int, ...]] = (0,)
+
+    def __init__(self, folder: Path | None = None) -> None:
+        torch.manual_seed(0)
+        files = [folder / f"{self.name}-{part}.safetensors" for part in ("weights", "data")] if folder else []
+        self.model = self.architecture()
+        self.labels = torch.empty(0)
+        if files and all(file.exists() for file in files):
+            self.model.load_state_dict(load_file(files[0]))
+            data = load_file(files[1])
+            self.labels, self.calibration, self.evaluation = data.pop("labels"), _batches(data, "calibration"), _batches(data, "evaluation")
+        else:
+            self.make()
+            if files:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file({k: v.contiguous() for k, v in self.model.state_dict().items()}, files[0])
+                named = {f"{part}.{i}.{k}": v for part in ("calibration", "evaluation") for i, b in enumerate(getattr(self, part)) for k, v in b.items()}
+                save_file({**named, "labels": self.labels}, files[1])
+        self.model.eval()
+
+    def architecture(self) -> nn.Module:
+        """The model, trained or not."""
+        raise NotImplementedError
+
+    def make(self) -> None:
+        """Train the model where it has to be, and set the data."""
+        raise NotImplementedError
+
+    def read(self, output: Any, batch: Batch) -> torch.Tensor:
+        """What is judged of a model's output for one batch, first dimension samples."""
+        raise NotImplementedError
+
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+        """One figure for each of `columns`, for all of `evaluation`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def outputs(self, run: Run) -> torch.Tensor:
+        """What is judged, of all the evaluation data."""
+        return torch.cat([self.read(run(**batch), batch) for batch in self.evaluation])
+
+    def row(self, fp32: torch.Tensor, got: torch.Tensor) -> list[str]:
+        """`judge`, and the noise in dB."""
+        noise = (fp32 - got).double().square().sum().item()
+        sqnr = 10 * math.log10(fp32.double().square().sum().item() / noise) if noise else math.inf
+        return [*self.judge(fp32, got), f"{sqnr:.1f}"]
+
+
+class MiniLM(Task):
+    """Sentence embeddings against the fp32 model's own."""
+
+    name = "minilm"
+    columns = ("mean cosine", "worst cosine", "same neighbour %")
+    free = (0, 1)
+
+    def architecture(self) -> nn.Module:
+        """The encoder with its weights, which come in a package."""
+        return minilm.load_model()
+
+    def make(self) -> None:
+        """Tokenize."""
+        tokenizer = minilm.load_tokenizer()
+        self.calibration, self.evaluation = ([dict(b) for b in minilm.batches(texts, tokenizer)] for texts in minilm.split())
+
+    def read(self, output: Any, batch: Batch) -> torch.Tensor:
+        """One unit vector per text."""
+        hidden = output if isinstance(output, torch.Tensor) else output["last_hidden_state"]  # engines differ in what they return
+        return minilm.embed(lambda **_: types.SimpleNamespace(last_hidden_state=hidden), [batch])
+
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+        """How near the embeddings are, and how many texts keep their nearest other text."""
+        found = minilm.agreement(fp32, got)
+        return f"{found['mean_cosine']:.5f}", f"{found['worst_cosine']:.4f}", f"{100 * found['same_neighbour']:.1f}"
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape."""
+        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + x)
+
+
+class Digits(Task):
+    """Ten classes of 8x8 images."""
+
+    name = "digits"
+    columns = ("accuracy %", "changed answers")
+    held_out = 599
+
+    def architecture(self) -> nn.Module:
+        """A residual network of 5 convolutions and a classifier."""
+        stem = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+        return nn.Sequential(stem, Block(32), nn.MaxPool2d(2), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+    def make(self) -> None:
+        """Train for 12 epochs: seconds."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            msg = "the digits come with scikit-learn: pip install scikit-learn (or pip install 'nc[bench]')"
+            raise LookupError(msg) from error
+        data = load_digits()
+        images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+        order = torch.randperm(len(images))
+        kept, held = order[self.held_out :], order[: self.held_out]
+        epochs = [kept[torch.randperm(len(kept))] for _ in range(12)]
+        steps = [({"input": images[i]}, labels[i]) for epoch in epochs for i in epoch.split(32)]
+        _train(self.model, steps, rate=3e-3)
+        self.calibration = [{"input": images[i]} for i in kept[:128].split(32)]
+        self.evaluation = [{"input": images[i]} for i in held.split(100)]
+        self.labels = labels[held]
+
+    def read(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits."""
+        return output
+
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+        """Right answers, and answers other than the fp32 model's."""
+        right = (got.argmax(-1) == self.labels).float().mean()
+        return f"{100 * right:.2f}", str(int((got.argmax(-1) != fp32.argmax(-1)).sum()))
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer with causal attention, as in GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape: [batch, positions, width]."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A decoder over bytes; the head shares the embedding's weight."""
+
+    def __init__(self, width: int, heads: int, layers: int, positions: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(positions, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the next byte, [batch, positions, 256]."""
+        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+class LanguageModel(Task):
+    """The next byte of Python's documentation."""
+
+    name = "lm"
+    columns = ("perplexity", "more than fp32 %")
+    positions, train_steps = 128, 1000
+
+    def architecture(self) -> nn.Module:
+        """0.8 million weights."""
+        return Transformer(width=128, heads=4, layers=4, positions=self.positions)
+
+    def make(self) -> None:
+        """Train."""
+        # paragraphs, each once and in random order: topics repeat each other, and what is held out must be new
+        found = sorted({p.strip("\n") for topic in topics.values() for p in re.split(r"\n\s*\n", topic) if p.strip()})
+        text = "\n\n".join(found[i] for i in torch.randperm(len(found)))
+        data = torch.tensor(list(text.encode()))
+        cut = len(data) * 9 // 10
+        starts = torch.randint(cut - self.positions - 1, (self.train_steps, 16, 1))
+        pieces = (data[s + torch.arange(self.positions + 1)] for s in starts)
+        _train(self.model, [({"tokens": p[:, :-1]}, p[:, 1:]) for p in pieces], rate=4e-3)
+        self.calibration = [{"tokens": t} for t in data[: 64 * self.positions].view(-1, self.positions).split(16)]
+        held = data[cut:]
+        held = held[: len(held) // self.positions * self.positions].view(-1, self.positions)
+        self.evaluation = [{"tokens": t} for t in held[:256].split(32)]
+
+    def read(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Log-probabilities: what a shift of all logits leaves as it is."""
+        return output.log_softmax(-1)
+
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+        """Perplexity per byte."""
+        tokens = torch.cat([batch["tokens"] for batch in self.evaluation])[:, 1:, None]
+        before, after = (-x[:, :-1].gather(-1, tokens).double().mean().item() for x in (fp32, got))
+        return f"{math.exp(after):.4f}", f"{100 * math.expm1(after - before):.2f}"
+
+
+TASKS = {task.name: task for task in (MiniLM, Digits, LanguageModel)}
+
+
+def _batches(data: dict[str, torch.Tensor], part: str) -> list[Batch]:
+    found: dict[int, Batch] = {}
+    for name, tensor in data.items():
+        owner, number, key = name.split(".", 2)
+        if owner == part:
+            found.setdefault(int(number), {})[key] = tensor
+    return [found[i] for i in sorted(found)]
+
+
+def _train(model: nn.Module, steps: Sequence[tuple[Batch, torch.Tensor]], rate: float) -> None:
+    """AdamW with a linear warm-up and a cosine decay."""
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=len(steps), pct_start=0.1)
+    model.train()
+    for inputs, targets in steps:
+        loss = F.cross_entropy(model(**inputs).flatten(0, -2), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def table(task: Task, rows: Iterable[Sequence[str]]) -> None:
+    """Print Markdown, row by row as they come."""
+    head = ["", *task.columns, "SQNR dB", "MB", "int8 products"]
+    print(f"\n### {task.name}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)

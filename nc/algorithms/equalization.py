@@ -1,0 +1,257 @@
+"""Cross-layer equalization: the same function, with weights that one scale per tensor fits (Nagel et al., arXiv 1906.04721, section 4.1).
+
+Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel can be made larger by the
+first layer and smaller by the second. Equation 11 picks the scales that make the ranges of both sides of each channel equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from nc.errors import ConfigError
+from nc.graph.catalogue import POOLS, WEIGHTED, op_name, schema_arguments
+from nc.graph.passes import add_constant
+
+#: Elementwise operators with `f(s x) = s f(x)` for s > 0.
+HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})
+#: Homogeneous operators that work on the last dimensions, as many as their name says ("max_pool2d"), and not across the others.
+SPATIAL = POOLS | {"upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d"}
+#: No channel is scaled by more: dead channels (weights of 1e-20) would get biases that no activation range survives.
+LARGEST_SCALE = 1e4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """Two layers with nothing but homogeneous operators between them, which nobody else reads.
+
+    Attributes:
+        first: the layer whose outputs are the channels.
+        second: the layer that reads them; a linear behind a flatten reads each channel as a block of inputs.
+        between: what a value passes from one to the other.
+    """
+
+    first: fx.Node
+    second: fx.Node
+    between: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equalization:
+    """Equalize all pairs of a captured graph.
+
+    A channel whose weights are all zero (or not finite) on one side keeps its scale. So do layers that share a weight with another
+    reader, since they would need a copy each.
+
+    Attributes:
+        iterations: most passes over all pairs; a pair that is no part of a longer chain needs one.
+        tolerance: stop when the scales of a pass differ from 1 by less than this on average.
+
+    Raises:
+        ConfigError: a value that can't be meant.
+    """
+
+    iterations: int = 10
+    tolerance: float = 2e-7
+    name: ClassVar[str] = "equalization"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.iterations, int) or isinstance(self.iterations, bool) or self.iterations < 1:
+            msg = f"Expected iterations to be a whole number from 1, but got {self.iterations!r}."
+            raise ConfigError(msg)
+        if not is_number(self.tolerance) or self.tolerance < 0:
+            msg = f"Expected tolerance to be a number from 0, but got {self.tolerance!r}."
+            raise ConfigError(msg)
+
+    @torch.no_grad()
+    def apply(self, module: fx.GraphModule) -> tuple[str, ...]:
+        """Equalize in place; weights and biases are replaced by new constants, and `output_mean`, `output_std` are scaled with them.
+
+        Returns:
+            Names of the operators whose weights changed, in execution order.
+        """
+        reads = _reads(module)
+        found = [p for p in pairs(module) if all(reads[_weight(module, layer).data_ptr()] == 1 for layer in (p.first, p.second))]
+        outputs: dict[fx.Node, torch.Tensor] = {}
+        inputs: dict[fx.Node, torch.Tensor] = {}
+        for pair, scale in zip(found, self._scales(module, found), strict=True):
+            if bool((scale != 1).any()):
+                outputs[pair.first], inputs[pair.second] = scale, 1 / scale
+        changed = [n for n in module.graph.nodes if n in outputs or n in inputs]
+        for node in changed:
+            _rescale(module, node, outputs.get(node), inputs.get(node))
+        module.graph.lint()
+        module.recompile()
+        return tuple(node.meta["operator"] for node in changed)
+
+    def _scales(self, module: fx.GraphModule, found: list[Pair]) -> list[torch.Tensor]:
+        """What each pair's channels are multiplied by, float64 [channels]; only the largest weight of each connection matters."""
+        layers = dict.fromkeys(layer for pair in found for layer in (pair.first, pair.second))
+        sizes = {layer: grouped(layer, _weight(module, layer)).abs().amax(3).double() for layer in layers}
+        totals = [sizes[pair.first].new_ones(sizes[pair.first].shape[:2].numel()) for pair in found]
+        for _ in range(self.iterations):
+            change = []
+            for i, (pair, before) in enumerate(zip(found, totals, strict=True)):
+                first, second = sizes[pair.first], sizes[pair.second]
+                wanted = before * equalizing_scale(first, second)
+                totals[i] = wanted.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+                step = totals[i] / before
+                sizes[pair.first] = first * _along_outputs(first, step)
+                sizes[pair.second] = second / _along_inputs(second, step)
+                change.append((step - 1).abs())
+            if not change or torch.cat(change).mean() < self.tolerance:
+                break
+        return totals
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite int or float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def equalizing_scale(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """`sqrt(r2 / r1)` per channel, the inverse of equation 11's s: both ranges become `sqrt(r1 r2)`.
+
+    Args:
+        first: largest weights of the first layer, float64 [groups, outputs, inputs], not negative.
+        second: those of the second layer, [groups, outputs, inputs]; its inputs are the channels, or equal blocks of them.
+
+    Returns:
+        float64 [channels]; 1 where a range is 0 or not finite.
+    """
+    r1 = first.amax(2).flatten()
+    r2 = second.amax(1).reshape(r1.numel(), -1).amax(1)
+    scale = (r2 / r1).sqrt()
+    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
+
+
+def pairs(module: fx.GraphModule) -> list[Pair]:
+    """All pairs of a captured graph, in execution order; a layer can be the second of one and the first of the next."""
+    found = (_pair_from(node) for node in module.graph.nodes if _is_layer(node))
+    return [pair for pair in found if pair is not None]
+
+
+def _pair_from(first: fx.Node) -> Pair | None:
+    value, axis, between = first, _channel_axis(first), []
+    while axis is not None and len(value.users) == 1:
+        (user,) = value.users
+        if user.args[:1] != (value,):
+            return None
+        if _is_layer(user):
+            return Pair(first, user, tuple(between)) if axis == _channel_axis(user) else None
+        value, axis = user, _axis_behind(user, axis)
+        between.append(user)
+    return None
+
+
+def _is_layer(node: fx.Node) -> bool:
+    """Whether a node is a layer in fp32 (or fp64) with constants for weight and bias."""
+    if op_name(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
+        return False
+    arguments = schema_arguments(node)
+    bias = arguments["bias"]
+    return arguments["weight"].op == "get_attr" and (bias is None or bias.op == "get_attr")
+
+
+def _channel_axis(layer: fx.Node) -> int:
+    """The axis of a layer's channels, from the end: inputs and outputs, batched or not."""
+    return 1 - schema_arguments(layer)["weight"].meta["val"].dim()
+
+
+def _axis_behind(node: fx.Node, axis: int) -> int | None:
+    """Where the channels are behind a homogeneous operator, from the end; None behind one that is not, or that mixes channels."""
+    name = op_name(node)
+    if name in HOMOGENEOUS:
+        return axis
+    if name in SPATIAL:
+        return axis if -axis > int(re.search(r"(\d)d", name)[1]) else None
+    if name == "mean":
+        return _axis_behind_mean(node, axis)
+    if name == "reshape":
+        return _axis_behind_reshape(node, axis)
+    return None
+
+
+def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
+    """The last, where it holds the channels and all that was behind them; dimensions in front may change in any way."""
+    # torch's symbolic sizes are loaded by whoever captures; `import nc` needn't wait for them
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    block, last = math.prod(node.args[0].meta["val"].shape[axis:]), node.meta["val"].shape[-1:]
+    return -1 if last and statically_known_true(last[0] == block) else None
+
+
+def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
+    arguments, rank = schema_arguments(node), node.args[0].meta["val"].dim()
+    dims = {d % rank - rank for d in arguments.get("dim") or range(rank)}
+    if axis in dims:
+        return None
+    return axis if arguments["keepdim"] else axis + sum(d > axis for d in dims)
+
+
+def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
+    """A weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
+    groups = schema_arguments(layer).get("groups", 1)
+    view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    return view.transpose(1, 2) if op_name(layer).startswith("conv_transpose") else view
+
+
+def _along_outputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[channels] → [groups, outputs, 1] of a grouped weight."""
+    return scale.view(*weight.shape[:2], 1)
+
+
+def _along_inputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[channels] → [groups, 1, inputs] of a grouped weight, whose inputs may be blocks of channels."""
+    inputs = weight.shape[0] * weight.shape[2]
+    return scale.repeat_interleave(inputs // scale.numel()).view(weight.shape[0], 1, -1)
+
+
+def _reads(module: fx.GraphModule) -> Counter[int]:
+    """How often each constant tensor is read, by its address: one tensor can have several names and nodes."""
+    constants = [n for n in module.graph.nodes if n.op == "get_attr" and getattr(module, n.target).layout is torch.strided]
+    return Counter(getattr(module, n.target).data_ptr() for n in constants for _ in n.users)
+
+
+def _weight(module: fx.GraphModule, layer: fx.Node) -> torch.Tensor:
+    return getattr(module, schema_arguments(layer)["weight"].target)
+
+
+def _rescale(module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | None, inputs: torch.Tensor | None) -> None:
+    """Multiply a layer's outputs, and the weights of its inputs, by float64 [channels] each; rounded once."""
+    weight = _weight(module, layer)
+    scaled = weight.contiguous().to(torch.float64, copy=True)
+    view = grouped(layer, scaled)
+    if outputs is not None:
+        view *= _along_outputs(view, outputs).unsqueeze(3)
+        bias = schema_arguments(layer)["bias"]
+        if bias is not None:
+            value = getattr(module, bias.target)
+            replace_constant(module, layer, "bias", (value.double() * outputs).to(value.dtype))
+        for key in ("output_mean", "output_std"):
+            if key in layer.meta:
+                layer.meta[key] = layer.meta[key] * outputs
+    if inputs is not None:
+        view *= _along_inputs(view, inputs).unsqueeze(3)
+    replace_constant(module, layer, "weight", scaled.to(weight.dtype))
+
+
+def replace_constant(module: fx.GraphModule, layer: fx.Node, argument: str, value: torch.Tensor) -> None:
+    """Give a layer a new constant for its "weight" or "bias"; the old one goes where nobody else reads it."""
+    arguments = schema_arguments(layer)
+    old = arguments[argument]
+    fqn = arguments["weight"].meta.get("fqn", "weight")
+    if argument == "bias":
+        fqn = fqn.removesuffix("weight") + "bias"
+    arguments[argument] = add_constant(module, layer, f"{layer.name}_{argument}", value, fqn)
+    layer.args, layer.kwargs = tuple(arguments.values()), {}
+    if old is not None and not old.users:
+        module.graph.erase_node(old)
+        if not any(n.op == "get_attr" and n.target == old.target for n in module.graph.nodes):
+            del module._buffers[old.target]

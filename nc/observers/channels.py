@@ -1,0 +1,21 @@
+"""Per-channel extremes: the smallest and largest value of each index of the last dimension. What SmoothQuant reads."""
+
+from __future__ import annotations
+
+import torch
+
+from nc.observers.base import State, Statistic, merge_each
+
+
+def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
+    """Widen each channel's range; the state takes its shape, [channels], from the first batch."""
+    rows = x.reshape(-1, x.shape[-1])
+    return {"low": torch.minimum(state["low"], rows.amin(0)), "high": torch.maximum(state["high"], rows.amax(0))}
+
+
+CHANNEL_EXTREMES = Statistic(
+    name="channel_extremes",
+    start={"low": torch.tensor(float("inf")), "high": torch.tensor(float("-inf"))},
+    update=update,
+    merge=merge_each(low=torch.minimum, high=torch.maximum),
+)
