@@ -11,12 +11,12 @@ import torch
 
 from nc.backends import choose_backend, cpu
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import StateError, UnsupportedError
+from nc.errors import ConfigError, StateError, UnsupportedError
 from nc.graph import store
 from nc.quantized import QuantizedModel
 
 
-def save(q_model: QuantizedModel, directory: str | os.PathLike[str]) -> None:
+def save(q_model: QuantizedModel, directory: str | os.PathLike[str] = "saved_results") -> None:
     """Save a quantized model as a directory of three files: weights, graph and checksums.
 
     It is written beside its place and then renamed, so nobody ever sees half of it; saving the same model
@@ -36,7 +36,16 @@ def save(q_model: QuantizedModel, directory: str | os.PathLike[str]) -> None:
     store.write(_checked(q_model, "save").graph, q_model.backend, directory)
 
 
-def load(directory: str | os.PathLike[str], backend: str = "auto", *, verify: str = "raise", isolate: str = "auto") -> QuantizedModel:
+def load(
+    directory: str | os.PathLike[str],
+    backend: str = "auto",
+    *,
+    original_model: torch.nn.Module | None = None,
+    format: str = "default",  # noqa: A002 - Neural Compressor's name
+    device: str = "cpu",
+    verify: str = "raise",
+    isolate: str = "auto",
+) -> QuantizedModel:
     """Load a saved model; the class of the user's model is not needed.
 
     Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
@@ -46,6 +55,9 @@ def load(directory: str | os.PathLike[str], backend: str = "auto", *, verify: st
     Args:
         directory: what `save` wrote.
         backend: the engine to run on: "auto", "ipex", "reference" or a registered one.
+        original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
+        format: "default", the only one.
+        device: "cpu", the only one.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
             "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
@@ -58,7 +70,11 @@ def load(directory: str | os.PathLike[str], backend: str = "auto", *, verify: st
         UnsupportedError: its numbers rely on CPU features that this CPU lacks.
         UnknownBackendError, BackendUnavailableError: as for `prepare`.
         VerificationError: the engine computes something else than the reference.
+        ConfigError: another format or device.
     """
+    if format != "default" or device != "cpu":
+        msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
+        raise ConfigError(msg)
     stored = store.read(directory)
     engine = choose_backend(backend)
     if engine.name != REFERENCE:  # which computes in fp32, alike on every CPU

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments
+from nc.graph.copying import copy_module
 from nc.graph.observe import observer_key
 from nc.graph.placement import Edge, edge_key
 from nc.graph.qdq import Finding, weight_axis
@@ -176,10 +177,8 @@ def watched(module: fx.GraphModule, plan: Plan) -> tuple[fx.GraphModule, dict[st
     Returns:
         The copy, and the watches by operator name.
     """
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, mapping))
-    copy = fx.GraphModule(module, graph)
+    copy, mapping = copy_module(module)
+    graph = copy.graph
     watches: dict[str, ChannelWatch] = {}
     names = {d.operator for d in plan.quantized}
     for node in module.graph.nodes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nc.config import AnyConfig, outer_field
 from nc.distributed import gather
 from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
@@ -38,6 +39,7 @@ class PreparedModel(torch.nn.Module):
         graph: the captured model.
         plan: the decisions; `print(prepared.plan)` shows them.
         backend: name of the backend that `convert` will use by default.
+        quant_config: the configuration.
     """
 
     def __init__(
@@ -46,16 +48,17 @@ class PreparedModel(torch.nn.Module):
         plan: Plan,
         capabilities: Capabilities,
         backend: str,
+        quant_config: AnyConfig,
         *,
         changes: Sequence[str] = (),
-        post: Sequence[Any] = (),
     ) -> None:
         super().__init__()
         self.graph = graph
         self.plan = plan
         self.capabilities = capabilities
         self.backend = backend
-        self._post = tuple(post)
+        self.quant_config = quant_config
+        self._post = outer_field(quant_config, "post")
         self._changes = tuple(changes)
         self._pools = pools_on_codes(graph.module, plan.static)
         edges = place(graph.module, plan, capabilities, self._pools)

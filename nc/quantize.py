@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from nc.backends import choose_backend, get_backend
 from nc.backends.base import Backend
 from nc.config import AnyConfig, config_from, outer_field
-from nc.errors import InputError, NCWarning, StateError
+from nc.errors import ConfigError, InputError, NCWarning, StateError
+from nc.export import ExportedModel
 from nc.graph.capture import Graph, capture
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
@@ -34,7 +36,7 @@ def prepare(
     """Capture a model and put observers where it will be quantized.
 
     Args:
-        model: a trained fp32 model on the CPU; never changed, quantized as in eval mode.
+        model: a trained fp32 model on the CPU, or what `nc.export.export` made of it; never changed, quantized as in eval mode.
         quant_config: what to quantize to: a configuration, a sum of several, or a dict as `to_dict` gives it.
         inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
             afterwards would then change the prepared model too.
@@ -55,7 +57,7 @@ def prepare(
         BackendUnavailableError: the backend can't run here.
         StateError: the model was prepared or converted already.
     """
-    config = config_from(quant_config)
+    config = copy.deepcopy(config_from(quant_config))  # what the user does to it later changes nothing here
     _check_model(model)
     engine = choose_backend(backend)
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
@@ -64,20 +66,31 @@ def prepare(
     changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, capabilities, engine.name, changes=changes, post=outer_field(config, "post"))
+    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes)
 
 
-def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str = "raise", isolate: str = "auto") -> QuantizedModel:
-    """Turn calibrated ranges into an int8 model on an engine; the prepared model stays usable.
+def convert(
+    prepared: PreparedModel,
+    quant_config: AnyConfig | dict[str, Any] | None = None,
+    inplace: bool = True,
+    *,
+    backend: str | None = None,
+    verify: str = "raise",
+    isolate: str = "auto",
+) -> QuantizedModel:
+    """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
 
     Args:
-        prepared: what `prepare` returned, after calibration.
+        prepared: what `prepare` returned, after calibration; dynamic quantization needs none.
+        quant_config: the configuration that `prepare` was given, or None; another one would need another preparation.
+        inplace: for scripts written for Neural Compressor; the prepared model stays as it is in either case.
         backend: another engine than the one planned for.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
+        ConfigError: `quant_config` is not the one that `prepare` was given.
         UnsupportedError: the other engine has no kernel for a dtype that was asked for.
         VerificationError: the engine computes something else than the reference.
         BackendUnavailableError: the engine can't run here.
@@ -88,6 +101,9 @@ def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str 
     if not isinstance(prepared, PreparedModel):
         msg = f"convert() takes what prepare() returned, but got {type(prepared).__name__}."
         raise StateError(msg)
+    if quant_config is not None and config_from(quant_config) != prepared.quant_config:
+        msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
+        raise ConfigError(msg)
     engine = choose_backend(backend) if backend is not None else get_backend(prepared.backend)
     graph = prepared.quantized_graph(engine.capabilities())
     return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
@@ -96,13 +112,13 @@ def convert(prepared: PreparedModel, backend: str | None = None, *, verify: str 
 def quantize(
     model: torch.nn.Module,
     quant_config: AnyConfig | dict[str, Any],
-    run_fn: Callable[..., Any],
-    run_args: Sequence[Any] = (),
+    run_fn: Callable[..., Any] | None = None,
+    run_args: Any = None,
     inplace: bool = False,
     example_inputs: Any = None,
     **options: Any,
 ) -> QuantizedModel:
-    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one; `options` are prepare's.
+    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one; `options` are prepare's. Dynamic quantization needs no `run_fn`.
 
     Example:
         >>> import torch
@@ -114,8 +130,9 @@ def quantize(
         (4, 8)
     """
     prepared = prepare(model, quant_config, inplace, example_inputs, **options)
-    args = run_args if isinstance(run_args, (tuple, list)) else (run_args,)
-    run_fn(prepared, *args)
+    if run_fn is not None:
+        args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
+        run_fn(prepared, *args)
     return convert(prepared)
 
 
@@ -174,6 +191,8 @@ def _check_model(model: object) -> None:
 def _capture(
     model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, *, inplace: bool = False, share_weights: bool = False
 ) -> Graph:
+    if isinstance(model, ExportedModel):
+        return model.own_graph()
     with LOCK:  # capture in another thread switches the same flags for a while
         if any(m.training for m in model.modules()):
             flags = "it stays in eval mode, since inplace=True" if inplace else "its own flags stay as they are"

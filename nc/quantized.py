@@ -60,7 +60,7 @@ class QuantizedModel(torch.nn.Module):
         """What really runs, operator by operator, read from the engine; `print` shows a table."""
         return build(self.graph, self.engine.report())
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path = "saved_results") -> None:
         """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back."""
         write(self.graph, self.backend, directory)
 

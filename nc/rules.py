@@ -84,6 +84,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     if chosen.config.is_float:
         return Decision(**base, reason="fp32 was asked for")
     values, fields = _merged(matches)
+    if row is not None and chosen.config.family == "dynamic":
+        values, fields = _kernel_granularity(values, fields, row)
     base["fields"] = fields
     try:
         chosen.config.check_values(values)
@@ -141,6 +143,18 @@ def _merged(matches: list[_Match]) -> tuple[dict[str, Any], tuple[tuple[str, str
     return values, tuple(fields)
 
 
+def _kernel_granularity(
+    values: dict[str, Any], fields: tuple[tuple[str, str, str], ...], row: OpSupport
+) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
+    """The granularity of the only kernel there is (LSTM, GRU), where nobody asked for another one."""
+    name = "act_granularity"
+    asked = (name, values[name], "default") not in fields
+    if asked or not row.dynamic or values[name] in row.dynamic:
+        return values, fields
+    chosen = (name, row.dynamic[0], "kernel")
+    return {**values, name: row.dynamic[0]}, tuple(chosen if f[0] == name else f for f in fields)
+
+
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """What an operator of some kind gets under a strategy and the values of its fields."""
     weight = TensorSpec(
@@ -195,6 +209,8 @@ def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, ca
     field, value, legal = "act_dtype", spec.activation.dtype, row.activations
     if spec.activation.dynamic:
         field, value, legal = "act_granularity", spec.activation.granularity, row.dynamic
+        if row.affine_only and spec.activation.symmetric:
+            field, value, legal = "act_sym", True, ("False",)
     if value not in legal:
         msg = (
             f"Operator {operator!r} ({row.kind}): {field}={value!r} (rule: {rule}) has no kernel on backend "

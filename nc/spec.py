@@ -149,6 +149,7 @@ class OpSupport:
         activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
+        affine_only: as dynamic operator it takes affine activations only.
         note: limits in words, for readers of the table.
     """
 
@@ -156,6 +157,7 @@ class OpSupport:
     activations: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
+    affine_only: bool = False
     note: str = ""
 
 

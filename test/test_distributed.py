@@ -21,10 +21,10 @@ ALGORITHMS = ("minmax", "mse", "moving_average")
 
 
 def data():
-    """40 batches, the second half of which is wider; 4 rows each, so that either half is less than what is kept for bias correction."""
+    """40 batches, the last of which are wider; 4 rows each, so that either half is less than what is kept for bias correction."""
     torch.manual_seed(1)
     batches = torch.randn(40, 4, 16)
-    batches[20:] *= 2
+    batches[37:] *= 3
     return batches
 
 
@@ -136,6 +136,8 @@ def test_every_rank_gets_the_same_artefact(folder, algo):
 def test_it_is_that_of_one_process_that_saw_all_the_data(folder, algo):
     assert digest(folder / f"{algo}-0") == digest(folder / f"{algo}-alone")
     assert digest(folder / "minmax-0") != digest(folder / "mse-0")
+    health = json.loads((folder / f"{algo}-0" / "model.json").read_text())["health"]
+    assert "in the last 4 of 40 batches" in next(f["text"] for f in health if f["kind"] == "still_growing")
 
 
 def test_converting_twice_counts_nothing_twice(folder):

@@ -220,7 +220,8 @@ LEFT_ALONE = {
     "its bias": (Function(lambda m, x: (lambda y: F.linear(y, m.b.weight, y[0]))(m.a(x)), a=nn.Linear(6, 4), b=nn.Linear(4, 4)), (5, 6)),
     "a linear over the width": (net(conv(3, 8), nn.ReLU(), nn.Linear(7, 4)), IMAGE),
     "a pool over channels": (net(nn.Linear(6, 8), nn.ReLU(), nn.AvgPool1d(2), nn.Linear(4, 4)), (2, 5, 6)),
-    "a mean over channels": (Function(lambda m, x: m.b(m.a(x).mean(1)), a=conv(3, 8), b=nn.Linear(7, 4)), IMAGE),
+    "slopes": (Function(lambda m, x: m.b(F.prelu(x, m.a(x.mean(0)))), a=nn.Linear(6, 6), b=nn.Linear(6, 4)), (5, 6)),
+    "a mean over channels": (Function(lambda m, x: m.b(m.a(x).mean(1, True)), a=conv(3, 8), b=conv(1, 4)), IMAGE),
     "heads": (_linears(lambda m, x: m.b(F.relu(m.a(x)).reshape(5, 2, 4)), nn.Linear(4, 4)), (5, 6)),
     "channels moved": (_two(lambda m, x: m.b(F.relu(m.a(x)).reshape(2, 7, 8, 7).transpose(1, 2))), IMAGE),
 }  # fmt: skip

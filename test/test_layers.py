@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph"),
+    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph", "nc.graph.copying"),
     ("nc.keys",),
     ("nc.numerics", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
     ("nc.observers",),
     ("nc.fields", "nc.statistics"),
+    ("nc.graph.recurrent",),
     ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
     ("nc.distributed",),
     ("nc.graph.passes",),
@@ -29,7 +30,7 @@ LEVELS = (
     ("nc.backends", "nc.health"),
     ("nc.smoothing",),
     ("nc.prepared", "nc.report"),
-    ("nc.quantized",),
+    ("nc.quantized", "nc.export"),
     ("nc.quantize", "nc.artefact"),
     ("nc",),
     ("nc.bench", "nc.cli_inputs"),

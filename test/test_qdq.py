@@ -365,7 +365,7 @@ def without_vnni(model, x, config):
 
     graph = graph_of(model, x)
     capabilities = NoVnni().capabilities()
-    prepared = PreparedModel(graph, resolve(config, graph, capabilities), capabilities, "reference")
+    prepared = PreparedModel(graph, resolve(config, graph, capabilities), capabilities, "reference", config)
     prepared(x)
     return convert(prepared)
 

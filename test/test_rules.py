@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import (
+    ConfigError,
+    DynamicQuantConfig,
     NCWarning,
+    SmoothQuantConfig,
     StaticQuantConfig,
     UnmatchedRuleError,
     UnmatchedTypeWarning,
@@ -25,7 +28,7 @@ from nc import (
 from nc.backends import get_backend
 from nc.plan import Plan
 from nc.rules import fit, resolve
-from nc.spec import FLOAT, Capabilities, OpSupport
+from nc.spec import FLOAT, Capabilities, OpSupport, TensorSpec
 
 SYM = StaticQuantConfig(act_sym=True)
 INT8 = StaticQuantConfig(act_dtype="int8")
@@ -340,3 +343,194 @@ def test_describe_is_the_plan_of_prepare():
     plan = describe(Ten().eval(), config, x, backend="reference")
     assert plan == prepare(Ten().eval(), config, example_inputs=x, backend="reference").plan
     assert plan.to_dict()["backend"] == "reference"
+
+
+# ---- fields that defer, strategies, white lists ----
+
+
+def spec(plan, operator="fc1"):
+    return plan[operator].spec
+
+
+def test_fields_that_were_not_given_defer_level_by_level(ten):
+    config = StaticQuantConfig(act_algo="kl", w_granularity="per_tensor")
+    config.set_local(nn.Linear, StaticQuantConfig(act_sym=True, w_algo="mse"))
+    config.set_local(r"fc\d", StaticQuantConfig(act_dtype="int8", act_sym=False))
+    config.set_local("fc1", StaticQuantConfig(act_algo="percentile"))
+    plan = resolve(config, ten, ALL)
+    assert spec(plan).activation == TensorSpec(dtype="int8", symmetric=False, algo="percentile", percentile=99.999)
+    assert (spec(plan).weight.algo, spec(plan).weight.granularity) == ("mse", "per_tensor")
+    sources = {name: (value, rule) for name, value, rule in plan["fc1"].fields}
+    assert sources["act_algo"] == ("percentile", "name 'fc1'")
+    assert sources["act_dtype"] == ("int8", r"pattern 'fc\\d'")
+    assert sources["act_sym"] == ("False", r"pattern 'fc\\d'")  # given, although it is the default
+    assert sources["w_algo"] == ("mse", "type 'Linear'")
+    assert sources["w_granularity"] == ("per_tensor", "global")
+    assert sources["w_dtype"] == ("int8", "default")
+    assert plan["fc1"].rules == r"name 'fc1' (w_algo: type 'Linear', act_dtype: pattern 'fc\\d', act_sym: pattern 'fc\\d')"
+    assert spec(plan, "fc10").activation == TensorSpec(dtype="uint8", symmetric=True, algo="kl")
+    assert spec(plan, "matmul").activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
+    assert "percentile           99.999      default" in plan.explain("fc1")
+    with pytest.raises(KeyError, match="closest: fc10"):
+        plan.explain("fc100")
+
+
+def test_an_outer_fp32_says_nothing_of_how_to_quantize(ten):
+    """Quantize one operator only."""
+    config = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32").set_local("fc1", StaticQuantConfig(act_sym=True))
+    plan = resolve(config, ten, ALL)
+    assert [d.operator for d in plan.quantized] == ["fc1"]
+    assert spec(plan).activation.symmetric
+
+
+def test_fields_of_two_levels_that_contradict_each_other_name_the_operator(ten):
+    config = StaticQuantConfig(excluded_precisions=("int8",), w_dtype="fp32", act_dtype="fp32").set_local("fc1", StaticQuantConfig())
+    resolve(config, ten, ALL)  # an fp32 level passes nothing on
+    config = StaticQuantConfig().set_local("fc1", StaticQuantConfig(act_dtype="int8"))
+    config.set_local(nn.Linear, StaticQuantConfig(excluded_precisions=("fp32",)))
+    resolve(config, ten, ALL)
+    config = StaticQuantConfig(act_dtype="int8").set_local("fc1", SmoothQuantConfig(alpha_min=0.6))
+    config.set_local(nn.Linear, SmoothQuantConfig(alpha_max=0.4))
+    with pytest.raises(ConfigError, match=r"Operator 'fc1' \(rule: name 'fc1'\): alpha_min=0.6 is above alpha_max=0.4"):
+        resolve(config, ten, ALL)
+
+
+def test_exclude_is_the_fp32_fallback(ten):
+    plan = resolve(StaticQuantConfig().exclude("fc1", torch.matmul, r"deep\..*"), ten, ALL)
+    assert floats(plan) == {"fc1", "matmul", "matmul_1", "matmul_2", "deep.0", "deep.2"}
+    assert floats(resolve(DynamicQuantConfig().exclude("fc1"), ten, ALL)) == {"fc1"}
+
+
+def test_a_white_list_leaves_everything_else_alone(ten):
+    plan = resolve(StaticQuantConfig(act_sym=True, white_list=["fc1", r"deep\..*"]), ten, ALL)
+    assert {d.operator for d in plan.quantized} == {"fc1", "deep.0", "deep.2"}
+    assert spec(plan).activation.symmetric
+    assert plan["fc10"].reason == "not on the white list"
+    with pytest.raises(UnmatchedRuleError, match="'fc11' matches no operator"):
+        resolve(StaticQuantConfig(white_list=["fc11"]), ten, ALL)
+
+
+def test_a_rule_that_the_white_list_does_not_hold_for_has_the_fields_of_the_list_all_the_same(ten):
+    config = StaticQuantConfig(act_sym=True, white_list=["fc1"]).set_local("fc10", StaticQuantConfig(act_dtype="int8"))
+    plan = resolve(config, ten, ALL)
+    assert {d.operator for d in plan.quantized} == {"fc1", "fc10"}
+
+
+def test_strategies_of_single_operators(ten):
+    plan = resolve(StaticQuantConfig().set_local("fc1", DynamicQuantConfig()), ten, ALL)
+    assert (spec(plan).activation.dynamic, spec(plan).activation.granularity) == (True, "per_token")
+    assert not spec(plan, "fc10").activation.dynamic
+    plan = resolve(DynamicQuantConfig(w_granularity="per_tensor").set_local("fc1", StaticQuantConfig(act_algo="kl")), ten, ALL)
+    assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
+    assert spec(plan).weight.granularity == "per_channel"  # other strategies pass nothing on
+    assert spec(plan, "fc10").activation.dynamic
+    assert plan["matmul"].reason == "backend 'reference' has no dynamic int8 kernel for matmul"
+
+
+def test_smoothquant_passes_its_fields_on_to_static_operators_and_back(ten):
+    plan = resolve(SmoothQuantConfig(act_algo="kl", alpha=0.7).set_local("fc1", StaticQuantConfig(act_sym=True)), ten, ALL)
+    assert (spec(plan).smooth, spec(plan).activation.algo) == (None, "kl")
+    assert spec(plan, "fc10").smooth.alpha == 0.7
+    assert spec(plan, "matmul").smooth is None
+    assert str(spec(plan, "fc10").activations) == "uint8 affine kl smooth 0.7"
+
+
+def test_added_strategies(cnn, ten):
+    both = StaticQuantConfig(white_list=[nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])
+    plan = resolve(both, cnn, ALL)
+    assert {d.operator: d.spec.activation.dynamic for d in plan.quantized} == {
+        "stem": False, "conv1": False, "conv2": False, "fc": True
+    }  # fmt: skip
+    assert plan["add"].reason == "not on the white list"
+    plan = resolve(StaticQuantConfig() + DynamicQuantConfig(), cnn, ALL)  # of two globals the later one where it has a kernel
+    assert {d.operator for d in plan.quantized if d.spec.activation.dynamic} == {"fc"}
+    assert plan["conv1"].spec.quantized
+    plan = resolve(DynamicQuantConfig() + StaticQuantConfig(), cnn, ALL)
+    assert not any(d.spec.activation.dynamic for d in plan.quantized)
+    plan = resolve((StaticQuantConfig() + DynamicQuantConfig()).set_local("fc", StaticQuantConfig()).exclude("stem"), cnn, ALL)
+    assert not plan["fc"].spec.activation.dynamic
+    assert floats(plan) == {"stem"}
+
+
+def test_rules_of_all_parts_count_and_the_parts_stay_as_they_are(ten):
+    a, b = StaticQuantConfig().set_local("fc1", FP32), DynamicQuantConfig().set_local("fc10", FP32)
+    both = a + b
+    both.exclude("deep.0")
+    assert floats(resolve(both, ten, ALL)) == {"fc1", "fc10", "deep.0"}
+    assert floats(resolve(b, ten, ALL)) == {"fc10"}
+    assert both == (a + b).exclude("deep.0")
+    assert hash(both) == hash(a + b)
+
+
+class Neighbours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.conv3 = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = F.relu(self.conv1(x))
+        y = F.relu(self.conv2(y) + y)
+        y = self.conv3(y).mean((2, 3))
+        return F.relu(self.a(y)) + self.b(y)
+
+
+@pytest.mark.parametrize(
+    ("key", "operators"),
+    [
+        ("Conv2d&relu", {"conv1"}),
+        ("Conv2d&ReLU", {"conv1"}),
+        ("Conv2d&add", {"conv2"}),
+        ("Conv2d&add&relu", {"conv2"}),
+        ("Linear&<built-in method relu of type object at 0x7f76cd7c4480>", {"a"}),
+        ("Linear&add", {"b"}),
+        ("Conv2d", {"conv1", "conv2", "conv3"}),
+    ],
+)
+def test_fused_types_are_their_anchor_with_that_neighbour(key, operators):
+    graph = graph_of(Neighbours(), torch.randn(2, 3, 4, 4))
+    assert floats(plan_for(graph, (key, FP32))) == operators
+
+
+def test_a_fused_type_without_a_match_warns_with_those_that_exist():
+    graph = graph_of(Neighbours(), torch.randn(2, 3, 4, 4))
+    with pytest.warns(UnmatchedTypeWarning, match="'Linear&gelu' matches no operator.*: Conv2d, Conv2d&add&relu, Conv2d&relu, Linear&add"):
+        plan_for(graph, ("Linear&gelu", FP32))
+
+
+def test_a_granularity_without_a_kernel(ten):
+    limited = dataclasses.replace(ALL, ops=(OpSupport(kind="linear", weights=("int8",), dynamic=("per_tensor",), affine_only=True),))
+    plan = resolve(DynamicQuantConfig(), ten, limited)  # nobody asked for per_token
+    assert spec(plan).activation.granularity == "per_tensor"
+    assert ("act_granularity", "per_tensor", "kernel") in plan["fc1"].fields
+    with pytest.raises(UnsupportedError, match=r"'fc1' \(linear\): act_granularity='per_token' .*legal there: per_tensor"):
+        resolve(DynamicQuantConfig(act_granularity="per_token"), ten, limited)
+    with pytest.raises(UnsupportedError, match=r"'fc1' \(linear\): act_sym=True .*legal there: False"):
+        resolve(DynamicQuantConfig(act_sym=True), ten, limited)
+    assert resolve(StaticQuantConfig(), ten, limited)["fc1"].reason == "backend 'reference' has no int8 kernel for linear"
+
+
+def test_small_operators_stay_fp32_where_that_is_asked_for(ten):
+    plan = resolve(DynamicQuantConfig(skip_slow=True), ten, ALL)
+    assert plan["fc1"].reason == "skip_slow: 3 x 4 x 4 is too small to gain by dynamic int8"
+    assert not plan.quantized
+    big = graph_of(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 16)), torch.randn(1, 256, 512))
+    plan = resolve(DynamicQuantConfig(skip_slow=True), big, ALL)
+    assert [d.operator for d in plan.quantized] == ["0"]
+
+
+def test_a_plan_for_a_backend_without_dynamic_kernels(ten):
+    plan = resolve(DynamicQuantConfig().set_local("fc10", StaticQuantConfig()), ten, ALL)
+    rows = tuple(dataclasses.replace(row, dynamic=()) for row in ALL.ops)
+    other = fit(plan, Capabilities(backend="other", ops=rows))
+    assert other["fc1"].reason == "backend 'other' has no dynamic int8 kernel for linear"
+    assert other["fc10"].spec.quantized
+
+
+def test_no_call_changes_a_configuration(ten):
+    config = (StaticQuantConfig().set_local("fc1", FP32)) + DynamicQuantConfig(white_list=["fc10"])
+    before = config.to_json()
+    x = torch.randn(3, 4)
+    prepare(Ten().eval(), config, example_inputs=x, backend="reference")
+    describe(Ten().eval(), config, x, backend="reference")
+    assert config.to_json() == before

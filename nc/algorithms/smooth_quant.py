@@ -15,6 +15,7 @@ from torch import fx
 
 from nc.algorithms.replay import inputs_of
 from nc.graph.catalogue import op_name
+from nc.graph.copying import copy_module
 from nc.graph.passes import add_constant
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 from nc.spec import OpSpec, SmoothSpec, TensorSpec
@@ -83,9 +84,8 @@ def smooth(
         channels: name of the node that such an operator reads → extremes of each channel there, fp32, shape [channels].
         batches: flat calibration inputs, for the search where alpha is "auto".
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    copy = fx.GraphModule(module, graph)
+    copy, _ = copy_module(module)
+    graph = copy.graph
     units = list(_units(copy, specs))
     searched = [unit.source.name for unit in units if unit.smooth.alpha is None]
     rows = inputs_of(module, searched, batches, _ROWS) if searched else {}

@@ -1,4 +1,4 @@
-"""Dynamic linears in TorchScript: FBGEMM's kernels, which round activations to codes while they pack them.
+"""Dynamic linears, LSTMs and GRUs in TorchScript: FBGEMM's kernels, which round activations to codes while they pack them.
 
 Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their scales first, so that one
 scale, 1, holds for all, and the products are multiplied afterwards. With a zero point z per row, `sum w (q - z)` is
@@ -7,13 +7,14 @@ scale, 1, holds for all, and the products are multiplied afterwards. With a zero
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
 from nc.graph.catalogue import op_name
-from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
+from nc.graph.qdq import RECURRENT_FUNCTIONS, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 from nc.process import LOCK
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
@@ -21,9 +22,12 @@ _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
 
 
+_RECURRENT = {function: name for name, function in RECURRENT_FUNCTIONS.items()}
+
+
 def is_dynamic(node: fx.Node) -> bool:
     """Whether a node finds ranges in each call, or computes with them."""
-    return node.target is quantize_dequantize_dynamic or (op_name(node) == "linear" and _reads_dynamic(node))
+    return node.target is quantize_dequantize_dynamic or node.target in _RECURRENT or (op_name(node) == "linear" and _reads_dynamic(node))
 
 
 def is_packed(node: fx.Node) -> bool:
@@ -35,6 +39,8 @@ def statements(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, nam
     """TorchScript for one such node; packed weights become attributes of `root`."""
     if node.target is quantize_dequantize_dynamic:
         return [] if _finds_range_itself(node) else _rows(node, names[node.args[0]], names[node])
+    if node.target in _RECURRENT:
+        return [_recurrent(module, root, node, names)]
     ranges = node.args[0]
     x, y = names[ranges], names[node]
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -67,12 +73,9 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 def packed_bytes(module: fx.GraphModule) -> int:
     """Bytes of the weights of dynamic linears: codes, and one fp32 scale and sum per output."""
-    weights = {n.args[1].args[0].target: getattr(module, n.args[1].args[0].target) for n in module.graph.nodes if _is_dynamic_linear(n)}
+    names = {n.args[0].target for n in module.graph.nodes if is_packed(n)}
+    weights = {name: getattr(module, name) for name in names}
     return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
-
-
-def _is_dynamic_linear(node: fx.Node) -> bool:
-    return is_dynamic(node) and node.target is not quantize_dequantize_dynamic
 
 
 def _reads_dynamic(node: fx.Node) -> bool:
@@ -100,13 +103,39 @@ def _rows(node: fx.Node, x: str, y: str) -> list[str]:
     ]
 
 
+def _recurrent(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    x, hx, params, has_biases, num_layers, bidirectional, batch_first, _, _ = node.args
+    each = 4 if has_biases else 2
+    cells = []
+    for i in range(0, len(params), each):
+        matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
+        biases = [getattr(module, p.target) for p in params[i + 2 : i + each]] or [torch.zeros(len(w)) for w in matrices]
+        with _fbgemm():
+            packed = [torch.ops.quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
+        cells.append(f"w_{node.name}_{i}")
+        setattr(root, cells[-1], torch.ops.quantized.make_quantized_cell_params_dynamic(*packed, *biases, False))
+    state = f"[{', '.join(names[h] for h in hx)}]" if isinstance(hx, (list, tuple)) else names[hx]
+    arguments = [names[x], state, f"[{', '.join(f'self.{name}' for name in cells)}]", True, num_layers, 0.0, False]
+    arguments += [bidirectional, batch_first]
+    kind = _RECURRENT[node.target]
+    options = ", dtype=torch.qint8, use_dynamic=True" if kind == "lstm" else ""
+    return f"{names[node]} = torch.ops.aten.quantized_{kind}({', '.join(map(str, arguments))}{options})"
+
+
 def _pack(root: torch.nn.Module, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
     name = f"w_{node.name}"
-    with LOCK:  # the engine is chosen process-wide
+    with _fbgemm():
+        setattr(root, name, torch.ops.quantized.linear_prepack(weight, bias))
+    return f"self.{name}"
+
+
+@contextlib.contextmanager
+def _fbgemm() -> Iterator[None]:
+    """Pack for FBGEMM; torch chooses the engine process-wide."""
+    with LOCK:
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
         try:
-            setattr(root, name, torch.ops.quantized.linear_prepack(weight, bias))
+            yield
         finally:
             torch.backends.quantized.engine = before
-    return f"self.{name}"

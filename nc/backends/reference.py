@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
-from nc.graph.catalogue import WEIGHTED
+from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.qdq import QDQGraph
 from nc.keys import KIND_NAMES
 from nc.spec import Capabilities, OpSupport
@@ -27,16 +27,17 @@ class ReferenceBackend:
 
     def capabilities(self) -> Capabilities:
         """Every kind and dtype."""
+        weighted = set(WEIGHTED.values()) | RECURRENT
         rows = tuple(
             OpSupport(
                 kind=kind,
-                activations=("uint8", "int8"),
-                weights=("int8",) if kind in WEIGHTED.values() else (),
-                dynamic=("per_token", "per_tensor") if kind == "linear" else (),
+                activations=() if kind in RECURRENT else ("uint8", "int8"),
+                weights=("int8",) if kind in weighted else (),
+                dynamic=("per_token", "per_tensor") if kind == "linear" else ("per_tensor",) if kind in RECURRENT else (),
+                affine_only=kind in RECURRENT,
                 note=_NOTE,
             )
             for kind in KIND_NAMES
-            if kind not in ("lstm", "gru")
         )
         return Capabilities(backend=NAME, ops=rows, fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}))
 

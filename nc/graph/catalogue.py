@@ -21,6 +21,9 @@ WEIGHTED: dict[str, str] = {
 #: Integer compute with two activations.
 BINARY: dict[str, str] = {"matmul": "matmul", "bmm": "matmul", "mm": "matmul", "add": "add"}
 
+#: Recurrent layers: integer compute with several constant weights, and a tuple as result.
+RECURRENT = frozenset({"lstm", "gru"})
+
 #: Elementwise operators that engines fuse behind the integer compute in front of them.
 ACTIVATIONS = frozenset(
     {
@@ -105,8 +108,6 @@ FLOAT_OPS: dict[str, str] = {
     "scaled_dot_product_attention": "attention that could not be decomposed stays fp32",
     "einsum": "einsum stays fp32; write it as matmul to quantize it",
     "baddbmm": "baddbmm stays fp32; write it as matmul and add to quantize it",
-    "lstm": "recurrent operators stay fp32",
-    "gru": "recurrent operators stay fp32",
 }
 
 #: Operators that do nothing in inference.
@@ -139,7 +140,7 @@ def op_name(node: fx.Node) -> str:
 def kind_of_node(node: fx.Node) -> str | None:
     """The quantizable kind of a node ("linear", "matmul", …), or None."""
     name = op_name(node)
-    return WEIGHTED.get(name) or BINARY.get(name)
+    return WEIGHTED.get(name) or BINARY.get(name) or (name if name in RECURRENT else None)
 
 
 def is_float_tensor(node: object) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from nc.graph import catalogue
+from nc.graph.recurrent import why_not_recurrent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
         op = catalogue.op_name(node)
         kind = catalogue.kind_of_node(node)
         shown = kind or (op if op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS else None)
-        if shown is None or not catalogue.is_float_tensor(node):
+        if shown is None or not (catalogue.is_float_tensor(node) or kind in catalogue.RECURRENT):
             continue
         reason = catalogue.FLOAT_OPS.get(op, "") if kind is None else _why_not(node, kind, activations, varying)
         if kind == "add" and reason:
@@ -96,6 +97,8 @@ def _varying(module: fx.GraphModule) -> set[fx.Node]:
 
 def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[fx.Node]) -> str:
     """Why an operator of a quantizable kind can't be quantized; "" when it can."""
+    if kind in catalogue.RECURRENT:
+        return why_not_recurrent(node)
     dtype = node.meta["val"].dtype
     if dtype != torch.float32:
         return f"it computes in {dtype}; quantization starts from fp32"

@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import fx
 
+from nc.graph.copying import copy_module
 from nc.graph.placement import Edge, works_in_place
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Key, Statistic
@@ -49,11 +50,8 @@ def observed_module(module: fx.GraphModule, watches: list[Watch]) -> tuple[fx.Gr
     Returns:
         The copy, and the observers by (node name, statistic).
     """
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(module.graph, mapping)
-    graph.output(output)
-    copy = fx.GraphModule(module, graph)
+    copy, mapping = copy_module(module)
+    graph = copy.graph
     observers: dict[Key, Observer] = {}
     names: dict[Key, str] = {}
     in_place = works_in_place(module)

@@ -6,18 +6,21 @@ The three functions below are what those nodes call, so the QDQ graph runs on an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph import recurrent
+from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments
+from nc.graph.copying import copy_module
 from nc.graph.passes import add_constant
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
 from nc.numerics import affine, clip
 from nc.plan import Plan
-from nc.spec import TORCH_DTYPES, QParams, TensorSpec
+from nc.spec import TORCH_DTYPES, OpSpec, QParams, TensorSpec
 
 
 def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
@@ -45,7 +48,46 @@ def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int
     return codes.sub_(zero_point).mul_(scale)
 
 
-QDQ_FUNCTIONS = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, quantize_dequantize_dynamic)
+def lstm_dynamic(
+    x: torch.Tensor,
+    hx: list[torch.Tensor],
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    quant_min: int,
+    quant_max: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`nc.graph.recurrent.lstm_dynamic` with affine codes, one range per tensor."""
+    quantize = functools.partial(quantize_dequantize_dynamic, per_token=False, quant_min=quant_min, quant_max=quant_max, symmetric=False)
+    return recurrent.lstm_dynamic(x, hx, params, has_biases, num_layers, bidirectional, batch_first, quantize)
+
+
+def gru_dynamic(
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: list[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    quant_min: int,
+    quant_max: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nc.graph.recurrent.gru_dynamic`, likewise."""
+    quantize = functools.partial(quantize_dequantize_dynamic, per_token=False, quant_min=quant_min, quant_max=quant_max, symmetric=False)
+    return recurrent.gru_dynamic(x, hx, params, has_biases, num_layers, bidirectional, batch_first, quantize)
+
+
+RECURRENT_FUNCTIONS = {"lstm": lstm_dynamic, "gru": gru_dynamic}
+QDQ_FUNCTIONS = (
+    quantize_per_tensor,
+    dequantize_per_tensor,
+    dequantize_per_channel,
+    quantize_dequantize_dynamic,
+    *RECURRENT_FUNCTIONS.values(),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,10 +143,8 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         qparams: by (origin node name, spec), see `placement.edge_key`.
         plan: gives each weighted operator's weight spec.
     """
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, mapping))
-    copy = fx.GraphModule(module, graph)
+    copy, mapping = copy_module(module)
+    graph = copy.graph
     codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
     in_place = works_in_place(module)
     for edge in edges:
@@ -126,7 +166,10 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
-        _quantize_weight(copy, node, specs[node.meta["operator"]], weights)
+        if recurrent.is_recurrent(node):
+            _make_dynamic(copy, node, plan[node.meta["operator"]].spec, weights)
+        else:
+            node.update_arg(1, _quantized(copy, node, node.args[1], specs[node.meta["operator"]], weight_axis(node), weights))
     used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
@@ -143,6 +186,8 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan) -> None:
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         source, spec = node.args[0], specs[node.meta["operator"]]
+        if recurrent.is_recurrent(node):
+            continue  # its function finds the ranges
         if (source, spec) not in shared:
             with graph.inserting_before(node):
                 args = (source, spec.granularity == "per_token", spec.quant_min, spec.quant_max, spec.symmetric)
@@ -159,31 +204,41 @@ def _last_input(source: fx.Node) -> fx.Node:
     return node
 
 
-def _quantize_weight(
-    module: fx.GraphModule,
-    node: fx.Node,
-    spec: TensorSpec,
-    done: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]],
-) -> None:
-    name = node.args[1].target
-    axis = weight_axis(node)
+_Weights = dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]]
+
+
+def _quantized(module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights) -> fx.Node:
+    """The dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
+    name = weight.target
     key = (name, spec, axis)
     if key not in done:
-        weight = getattr(module, name)
-        codes, scale = quantize_weight(weight, spec, axis)
+        codes, scale = quantize_weight(getattr(module, name), spec, axis)
         first = next(iter(module.graph.nodes))
-        fqn = node.args[1].meta.get("fqn", name)
+        fqn = weight.meta.get("fqn", name)
         codes_node = add_constant(module, first, f"{name}_int8", codes, fqn)
         scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if scale.dim() else None
         done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
     codes_node, scale_node, scalar = done[key]
-    with module.graph.inserting_before(node):
+    with module.graph.inserting_before(reader):
         if scale_node is None:
             dequantized = module.graph.call_function(dequantize_per_tensor, (codes_node, scalar, 0))
         else:
             dequantized = module.graph.call_function(dequantize_per_channel, (codes_node, scale_node, axis))
-    dequantized.meta["val"] = node.args[1].meta["val"]
-    node.update_arg(1, dequantized)
+    dequantized.meta["val"] = weight.meta["val"]
+    return dequantized
+
+
+def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
+    """An LSTM or GRU with int8 matrices; biases stay fp32."""
+    a = schema_arguments(node)
+    matrices = [w.meta["val"].dim() == 2 for w in a["params"]]
+    params = [
+        _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(a["params"], matrices, strict=True)
+    ]
+    options = (a["has_biases"], a["num_layers"], a["bidirectional"], a["batch_first"])
+    node.target = RECURRENT_FUNCTIONS[op_name(node)]
+    node.args = (a["input"], a["hx"], params, *options, spec.activation.quant_min, spec.activation.quant_max)
+    node.kwargs = {}
 
 
 def weight_axis(node: fx.Node) -> int | None:

@@ -20,6 +20,7 @@ from nc.backends.ipex.quiet import import_ipex, quiet
 from nc.backends.torchscript import Script, script
 from nc.errors import ConfigError, NCWarning, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
+from nc.graph.copying import copy_module
 from nc.graph.qdq import QDQGraph, dequantize_per_tensor, quantize_per_tensor
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -48,7 +49,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     _check("verify", verify, ("raise", "warn", "off"))
     _check("isolate", isolate, ("auto", "always", "never"))
     import_ipex()
-    module = _copy(graph.module)
+    module, _ = copy_module(graph.module)
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
     rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
@@ -96,12 +97,6 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         msg = f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}."
         raise ConfigError(msg)
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
 
 
 def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:

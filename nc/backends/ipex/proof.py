@@ -13,7 +13,7 @@ from nc.graph.qdq import QDQGraph
 GROUP = "ipex::LlgaFusionGroup"
 _LINE = re.compile(r'<string>"?[,:] ?(?:line )?(\d+)')
 #: Nodes of the JIT graph that compute one of our operators; a fused kernel has several operators' names in its own.
-_COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul")
+_COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu|gelu|silu|sigmoid|hardswish|tanh|mean|mul|lstm|gru")
 
 
 def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> torch._C.Graph:
@@ -116,7 +116,7 @@ def _from_codes(node: torch._C.Node, depth: int) -> bool:
 
 def _is_quantized_kernel(node: torch._C.Node) -> bool:
     """An ATen kernel that reads quantized tensors itself (`quantized::add`, pooling of codes)."""
-    if node.kind().startswith("quantized::"):
+    if node.kind().startswith(("quantized::", "aten::quantized_")):
         return True
     first = next(iter(node.inputs()), None)
     return first is not None and first.node().kind() in ("aten::quantize_per_tensor", GROUP) and _yields_codes(first)

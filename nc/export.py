@@ -1,0 +1,55 @@
+"""Capture as a step of its own, for scripts that export a model before they prepare it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from nc.graph.capture import Graph, capture
+from nc.graph.copying import copy_module
+from nc.process import LOCK
+
+
+class ExportedModel(torch.nn.Module):
+    """A captured fp32 model: called like the one it was captured from. `prepare` takes it without example inputs.
+
+    Attributes:
+        graph: the captured graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs in the user's structure; raises InputError for inputs that do not fit."""
+        signature = self.graph.signature
+        with torch.no_grad():
+            return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
+
+    def own_graph(self) -> Graph:
+        """The graph with nodes of its own, which can be changed; constants are shared."""
+        return dataclasses.replace(self.graph, module=copy_module(self.graph.module)[0])
+
+
+def export(model: torch.nn.Module, example_inputs: Any = None, dynamic_shapes: Any = None) -> ExportedModel:
+    """Capture a model.
+
+    Args:
+        model: an fp32 model on the CPU; captured in eval mode, and not changed.
+        example_inputs: as for `prepare`.
+        dynamic_shapes: as for `prepare`.
+
+    Raises:
+        InputError, CaptureError: as `prepare`.
+
+    Example:
+        >>> exported = export(torch.nn.Linear(4, 4), torch.randn(2, 4))
+        >>> tuple(exported(torch.randn(3, 4)).shape)
+        (3, 4)
+    """
+    with LOCK:
+        return ExportedModel(capture(model, example_inputs, dynamic_shapes))

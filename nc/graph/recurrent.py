@@ -1,0 +1,124 @@
+"""LSTM and GRU with int8 weights and activations quantized in each step: what torch's dynamic kernels compute, in plain operators.
+
+The input of a layer is quantized once for all steps, the hidden state in each step, both with one range per tensor. Gates are those of
+`torch.nn.LSTM` and `torch.nn.GRU`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import fx
+from torch.nn.functional import linear
+
+from nc.graph.catalogue import op_name, schema_arguments
+
+Quantize = Callable[[torch.Tensor], torch.Tensor]
+Cell = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+_RECURRENT = ("lstm", "gru")
+
+
+def why_not_recurrent(node: fx.Node) -> str:
+    """Why an LSTM or GRU can't be quantized; "" when it can."""
+    if node.target._overloadname != "input":
+        return "packed sequences stay fp32"
+    weights = weights_of(node)
+    if any(not isinstance(w, fx.Node) or w.op != "get_attr" for w in weights):
+        return "its weights are computed from the inputs"
+    if any(w.meta["val"].dtype != torch.float32 for w in weights):
+        return "quantization starts from fp32"
+    arguments = schema_arguments(node)
+    layers = arguments["num_layers"] * (1 + arguments["bidirectional"])
+    if len(weights) != layers * (4 if arguments["has_biases"] else 2):
+        return "no kernel has projections (proj_size)"
+    return ""
+
+
+def weights_of(node: fx.Node) -> list[fx.Node]:
+    """Matrices and biases: for each layer and direction input, hidden, and the biases of both."""
+    return list(node.args[2])
+
+
+def is_recurrent(node: fx.Node) -> bool:
+    """Whether a node is an LSTM or GRU of ATen."""
+    return op_name(node) in _RECURRENT
+
+
+def lstm_dynamic(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    quantize: Quantize,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and the last hidden and cell states, as `torch.nn.LSTM` gives them."""
+
+    def cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        i, f, g, o = (gates + hidden).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    y, states = _layers(x, hx, params, has_biases, num_layers, bidirectional, batch_first, quantize, cell)
+    return y, torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states])
+
+
+def gru_dynamic(
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    quantize: Quantize,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and the last hidden state, as `torch.nn.GRU` gives them."""
+
+    def cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        (r, z, n), (hr, hz, hn) = gates.chunk(3, -1), hidden.chunk(3, -1)
+        update = (z + hz).sigmoid()
+        new = (n + (r + hr).sigmoid() * hn).tanh()
+        return (new + update * (state[0] - new),)
+
+    y, states = _layers(x, [hx], params, has_biases, num_layers, bidirectional, batch_first, quantize, cell)
+    return y, torch.stack([s[0] for s in states])
+
+
+def _layers(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    quantize: Quantize,
+    cell: Cell,
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    steps = x.transpose(0, 1) if batch_first else x
+    weights = _weights(params, has_biases)
+    finals = []
+    for layer in range(num_layers):
+        gathered = []
+        for direction in range(1 + bidirectional):
+            w_ih, w_hh, b_ih, b_hh = next(weights)
+            state = tuple(h[layer * (1 + bidirectional) + direction] for h in hx)
+            outputs = []
+            gates = linear(quantize(steps), w_ih, b_ih).unbind(0)
+            for gate in reversed(gates) if direction else gates:
+                state = cell(gate, linear(quantize(state[0]), w_hh, b_hh), state)
+                outputs.append(state[0])
+            gathered.append(torch.stack(outputs[::-1] if direction else outputs))
+            finals.append(state)
+        steps = torch.cat(gathered, -1)
+    return steps.transpose(0, 1) if batch_first else steps, finals
+
+
+def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    each = 4 if has_biases else 2
+    for i in range(0, len(params), each):
+        yield (*params[i : i + each], *([] if has_biases else [None, None]))
