@@ -41,10 +41,11 @@ LEVELS = (
 INSIDE = {
     "nc.algorithms": (
         ("nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.replay"),
-        ("nc.algorithms.bias_absorption", "nc.algorithms.smooth_quant"),
+        ("nc.algorithms.bias_absorption", "nc.algorithms.smooth_search"),
+        ("nc.algorithms.smooth_quant",),
         ("nc.algorithms",),
     ),
-    "nc.numerics": (("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"), ("nc.numerics.clip",), ("nc.numerics",)),
+    "nc.numerics": (("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"), ("nc.numerics.clip", "nc.numerics.smoothing"), ("nc.numerics",)),
     "nc.observers": (
         ("nc.observers.base",),
         ("nc.observers.histogram", "nc.observers.channels"),

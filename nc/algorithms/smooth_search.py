@@ -1,0 +1,169 @@
+"""The search for SmoothQuant's alpha: the one on a grid with the least output error, of linears that share a scale or of whole blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.algorithms.replay import inputs_of
+from nc.numerics.smoothing import COMBINE, fake_quantize, fake_quantize_rows, scales_for
+from nc.spec import OpSpec, SmoothSpec
+
+Range = tuple[torch.Tensor, torch.Tensor]
+Batch = Sequence[torch.Tensor]
+#: Rows of a linear's input that the search looks at.
+_ROWS = 256
+#: Calibration batches that the search over blocks runs.
+_BATCHES = 4
+#: A block is what lies below the first number in an operator's path: "encoder.layer.0".
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """Linears that share one s.
+
+    Attributes:
+        source: what they read.
+        members: their nodes.
+        specs: how each is quantized.
+        weights: float64, each [outputs, channels].
+        channels: extremes of each channel of `source`, float64, shape [channels].
+        fold: whether 1/s goes into `source`.
+    """
+
+    source: fx.Node
+    members: tuple[fx.Node, ...]
+    specs: tuple[OpSpec, ...]
+    weights: tuple[torch.Tensor, ...]
+    channels: Range
+    fold: bool
+
+    @property
+    def smooth(self) -> SmoothSpec:
+        """The options, alike for all members."""
+        return self.specs[0].smooth
+
+    def scales(self, alpha: float) -> torch.Tensor:
+        """S for one alpha, float64, shape [channels]."""
+        return scales_for(alpha, *self.channels, self.weights, self.smooth.shared_criterion)
+
+
+def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> list[float]:
+    """The alpha of each unit.
+
+    Args:
+        module: the fp32 graph that the units' nodes are of.
+        units: in execution order.
+        batches: flat calibration inputs.
+    """
+    alphas = {i: unit.smooth.alpha for i, unit in enumerate(units) if unit.smooth.alpha is not None}
+    single = [i for i, unit in enumerate(units) if i not in alphas and not unit.smooth.do_blockwise]
+    rows = inputs_of(module, {units[i].source.name for i in single}, batches, _ROWS) if single else {}
+    for i in single:
+        alphas[i] = _best(units[i].smooth, lambda alpha, unit=units[i]: _unit_error(unit, alpha, rows[unit.source.name].double()))
+    blocks = [i for i, _ in enumerate(units) if i not in alphas]
+    for _, block in itertools.groupby(blocks, key=lambda i: _block_of(units[i])):
+        indices = list(block)
+        members = [units[i] for i in indices]
+        outputs = list(_block_outputs(module, members, batches[:_BATCHES]))
+        alphas |= dict.fromkeys(indices, _best(members[0].smooth, lambda alpha, us=members, outs=outputs: _block_error(us, alpha, outs)))
+    return [alphas[i] for i in range(len(units))]
+
+
+def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
+    """The alpha with the least error; `init_alpha` where none is better."""
+    steps = int((options.alpha_max - options.alpha_min) / options.alpha_step + 1e-9)
+    grid = (round(options.alpha_min + i * options.alpha_step, 6) for i in range(steps + 1))
+    return min((options.init_alpha, *grid), key=error)  # of equals the first
+
+
+def _unit_error(unit: Unit, alpha: float, rows: torch.Tensor) -> float:
+    """Error of the members' products over some rows of their input, relative to their size, combined as the unit says."""
+    errors = []
+    for run, weight in zip(_quantized(unit, alpha), unit.weights, strict=True):
+        expected = rows @ weight.T
+        errors.append((run(rows) - expected).square().mean() / expected.square().mean().clamp(min=1e-30))
+    return float(COMBINE[unit.smooth.shared_criterion](torch.stack(errors)))
+
+
+def _quantized(unit: Unit, alpha: float) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """For each member, its product with smoothed and quantized sides."""
+    scales = unit.scales(alpha)
+    low, high = (unit.channels[0] / scales).amin(), (unit.channels[1] / scales).amax()
+    for weight, spec in zip(unit.weights, unit.specs, strict=True):
+        w = fake_quantize_rows(weight * scales, spec.weight)
+        yield lambda x, w=w, spec=spec: fake_quantize(x.double() / scales, low, high, spec.activation) @ w.T
+
+
+def _block_of(unit: Unit) -> str:
+    name = unit.members[0].meta["operator"]
+    match = _BLOCK.match(name)
+    return match[0] if match else name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """The nodes of a block, and all that they read, for one batch.
+
+    Attributes:
+        interpreter: of the whole graph.
+        inputs: values of the nodes in front of the block.
+        nodes: those of the block, in execution order.
+        results: values of its nodes that are read behind it, in fp32.
+    """
+
+    interpreter: fx.Interpreter
+    inputs: Mapping[fx.Node, Any]
+    nodes: Sequence[fx.Node]
+    results: Mapping[fx.Node, torch.Tensor]
+
+    def run(self, products: Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]]) -> Mapping[fx.Node, Any]:
+        """All values, with some linears replaced."""
+        env = self.interpreter.env = dict(self.inputs)
+        for node in self.nodes:
+            if node in products:
+                y = products[node](env[node.args[0]]).float()
+                bias = node.args[2] if len(node.args) > 2 else None
+                env[node] = y if bias is None else y + env[bias]
+            else:
+                env[node] = self.interpreter.run_node(node)
+        return env
+
+
+def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> Iterator[_Part]:
+    nodes = list(module.graph.nodes)
+    order = {node: i for i, node in enumerate(nodes)}
+    members = [node for unit in units for node in unit.members]
+    first, last = min(order[n] for n in members), max(order[n] for n in members)
+    while len(nodes[last].users) == 1 and order[next(iter(nodes[last].users))] == last + 1 and nodes[last + 1].op != "output":
+        last += 1  # an activation or addition that ends the block
+    inside = [n for n in nodes[first : last + 1] if n.op == "call_function"]
+    read = [n for n in inside if any(order[user] > last for user in n.users)]
+    for batch in batches:
+        interpreter = fx.Interpreter(module, garbage_collect_values=False)
+        interpreter.args_iter = iter(batch)
+        interpreter.env = {}
+        for node in nodes[:-1]:
+            interpreter.env[node] = interpreter.run_node(node)
+        values = interpreter.env
+        block = set(inside)
+        inputs = {n: values[n] for node in inside for n in node.all_input_nodes if n not in block}
+        results = {n: values[n] for n in read if isinstance(values[n], torch.Tensor) and values[n].is_floating_point()}
+        yield _Part(interpreter, inputs, inside, results)
+
+
+def _block_error(units: Sequence[Unit], alpha: float, parts: Sequence[_Part]) -> float:
+    products = {node: run for unit in units for node, run in zip(unit.members, _quantized(unit, alpha), strict=True)}
+    error = 0.0
+    for part in parts:
+        values = part.run(products)
+        for node, expected in part.results.items():
+            error += float((values[node] - expected).double().square().mean() / expected.double().square().mean().clamp(min=1e-30))
+    return error
