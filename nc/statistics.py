@@ -26,6 +26,8 @@ from nc.observers.base import Key, Seen, State
 
 SCHEMA = 1
 _FORMAT = "nc-statistics"
+#: Statistics that others hold as part of their state.
+_CONTAINED_IN = {"extremes": ("histogram",)}
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -168,16 +170,14 @@ class Statistics:
                 raise StateError(msg)
         states, seen = {}, {}
         for (tensor, statistic), observer in self._observers.items():
-            key = next((k for k in ((tensor, statistic), (tensor, "histogram")) if k in found.states), None)
+            kept = ((tensor, name) for name in (statistic, *_CONTAINED_IN.get(statistic, ())))
+            key = next((k for k in kept if k in found.states), None)
             if key is None:
                 has = ", ".join(sorted(s for t, s in found.states if t == tensor)) or "nothing"
                 msg = (
                     f"{where} holds {has} of the input of operator {observer.operator!r}, and this configuration needs "
                     f"{statistic!r}. Calibrate with it."
                 )
-                raise StateError(msg)
-            if not set(observer.state) <= set(found.states[key]):
-                msg = f"{where} has a histogram of the input of operator {observer.operator!r}, which gives no {statistic!r}."
                 raise StateError(msg)
             states[tensor, statistic] = {name: found.states[key][name] for name in observer.state}
             seen[tensor, statistic] = found.seen[key]
