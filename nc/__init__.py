@@ -1,7 +1,9 @@
 """Post-training quantization for PyTorch models on Intel CPUs."""
 
 from nc._version import __version__ as __version__
+from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
+from nc.algorithms.equalization import Equalization as Equalization
 from nc.artefact import export_torchscript as export_torchscript
 from nc.artefact import load as load
 from nc.artefact import save as save

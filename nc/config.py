@@ -198,18 +198,20 @@ class QuantConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """The inverse of `to_dict`; takes Neural Compressor's form too: the fields, or {"global": fields, "local": {key: fields}}.
+        """The inverse of `to_dict`; takes Neural Compressor's forms too: the fields, or {"global": fields, "local": {key: fields}}.
 
         Raises:
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
         """
         _check_is_dict(data)
-        if not {"schema_version", "algorithm", "global", "local", "white_list"} & set(data):
+        if not {"schema_version", "algorithm", "global", "local"} & set(data):
             return cls(**data)
-        _check_keys(data, required={"global"}, optional={"schema_version", "algorithm", "local", "white_list"})
+        required = set() if isinstance(data.get("local"), dict) else {"global"}
+        _check_keys(data, required, optional={"schema_version", "algorithm", "global", "local", "white_list"})
         _check_schema(data, cls.algorithm)
-        config = cls(**_fields_of(data["global"]))
-        config.__dict__["white_list"] = _keys_from(data["white_list"]) if "white_list" in data else None
+        config = cls(**_fields_of(data.get("global", {})))
+        if "white_list" in data:
+            config.__dict__["white_list"] = _keys_from(data["white_list"])
         config.__dict__["rules"] = _rules_from(data.get("local", []), cls)
         return config
 

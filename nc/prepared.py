@@ -15,16 +15,15 @@ from nc.errors import CalibrationError, StateError
 from nc.graph.capture import Graph
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.observe import observed_module, observer_key, watches_for
-from nc.graph.placement import Edge, edge_key, place
+from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
 from nc.health import NEVER_RAN, examine, watched
-from nc.numerics.affine import choose_qparams
 from nc.numerics.metrics import worst_sqnr_db
-from nc.observers import ALGORITHMS
 from nc.plan import Plan
+from nc.ranges import find_qparams
 from nc.rules import fit
 from nc.smoothing import smoothed
-from nc.spec import FLOAT, Capabilities, QParams
+from nc.spec import FLOAT, Capabilities
 from nc.statistics import Collected, Samples, Statistics, checksum
 
 #: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
@@ -116,11 +115,11 @@ class PreparedModel(torch.nn.Module):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
         plan, edges = self._executed(fit(self.plan, capabilities), found)
-        float_module, plan, found = smoothed(self.graph.module, plan, found)
+        float_module, plan, found, smoothing = smoothed(self.graph.module, plan, found)
         if float_module is not self.graph.module:
             names = {node.name for node in self._pools}
             edges = place(float_module, plan, self.capabilities, {n for n in float_module.graph.nodes if n.name in names})
-        qparams = {key: self._qparams(e, found) for key, e in {edge_key(e): e for e in edges}.items()}
+        qparams, search = find_qparams(float_module, edges, found)
         module = insert_qdq(float_module, edges, qparams, plan)
         notes = {d.operator: d.reason for d in plan.decisions if d.reason == NEVER_RAN}
         float_bytes = sum(b.numel() * b.element_size() for b in self.graph.module.buffers())
@@ -133,7 +132,8 @@ class PreparedModel(torch.nn.Module):
         example = self.graph.example
         with torch.no_grad():
             noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
-        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected, health)
+        changes = (*self._changes, *smoothing, *search)
+        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected, health, changes)
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
         """What ranks must have in common beside the model to get the same bytes from the same statistics."""
@@ -153,12 +153,6 @@ class PreparedModel(torch.nn.Module):
                 return plan, edges
             decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
             plan = dataclasses.replace(plan, decisions=decisions)
-
-    def _qparams(self, edge: Edge, found: Collected) -> QParams:
-        spec = edge.spec
-        low, high = ALGORITHMS[spec.algo].find_range(found.states[observer_key(edge)], spec)
-        scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-        return QParams(scale=scale, zero_point=int(zero_point), spec=spec)
 
 
 def _has_run(edge: Edge, found: Collected) -> bool:

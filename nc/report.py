@@ -48,6 +48,7 @@ class Report:
         noise_db: the quantized graph against fp32 on the example inputs, in dB.
         corrected_biases: number of operators whose bias was corrected.
         health: what calibration leaves to wish for, the worst of each kind first; see docs/report.md.
+        changes: what algorithms did to the fp32 graph and found in the search for ranges, a line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the numbers rely on.
         details: what else the backend had to say.
@@ -64,6 +65,7 @@ class Report:
     noise_db: float
     corrected_biases: int
     health: tuple[Finding, ...]
+    changes: tuple[str, ...]
     rewrites: tuple[str, ...]
     isa: tuple[str, ...]
     details: Mapping[str, Any]
@@ -103,6 +105,7 @@ class Report:
             lines.append(f"{self.corrected_biases} biases corrected")
         if self.isa:
             lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
+        lines += self.changes
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         lines += [f"{key}: {value}" for key, value in self.details.items()]
@@ -145,6 +148,7 @@ def build(graph: QDQGraph, engine: EngineReport) -> Report:
         noise_db=graph.noise_db,
         corrected_biases=graph.corrected_biases,
         health=graph.health,
+        changes=graph.changes,
         rewrites=engine.rewrites,
         isa=graph.plan.isa,
         details=engine.details,

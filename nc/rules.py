@@ -163,7 +163,7 @@ def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     activation = {"dtype": values["act_dtype"], "symmetric": values["act_sym"], "granularity": values["act_granularity"]}
     if algorithm == "dynamic":
         return OpSpec(activation=TensorSpec(**activation, dynamic=True), weight=weight)
-    percentile = values["percentile"] if values["act_algo"] == "percentile" else None
+    percentile = values["percentile"] if values["act_algo"] in ("percentile", "auto") else None
     smooth = None
     if algorithm == "smooth" and kind == "linear":
         options = {f.name: values[f.name] for f in dataclasses.fields(SmoothSpec)}

@@ -19,21 +19,22 @@ from nc.spec import OpSpec
 from nc.statistics import Collected
 
 
-def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.GraphModule, Plan, Collected]:
+def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.GraphModule, Plan, Collected, tuple[str, ...]]:
     """The graph with the linears smoothed that the plan says; all three as they are when it says none.
 
     Min-max ranges of smoothed tensors follow from the ranges of their channels. Other algorithms need histograms, which smoothing changes:
     they look at the kept calibration samples once more.
 
     Returns:
-        The graph, the plan with the alphas that "auto" found, and the statistics with those of the tensors that operators read now.
+        The graph, the plan with the alphas that "auto" found, the statistics with those of the tensors that operators read now, and what
+        there is to say of it.
 
     Raises:
         StateError: samples are needed, and none were kept.
     """
     specs = {d.operator: d.spec for d in plan.quantized if d.spec.smooth is not None}
     if not specs:
-        return module, plan, found
+        return module, plan, found, ()
     again = any(s.smooth.alpha is None or ALGORITHMS[s.activation.algo].statistic is not EXTREMES for s in specs.values())
     if again and not found.samples:
         msg = (
@@ -55,7 +56,7 @@ def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.G
                 copy(*batch)
         states |= {key: observer.state for key, observer in observers.items()}
         seen |= {key: observer.seen for key, observer in observers.items()}
-    return result.module, _with_alphas(plan, result), dataclasses.replace(found, states=states, seen=seen)
+    return result.module, _with_alphas(plan, result), dataclasses.replace(found, states=states, seen=seen), (_text(result),)
 
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
@@ -63,6 +64,12 @@ def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
     nodes = [n for n in result.module.graph.nodes if n.meta.get("operator") in specs]
     watches = [Watch(n.args[0], n, ALGORITHMS[specs[n.meta["operator"]].activation.algo].statistic, n.meta["operator"]) for n in nodes]
     return [w for w in watches if w.statistic is not EXTREMES]
+
+
+def _text(result: Smoothed) -> str:
+    low, high = min(result.alphas.values()), max(result.alphas.values())
+    alphas = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}"
+    return f"smooth_quant: {len(result.alphas)} linears, {alphas}; folded into what is in front for {len(result.folded)} of them"
 
 
 def _with_alphas(plan: Plan, result: Smoothed) -> Plan:

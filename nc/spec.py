@@ -20,7 +20,7 @@ class TensorSpec:
         symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
         granularity: "per_tensor", "per_channel" (weights) or "per_token" (dynamic activations: one range per row of the last dimension).
         algo: how its range is found, see `nc.observers`.
-        percentile: how much of the data the range covers, in percent, where `algo` is "percentile".
+        percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
         reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.seven_bit`.
         dynamic: its range is found anew in each call.
@@ -60,7 +60,7 @@ class TensorSpec:
         if self.dynamic:
             parts.append("dynamic")
         if self.algo != "minmax":
-            parts.append(self.algo if self.percentile is None else f"{self.algo} {self.percentile:g}")
+            parts.append(f"{self.algo} {self.percentile:g}" if self.algo == "percentile" else self.algo)
         return " ".join(parts)
 
 

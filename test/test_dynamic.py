@@ -66,10 +66,11 @@ def test_a_row_of_zeros_and_no_rows():
 
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("shape", [(5, 48), (2, 7, 48), (2, 3, 5, 48)])
-@pytest.mark.parametrize("fields", [{}, {"act_sym": True}, {"act_granularity": "per_tensor"}, {"act_granularity": "per_tensor", "act_sym": True}])
-def test_engines_compute_the_reference(backend, shape, fields):
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_engines_compute_the_reference(backend, shape, granularity, symmetric):
     model, x = Net(), torch.randn(shape) * torch.logspace(-2, 2, shape[-2])[:, None]
-    q = converted(model, x, DynamicQuantConfig(**fields), backend=backend)
+    q = converted(model, x, DynamicQuantConfig(act_granularity=granularity, act_sym=symmetric), backend=backend)
     assert sqnr_db(q.reference(x), q(x)) > 80
     assert sqnr_db(model(x), q(x)) > 30
     more = torch.randn(3, *shape[1:])
@@ -132,7 +133,7 @@ def test_recurrent_layers_without_a_kernel_say_why():
     static = nc.describe(nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig(), torch.randn(3, 2, 8), backend="reference")
     assert static["0"].reason == "backend 'reference' has no int8 kernel for gru"
     with pytest.raises(UnsupportedError, match="act_sym=True"):
-        prepare(nn.Sequential(nn.GRU(8, 16)).eval(), DynamicQuantConfig(act_sym=True), example_inputs=torch.randn(3, 2, 8), backend="reference")
+        nc.describe(nn.Sequential(nn.GRU(8, 16)).eval(), DynamicQuantConfig(act_sym=True), torch.randn(3, 2, 8), backend="reference")
 
 
 # ---- use ----

@@ -20,15 +20,16 @@ LEVELS = (
     ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
     ("nc.distributed",),
     ("nc.graph.passes",),
+    ("nc.graph.placement",),
     ("nc.graph.capture", "nc.algorithms"),
     ("nc.config", "nc.graph.small"),
-    ("nc.rules", "nc.graph.placement"),
+    ("nc.rules",),
     ("nc.graph.qdq", "nc.graph.observe"),
     ("nc.graph.operators",),
     ("nc.graph.serial",),
     ("nc.graph.store",),
     ("nc.backends", "nc.health"),
-    ("nc.smoothing",),
+    ("nc.smoothing", "nc.ranges"),
     ("nc.prepared", "nc.report"),
     ("nc.quantized", "nc.export"),
     ("nc.quantize", "nc.artefact"),
@@ -40,16 +41,21 @@ LEVELS = (
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
     "nc.algorithms": (
-        ("nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.replay"),
+        ("nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.replay", "nc.algorithms.range_search"),
         ("nc.algorithms.bias_absorption", "nc.algorithms.smooth_search"),
         ("nc.algorithms.smooth_quant",),
         ("nc.algorithms",),
     ),
-    "nc.numerics": (("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"), ("nc.numerics.clip", "nc.numerics.smoothing"), ("nc.numerics",)),
+    "nc.numerics": (
+        ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"),
+        ("nc.numerics.clip", "nc.numerics.smoothing"),
+        ("nc.numerics",),
+    ),
     "nc.observers": (
         ("nc.observers.base",),
         ("nc.observers.histogram", "nc.observers.channels"),
         ("nc.observers.minmax", "nc.observers.moving_average", "nc.observers.percentile", "nc.observers.mse", "nc.observers.kl"),
+        ("nc.observers.auto",),
         ("nc.observers",),
     ),
     "nc.backends": (

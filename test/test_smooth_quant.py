@@ -322,7 +322,7 @@ def test_batches_too_large_to_keep(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("alpha", 1.5), ("alpha", "best"), ("alpha", True), ("alpha_step", 0.0), ("shared_criterion", "sum"), ("folding", 1), ("alpha_min", -1)],
+    [("alpha", 1.5), ("alpha", "best"), ("alpha", True), ("alpha_step", 0.0), ("shared_criterion", "sum"), ("folding", 1)],
 )
 def test_values_that_can_not_be(field, value):
     with pytest.raises(ConfigError, match=field):

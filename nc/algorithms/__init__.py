@@ -7,7 +7,9 @@ One per file; these tables are the one place where a new one is entered. Each is
 
 from __future__ import annotations
 
+from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection
+from nc.algorithms.equalization import Equalization
 
-PRE: dict[str, type] = {}
+PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
 POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}

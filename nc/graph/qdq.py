@@ -121,6 +121,7 @@ class QDQGraph:
         noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
         corrected_biases: number of operators whose bias was corrected.
         health: what calibration leaves to wish for, the worst of each kind first.
+        changes: what algorithms did to the fp32 graph and found in the search for ranges, a line each.
     """
 
     module: fx.GraphModule
@@ -132,6 +133,7 @@ class QDQGraph:
     noise_db: float
     corrected_biases: int = 0
     health: tuple[Finding, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:

@@ -33,7 +33,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A graph as JSON and tensors.
 
     Returns:
-        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, health, nodes,
+        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, changes, health, nodes,
         sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
         which share memory.
 
@@ -57,6 +57,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "float_bytes": graph.float_bytes,
         "corrected_biases": graph.corrected_biases,
         "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
         "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
         "sizes": sizes.hints,
@@ -95,6 +96,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         float_bytes=document["float_bytes"],
         noise_db=float(document["noise_db"]),
         corrected_biases=document["corrected_biases"],
+        changes=tuple(map(str, document.get("changes", ()))),
         health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
     )
 

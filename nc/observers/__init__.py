@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nc.errors import ConfigError
+from nc.observers.auto import AUTO
 from nc.observers.base import Observer, RangeAlgorithm, Statistic
 from nc.observers.kl import KL
 from nc.observers.minmax import MINMAX
@@ -10,7 +11,7 @@ from nc.observers.moving_average import MOVING_AVERAGE
 from nc.observers.mse import MSE
 from nc.observers.percentile import PERCENTILE
 
-ALGORITHMS: dict[str, RangeAlgorithm] = {a.name: a for a in (MINMAX, MOVING_AVERAGE, PERCENTILE, MSE, KL)}
+ALGORITHMS: dict[str, RangeAlgorithm] = {a.name: a for a in (MINMAX, MOVING_AVERAGE, PERCENTILE, MSE, KL, AUTO)}
 
 
 def register_algorithm(algorithm: RangeAlgorithm) -> None:

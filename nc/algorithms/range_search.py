@@ -1,0 +1,80 @@
+"""`act_algo="auto"`: which algorithm's range gives the operators that read a tensor the least output error.
+
+Each operator computes with the fp32 weight and one input rounded to the codes of each candidate, over kept calibration samples; squared
+errors are relative to the size of the operator's output, and summed over all that read the tensor with that range.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.graph.placement import Edge, edge_key
+from nc.numerics.affine import dequantize, quantize
+from nc.spec import QParams, TensorSpec
+
+Key = tuple[str, TensorSpec]
+Batch = Sequence[torch.Tensor]
+#: Samples after which no further batch is run: ranges are told apart by far fewer than they are found from.
+_ROWS = 32
+
+
+@torch.no_grad()
+def choose_ranges(
+    module: fx.GraphModule, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]], batches: Sequence[Batch]
+) -> dict[Key, str]:
+    """The best candidate of each tensor.
+
+    Args:
+        module: captured fp32 graph.
+        edges: all edges, of which those whose key is in `candidates` are looked at.
+        candidates: edge key → algorithm → the scale and zero point that it finds.
+        batches: flat calibration inputs, at least one.
+
+    Returns:
+        Edge key → name of the algorithm.
+    """
+    trial = _Trial(module, [e for e in edges if edge_key(e) in candidates], candidates)
+    rows = 0
+    for batch in batches:
+        trial.run(*batch)
+        rows += batch[0].shape[0] if batch[0].dim() else 1
+        if rows >= _ROWS:
+            break
+    return {key: min(found, key=found.__getitem__) for key, found in trial.totals().items()}
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph and tries, at each reader, what every candidate would do to its result."""
+
+    def __init__(self, module: fx.GraphModule, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]]) -> None:
+        super().__init__(module)
+        self._candidates = candidates
+        self._edges: dict[fx.Node, list[Edge]] = {}
+        for edge in edges:
+            self._edges.setdefault(edge.reader, []).append(edge)
+        self._errors: Counter[tuple[Edge, str]] = Counter()
+        self._sizes: Counter[Edge] = Counter()
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        for edge in self._edges.get(node, ()):
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            self._sizes[edge] += float(value.double().square().sum())
+            for name, qp in self._candidates[edge_key(edge)].items():
+                tried = list(args)
+                codes = quantize(args[edge.index], float(qp.scale), qp.zero_point, qp.spec.quant_min, qp.spec.quant_max)
+                tried[edge.index] = dequantize(codes, float(qp.scale), qp.zero_point)
+                self._errors[edge, name] += float((node.target(*tried, **kwargs) - value).double().square().sum())
+        return value
+
+    def totals(self) -> dict[Key, dict[str, float]]:
+        """Edge key → algorithm → sum of the readers' squared errors, each relative to its output."""
+        totals = {key: dict.fromkeys(names, 0.0) for key, names in self._candidates.items()}
+        for (edge, name), error in self._errors.items():
+            totals[edge_key(edge)][name] += error / max(self._sizes[edge], 1e-30)
+        return totals

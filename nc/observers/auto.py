@@ -1,0 +1,12 @@
+"""Auto: of several algorithms the one whose range gives an operator the least output error; `nc.algorithms.range_search` tries them."""
+
+from __future__ import annotations
+
+from nc.observers.base import RangeAlgorithm
+from nc.observers.histogram import HISTOGRAM
+from nc.observers.mse import MSE
+
+#: What is tried, in this order; of equals the first stays.
+CANDIDATES = ("minmax", "percentile", "mse", "kl")
+#: Where no data is at hand, the least error of the input stands for that of the output.
+AUTO = RangeAlgorithm("auto", HISTOGRAM, MSE.find_range)
