@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,46 @@ def nc_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     return lambda: quantized(**inputs)
 
 
-def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+def nc_smooth(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """SmoothQuant of this project, scales folded where that is possible."""
+    import nc
+
+    prepared = nc.prepare(model, nc.SmoothQuantConfig(folding=True), example_inputs=inputs)
+    prepared(**inputs)
+    quantized = nc.convert(prepared)
+    return lambda: quantized(**inputs)
+
+
+def nc_dynamic(model: torch.nn.Module, inputs: dict[str, Any], granularity: str = "per_token") -> Run:
+    """Dynamic quantization of this project."""
+    import nc
+
+    quantized = nc.quantize(model, nc.DynamicQuantConfig(act_granularity=granularity), example_inputs=inputs)
+    return lambda: quantized(**inputs)
+
+
+def torch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """`torch.ao.quantization.quantize_dynamic`, linears in int8."""
+    from torch.ao.quantization import quantize_dynamic
+
+    quantized = quantize_dynamic(model, {torch.nn.Linear})
+    return lambda: quantized(**inputs)
+
+
+def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any], algorithm: str = "minmax") -> Run:
     """A calibrating forward of this project."""
     import nc
 
-    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs)
+    prepared = nc.prepare(model, nc.StaticQuantConfig(act_algo=algorithm), example_inputs=inputs)
+    return lambda: prepared(**inputs)
+
+
+def ipex_prepared(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """A calibrating forward of plain IPEX with torch's HistogramObserver, IPEX's default."""
+    import intel_extension_for_pytorch as ipex
+
+    mapping = ipex.quantization.default_static_qconfig_mapping
+    prepared = ipex.quantization.prepare(model, mapping, example_kwarg_inputs=inputs, inplace=False)
     return lambda: prepared(**inputs)
 
 
@@ -67,8 +103,16 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "ipex-fp32": ipex_fp32,
     "ipex-int8": ipex_int8,
     "nc-int8": nc_int8,
+    "nc-smooth": nc_smooth,
+    "nc-dynamic": nc_dynamic,
+    "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
+    "torch-dynamic": torch_dynamic,
     "nc-prepared": nc_prepared,
+    "nc-prepared-histogram": functools.partial(nc_prepared, algorithm="mse"),
+    "ipex-prepared-histogram": ipex_prepared,
 }
+#: What a table of speeds shows unless told otherwise.
+DEFAULT = ("eager", "ipex-fp32", "ipex-int8", "nc-int8", "nc-prepared")
 
 
 def start(engine: str, model_name: str, threads: int) -> Run:

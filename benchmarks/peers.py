@@ -21,7 +21,16 @@ import torch
 from tasks import TASKS, Batch, Run, Task, table
 
 Result = tuple[Run, str, str]
-_ONNX_INT8 = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger", "ConvInteger", "QAttention")
+_ONNX_INT8 = (
+    "QLinearConv",
+    "QLinearMatMul",
+    "QGemm",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "MatMulInteger",
+    "ConvInteger",
+    "QAttention",
+)
 _ONNX_FP32 = ("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Attention", "MultiHeadAttention")
 
 
@@ -38,7 +47,7 @@ def fp32(task: Task) -> Result:
 
 def openvino_fp32(task: Task) -> Result:
     """OpenVINO without quantization: what its own kernels cost."""
-    return _compiled(_openvino(task))
+    return (*_compiled(_openvino(task))[:2], "-")
 
 
 def nncf_int8(**options: str) -> Callable[[Task], Result]:
@@ -68,7 +77,9 @@ def _compiled(model: Any) -> Result:
 
     size = sum(op.data.nbytes for op in model.get_ops() if op.get_type_name() == "Constant")
     # fp32 for the rest: where the CPU has bf16, OpenVINO would use it
-    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"})
+    compiled = openvino.Core().compile_model(
+        model, "CPU", {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    )
     products: list[str] = []
     for op in compiled.get_runtime_model().get_ops():
         info = op.get_rt_info()
@@ -82,7 +93,7 @@ def _compiled(model: Any) -> Result:
 def onnx_fp32(task: Task) -> Result:
     """ONNX Runtime without quantization."""
     with tempfile.TemporaryDirectory() as folder:
-        return _session(_onnx(task, Path(folder)))
+        return (*_session(_onnx(task, Path(folder)))[:2], "-")
 
 
 def onnx_static(task: Task) -> Result:
@@ -133,7 +144,9 @@ def _onnx(task: Task, folder: Path) -> Path:
 
     example = task.calibration[0]
     free = {name: {i: torch.export.Dim.DYNAMIC for i in task.free} for name in example}
-    torch.onnx.export(task.model, (), folder / "raw.onnx", kwargs=dict(example), dynamic_shapes=free, dynamo=True, verbose=False, external_data=False)
+    torch.onnx.export(
+        task.model, (), folder / "raw.onnx", kwargs=dict(example), dynamic_shapes=free, dynamo=True, verbose=False, external_data=False
+    )
     quant_pre_process(folder / "raw.onnx", folder / "fp32.onnx", skip_symbolic_shape=True)
     return folder / "fp32.onnx"
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engines import ENGINES
+from engines import DEFAULT, ENGINES
 from models import NAMES
 
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ def main() -> None:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(NAMES))
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=list(DEFAULT), choices=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--runs", type=int, default=5, help="calls of one engine in one round")
     parser.add_argument("--threads", type=int, default=2)

@@ -63,7 +63,12 @@ class Task:
             if files:
                 folder.mkdir(parents=True, exist_ok=True)
                 save_file({k: v.contiguous() for k, v in self.model.state_dict().items()}, files[0])
-                named = {f"{part}.{i}.{k}": v for part in ("calibration", "evaluation") for i, b in enumerate(getattr(self, part)) for k, v in b.items()}
+                named = {
+                    f"{part}.{i}.{k}": v
+                    for part in ("calibration", "evaluation")
+                    for i, b in enumerate(getattr(self, part))
+                    for k, v in b.items()
+                }
                 save_file({**named, "labels": self.labels}, files[1])
         self.model.eval()
 

@@ -11,6 +11,7 @@ from models import Function, ResidualCNN, assert_close, graph_of, run_graph, set
 from torch import nn
 from torch.nn import functional as F
 
+import nc
 from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.equalization import LARGEST_SCALE, Equalization, equalizing_scale, pairs
 from nc.errors import ConfigError
@@ -517,3 +518,36 @@ def test_values_that_cannot_be_meant(build, text):
 
 def test_names():
     assert (Equalization.name, BiasAbsorption.name) == ("equalization", "bias_absorption")
+
+
+# ---- the whole way ----
+
+
+@pytest.mark.parametrize("backend", [name for name, why in nc.available_backends().items() if name in ("ipex", "reference") and not why])
+def test_per_tensor_weights_recover(backend):
+    """A depthwise network with badly scaled channels, quantized by a configuration."""
+    model, batches = planted_mobilenet(), [torch.randn(8, 3, 12, 12) for _ in range(4)]
+    noise, changes = {}, {}
+    for name, pre in {"plain": [], "equalized": [Equalization()], "absorbed": [Equalization(), BiasAbsorption()]}.items():
+        prepared = nc.prepare(model, nc.StaticQuantConfig(w_granularity="per_tensor", pre=pre), example_inputs=batches[0], backend=backend)
+        for batch in batches:
+            assert sqnr_db(model(batch), prepared(batch)) > 60  # the fp32 function stays
+        q = nc.convert(prepared)
+        noise[name], changes[name] = sqnr_db(model(batches[0]), q(batches[0])), q.report().changes
+        if backend == "ipex":
+            assert q.report().ran_int8 == q.report().asked_int8
+    assert min(noise["equalized"], noise["absorbed"]) > noise["plain"] + 8, noise
+    assert changes["plain"] == ()
+    assert changes["equalized"][0].startswith("equalization: 6 operators changed; fp32 outputs before and after agree to 1")
+    assert changes["absorbed"][1].startswith("bias_absorption:")
+
+
+def test_transforms_are_part_of_a_configuration():
+    config = nc.StaticQuantConfig(pre=[Equalization(iterations=3), BiasAbsorption(n_sigma=2.0)], post=[nc.BiasCorrection()])
+    again = nc.StaticQuantConfig.from_json(config.to_json())
+    assert again == config
+    assert again.pre == (Equalization(iterations=3), BiasAbsorption(n_sigma=2.0))
+    with pytest.raises(ConfigError, match="pre holds for whole models"):
+        nc.StaticQuantConfig().set_local("a", nc.StaticQuantConfig(pre=[Equalization()]))
+    with pytest.raises(ConfigError, match=r"Expected pre to be a list out of Equalization\(\), BiasAbsorption\(\)"):
+        nc.StaticQuantConfig(pre=["equalization"])

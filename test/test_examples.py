@@ -151,6 +151,9 @@ DOCUMENTS = [
     pytest.param("docs/migration.md", marks=SLOW),
     pytest.param("docs/rules.md", marks=pytest.mark.ipex),
     pytest.param("docs/calibration.md", marks=pytest.mark.ipex),
+    pytest.param("docs/dynamic.md", marks=pytest.mark.ipex),
+    pytest.param("docs/smooth_quant.md", marks=SLOW),
+    "docs/equalization.md",
     "docs/extending.md",
     "docs/artefact.md",
 ]

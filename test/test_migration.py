@@ -90,7 +90,7 @@ def model():
 def surroundings(tmp_path, monkeypatch):
     """Scripts save to "saved_results"; first runs in a child process, which take seconds each, are tested elsewhere."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nc.backends.ipex.isolate.is_familiar", lambda module: True)
+    monkeypatch.setattr("nc.backends.ipex.lower.is_familiar", lambda module: True)
 
 
 def dtypes(q_model):
@@ -441,7 +441,9 @@ def test_dictionaries():
     config = StaticQuantConfig.from_dict({"global": {"act_sym": True}, "local": {"fc1": {"act_algo": "kl"}}})
     assert config == StaticQuantConfig(act_sym=True).set_local("fc1", StaticQuantConfig(act_algo="kl"))
     assert {"global", "local"} <= set(config.to_dict())
-    assert StaticQuantConfig.from_dict({"local": {"fc1": {"act_algo": "kl"}}}) == StaticQuantConfig().set_local("fc1", StaticQuantConfig(act_algo="kl"))
+    assert StaticQuantConfig.from_dict({"local": {"fc1": {"act_algo": "kl"}}}) == StaticQuantConfig().set_local(
+        "fc1", StaticQuantConfig(act_algo="kl")
+    )
     listed = StaticQuantConfig(act_sym=True, white_list=["fc1"])
     for fields in ({"act_sym": True, "white_list": ["fc1"]}, {"global": {"act_sym": True, "white_list": ["fc1"]}, "local": {}}):
         assert StaticQuantConfig.from_dict(fields) == listed
