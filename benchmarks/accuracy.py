@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tasks import TASKS, Run, Task, table
+from tasks import TASKS, Candidate, Result, Task, compare, fp32
 
 import nc
 from nc.observers import ALGORITHMS
 
 #: Kinds of operators that multiply and add: nearly all of a model's work.
 PRODUCTS = ("linear", "conv", "matmul")
-Result = tuple[Run, str, str]
-
-
-def fp32(task: Task) -> Result:
-    """The model itself."""
-    size = sum(t.numel() * t.element_size() for t in task.model.state_dict().values())
-    return task.model, f"{size / 1e6:.1f}", "-"
 
 
 def plain_ipex(task: Task) -> Result:
@@ -46,7 +39,7 @@ def plain_ipex(task: Task) -> Result:
     return torch.jit.freeze(traced.eval()), "-", "-"
 
 
-def quantized(config: Callable[[], object]) -> Callable[[Task], Result]:
+def quantized(config: Callable[[], object]) -> Candidate:
     """This project with a configuration."""
 
     def run(task: Task) -> Result:
@@ -62,7 +55,7 @@ def quantized(config: Callable[[], object]) -> Callable[[Task], Result]:
     return run
 
 
-def candidates() -> dict[str, Callable[[Task], Result]]:
+def candidates() -> dict[str, Candidate]:
     """Everything that can be compared, by name."""
     configs: dict[str, Callable[[], object]] = {f"static {algo}": lambda a=algo: nc.StaticQuantConfig(act_algo=a) for algo in ALGORITHMS}
     configs["static minmax, weights mse"] = lambda: nc.StaticQuantConfig(w_algo="mse")
@@ -73,25 +66,13 @@ def candidates() -> dict[str, Callable[[Task], Result]]:
     return {"fp32": fp32, "plain IPEX": plain_ipex, **{name: quantized(config) for name, config in configs.items()}}
 
 
-def rows(task: Task, names: list[str]) -> Iterator[list[str]]:
-    """One row for each candidate; one that fails says why."""
-    expected = task.outputs(task.model)
-    for name in names:
-        try:
-            run, size, int8 = candidates()[name](task)
-            for _ in range(2):  # engines compile during the first calls
-                run(**task.calibration[0])
-            yield [name, *task.row(expected, task.outputs(run)), size, int8]
-        except Exception as error:  # whatever it is, the other candidates still count
-            yield [name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]
-
-
 @torch.no_grad()
 def main() -> None:
     """Print a Markdown table for each task."""
+    everything = candidates()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--only", nargs="+", choices=list(candidates()), default=list(candidates()), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(everything), default=list(everything), metavar="NAME")
     parser.add_argument("--data", type=Path, help="folder for trained models and data: written when empty, else read")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -99,12 +80,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in options.task:
         try:
-            with torch.enable_grad():
-                task = TASKS[name](options.data)
+            task = TASKS[name](options.data)
         except LookupError as error:
             print(f"\n### {name}\n\nskipped: {error}", flush=True)
             continue
-        table(task, rows(task, options.only))
+        compare(task, {name: everything[name] for name in options.only})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, ClassVar
@@ -255,6 +255,9 @@ class LanguageModel(Task):
 
 
 TASKS = {task.name: task for task in (MiniLM, Digits, LanguageModel)}
+#: Something to run, the size of its constants in MB, and how many of its products run in int8.
+Result = tuple[Run, str, str]
+Candidate = Callable[[Task], Result]
 
 
 def _batches(data: dict[str, torch.Tensor], part: str) -> list[Batch]:
@@ -266,6 +269,7 @@ def _batches(data: dict[str, torch.Tensor], part: str) -> list[Batch]:
     return [found[i] for i in sorted(found)]
 
 
+@torch.enable_grad()
 def _train(model: nn.Module, steps: Sequence[tuple[Batch, torch.Tensor]], rate: float) -> None:
     """AdamW with a linear warm-up and a cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
@@ -280,9 +284,27 @@ def _train(model: nn.Module, steps: Sequence[tuple[Batch, torch.Tensor]], rate: 
         schedule.step()
 
 
-def table(task: Task, rows: Iterable[Sequence[str]]) -> None:
-    """Print Markdown, row by row as they come."""
+def fp32(task: Task) -> Result:
+    """The model itself."""
+    size = sum(t.numel() * t.element_size() for t in task.model.state_dict().values())
+    return task.model, f"{size / 1e6:.1f}", "-"
+
+
+def compare(task: Task, candidates: Mapping[str, Candidate]) -> None:
+    """Print a Markdown table, row by row as candidates finish."""
     head = ["", *task.columns, "SQNR dB", "MB", "int8 products"]
     print(f"\n### {task.name}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+    expected = task.outputs(task.model)
+    for name, candidate in candidates.items():
+        print(f"| {name} | {' | '.join(_cells(task, candidate, expected))} |", flush=True)
+
+
+def _cells(task: Task, candidate: Candidate, expected: torch.Tensor) -> list[str]:
+    """What comes behind the name; for a candidate that fails, why: the others still count."""
+    try:
+        run, size, int8 = candidate(task)
+        for _ in range(2):  # engines compile during the first calls
+            run(**task.calibration[0])
+        return [*task.row(expected, task.outputs(run)), size, int8]
+    except Exception as error:
+        return [f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]

@@ -338,7 +338,7 @@ def _remark(backend: str) -> str:
     if backend == "reference":
         return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
     if backend == "ipex" and not cpu.accumulates_wide():
-        return "this CPU has neither VNNI nor AMX: weights use 7 bits, so that sums can't saturate"
+        return "this CPU has neither VNNI nor AMX: pairs of weights give way where their 16-bit sums would saturate"
     return ""
 
 

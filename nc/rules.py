@@ -220,13 +220,13 @@ def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, ca
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
-    """7 bits for the right-hand side where this CPU needs it."""
+    """A right-hand side whose products can't saturate, where this CPU needs it."""
     # dynamic kernels take uint8, whatever the codes are called
     dtype = "uint8" if spec.activation is not None and spec.activation.dynamic else spec.activation and spec.activation.dtype
-    if (kind, dtype) not in capabilities.seven_bit:
+    if (kind, dtype) not in capabilities.narrow_sums:
         return spec
     if spec.weight is not None:
-        return dataclasses.replace(spec, weight=dataclasses.replace(spec.weight, reduce_range=True))
+        return dataclasses.replace(spec, weight=dataclasses.replace(spec.weight, paired=True))
     return dataclasses.replace(spec, right=dataclasses.replace(spec.activation, reduce_range=True))
 
 

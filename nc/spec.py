@@ -22,7 +22,9 @@ class TensorSpec:
         algo: how its range is found, see `nc.observers`.
         percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
-        reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.seven_bit`.
+        reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.narrow_sums`.
+        paired: codes of neighbouring input channels of a weight are small enough for their products to be added in 16 bits; see
+            `nc.numerics.pairs`.
         dynamic: its range is found anew in each call.
     """
 
@@ -33,6 +35,7 @@ class TensorSpec:
     percentile: float | None = None
     narrow: bool = False
     reduce_range: bool = False
+    paired: bool = False
     dynamic: bool = False
 
     @property
@@ -57,6 +60,8 @@ class TensorSpec:
             parts.append(self.granularity)
         if self.reduce_range:
             parts.append("7-bit")
+        if self.paired:
+            parts.append("paired")
         if self.dynamic:
             parts.append("dynamic")
         if self.algo != "minmax":
@@ -168,14 +173,14 @@ class Capabilities:
     Attributes:
         backend: its name.
         ops: one row per operator kind with an integer kernel.
-        seven_bit: (kind, activation dtype) of operators whose right-hand side (the weight, or a matmul's second input) must use 7 bits
-            on this CPU. Without VNNI, kernels add pairs of products in 16 bits, with saturation: 2 x 255 x 64 fits, 2 x 255 x 127 does not.
+        narrow_sums: (kind, activation dtype) of operators whose kernels add pairs of products in 16 bits, with saturation, on this CPU
+            (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
     """
 
     backend: str
     ops: tuple[OpSupport, ...]
-    seven_bit: frozenset[tuple[str, str]] = frozenset()
+    narrow_sums: frozenset[tuple[str, str]] = frozenset()
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
 

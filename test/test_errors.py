@@ -230,12 +230,12 @@ def test_a_cpu_without_avx2(monkeypatch):
     ("features", "wide"),
     [((), False), (("avx2",), False), (("avx2", "avx512f"), False), (("avx2", "avx512_vnni"), True), (("avx2", "avx_vnni"), True)],
 )
-def test_seven_bits_without_vnni(monkeypatch, features, wide):
+def test_narrow_sums_without_vnni(monkeypatch, features, wide):
     from nc.backends import cpu, get_backend
 
     monkeypatch.setattr(cpu, "features", lambda: features)
     capabilities = get_backend("ipex").capabilities()
-    assert bool(capabilities.seven_bit) is not wide
+    assert bool(capabilities.narrow_sums) is not wide
     assert capabilities.isa == ((features[-1],) if wide else ("avx2",))
 
 

@@ -6,10 +6,11 @@ import nc
 
 PUBLIC = {
     "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError",
-    "BackendError", "BackendUnavailableError", "CalibrationError", "CaptureError", "ConfigError", "InputError", "NCError",
-    "NCWarning", "PatternError", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError",
-    "UnmatchedRuleError", "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "__version__",
-    "available_backends", "convert", "describe", "export_torchscript", "get_default_static_config", "load", "prepare",
+    "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
+    "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization", "InputError", "NCError", "NCWarning", "PatternError",
+    "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
+    "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "__version__", "available_backends", "convert", "describe",
+    "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config", "load", "prepare",
     "quantize", "register_backend", "save",
 }  # fmt: skip
 
@@ -36,6 +37,8 @@ def test_parameters_of_the_front_door():
     assert parameters(nc.prepare)[:4] == ["model", "quant_config", "inplace", "example_inputs"]
     assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict"}
     assert inspect.signature(nc.prepare).parameters["inplace"].default is False
-    assert parameters(nc.convert)[:2] == ["prepared", "backend"]
-    assert parameters(nc.quantize)[:4] == ["model", "quant_config", "run_fn", "run_args"]
+    assert parameters(nc.convert) == ["model", "quant_config", "inplace", "backend", "verify", "isolate"]
+    assert parameters(nc.quantize)[:6] == ["model", "quant_config", "run_fn", "run_args", "inplace", "example_inputs"]
+    assert parameters(nc.save) == ["model", "checkpoint_dir", "format"]
+    assert parameters(nc.load)[:4] == ["model_name_or_path", "original_model", "format", "device"]
     assert parameters(nc.describe)[:3] == ["model", "quant_config", "example_inputs"]

@@ -47,7 +47,7 @@ INSIDE = {
         ("nc.algorithms",),
     ),
     "nc.numerics": (
-        ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics"),
+        ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics", "nc.numerics.pairs"),
         ("nc.numerics.clip", "nc.numerics.smoothing"),
         ("nc.numerics",),
     ),

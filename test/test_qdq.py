@@ -356,8 +356,8 @@ class NoVnni(ReferenceBackend):
 
     def capabilities(self):
         everything = super().capabilities()
-        seven_bit = frozenset((row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add")
-        return dataclasses.replace(everything, seven_bit=seven_bit)
+        narrow_sums = frozenset((row.kind, dtype) for row in everything.ops for dtype in ("uint8", "int8") if row.kind != "add")
+        return dataclasses.replace(everything, narrow_sums=narrow_sums)
 
 
 def without_vnni(model, x, config):
@@ -375,10 +375,14 @@ def without_vnni(model, x, config):
 def test_no_pair_of_products_exceeds_16_bits_without_vnni(dtype, symmetric):
     x = torch.randn(64, 16)
     q = without_vnni(MLP(), x, StaticQuantConfig(act_dtype=dtype, act_sym=symmetric))
-    assert 2 * 255 * max(int(b.abs().max()) for b in constants(q).values()) <= 2**15 - 1
+    for codes in constants(q).values():
+        pairs = codes.int().reshape(len(codes), -1, 2)
+        assert 255 * int(pairs.clamp(min=0).sum(-1).max()) <= 2**15 - 1
+        assert 255 * int(pairs.clamp(max=0).sum(-1).min()) >= -(2**15)
+        assert int(codes.abs().max()) > 64  # not by 7 bits
     for node in nodes(q, quantize_per_tensor):
         assert node.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
-    assert "7-bit" in str(q.graph.plan)
+    assert "paired" in str(q.graph.plan)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])

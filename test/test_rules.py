@@ -207,25 +207,25 @@ def test_a_kind_without_a_kernel_stays_fp32_with_the_reason(ten):
     assert plan["fc1"].spec.quantized
 
 
-def test_seven_bits_reach_the_right_hand_side_only(ten):
-    seven_bit = frozenset({("linear", "uint8"), ("matmul", "uint8")})
-    plan = plan_for(ten, capabilities=dataclasses.replace(ALL, seven_bit=seven_bit))
+def test_narrow_sums_concern_the_right_hand_side_only(ten):
+    narrow_sums = frozenset({("linear", "uint8"), ("matmul", "uint8")})
+    plan = plan_for(ten, capabilities=dataclasses.replace(ALL, narrow_sums=narrow_sums))
     linear, matmul = plan["fc1"].spec, plan["matmul"].spec
-    assert (linear.activation.reduce_range, linear.weight.reduce_range, linear.right) == (False, True, None)
+    assert (linear.activation.reduce_range, linear.weight.paired, linear.right) == (False, True, None)
     assert (matmul.input(0).reduce_range, matmul.input(1).reduce_range) == (False, True)
-    assert str(linear.weight) == "int8 sym per_channel 7-bit"
+    assert str(linear.weight) == "int8 sym per_channel paired"
     assert matmul.activations == "uint8 affine, uint8 affine 7-bit"
-    other = plan_for(ten, ("fc1", INT8), capabilities=dataclasses.replace(ALL, seven_bit=seven_bit))
-    assert not other["fc1"].spec.weight.reduce_range
+    other = plan_for(ten, ("fc1", INT8), capabilities=dataclasses.replace(ALL, narrow_sums=narrow_sums))
+    assert not other["fc1"].spec.weight.paired
 
 
 def test_a_plan_for_another_backend(ten):
     plan = plan_for(ten, ("fc10", INT8))
-    seven_bit = frozenset({("linear", "uint8"), ("linear", "int8")})
+    narrow_sums = frozenset({("linear", "uint8"), ("linear", "int8")})
     rows = tuple(dataclasses.replace(row) for row in ALL.ops if row.kind != "matmul")
-    other = fit(plan, Capabilities(backend="other", ops=rows, seven_bit=seven_bit, isa=("avx2",)))
+    other = fit(plan, Capabilities(backend="other", ops=rows, narrow_sums=narrow_sums, isa=("avx2",)))
     assert (other.backend, other.isa) == ("other", ("avx2",))
-    assert other["fc1"].spec.weight.reduce_range
+    assert other["fc1"].spec.weight.paired
     assert (other["matmul"].spec, other["matmul"].reason) == (FLOAT, "backend 'other' has no int8 kernel for matmul")
     assert (other["fc1"].rule, other["fc10"].rule) == (plan["fc1"].rule, plan["fc10"].rule)
     assert fit(plan, ALL) is plan

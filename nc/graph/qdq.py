@@ -18,7 +18,7 @@ from nc.graph.copying import copy_module
 from nc.graph.passes import add_constant
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
-from nc.numerics import affine, clip
+from nc.numerics import affine, clip, pairs
 from nc.plan import Plan
 from nc.spec import TORCH_DTYPES, OpSpec, QParams, TensorSpec
 
@@ -171,7 +171,8 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         if recurrent.is_recurrent(node):
             _make_dynamic(copy, node, plan[node.meta["operator"]].spec, weights)
         else:
-            node.update_arg(1, _quantized(copy, node, node.args[1], specs[node.meta["operator"]], weight_axis(node), weights))
+            spec = specs[node.meta["operator"]]
+            node.update_arg(1, _quantized(copy, node, node.args[1], spec, weight_axis(node), weights, _groups(node)))
     used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
@@ -209,12 +210,14 @@ def _last_input(source: fx.Node) -> fx.Node:
 _Weights = dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]]
 
 
-def _quantized(module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights) -> fx.Node:
+def _quantized(
+    module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights, groups: int = 1
+) -> fx.Node:
     """The dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
     name = weight.target
     key = (name, spec, axis)
     if key not in done:
-        codes, scale = quantize_weight(getattr(module, name), spec, axis)
+        codes, scale = quantize_weight(getattr(module, name), spec, axis, groups)
         first = next(iter(module.graph.nodes))
         fqn = weight.meta.get("fqn", name)
         codes_node = add_constant(module, first, f"{name}_int8", codes, fqn)
@@ -248,22 +251,28 @@ def weight_axis(node: fx.Node) -> int | None:
     name = op_name(node)
     if name not in WEIGHTED or not name.startswith("conv_transpose"):
         return 0
-    groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
-    return 1 if groups == 1 else None
+    return 1 if _groups(node) == 1 else None
 
 
-def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _groups(node: fx.Node) -> int:
+    return schema_arguments(node).get("groups", 1)
+
+
+def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of a weight.
 
     Args:
         weight: any float tensor.
         spec: symmetric int8.
-        axis: channel axis; None forces one scale for the whole tensor.
+        axis: output channel axis; None forces one scale for the whole tensor, that of a transposed convolution in groups.
+        groups: of a transposed convolution.
 
     Returns:
         int8 codes of the weight's shape; scale fp32, shape [channels] per channel, [] per tensor.
     """
     per_channel = spec.granularity == "per_channel" and axis is not None
+    if spec.paired:
+        return _paired(weight.detach().float(), spec, axis, groups, per_channel)
     rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
     low, high = _weight_range(rows.float(), spec)
     scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
@@ -272,6 +281,18 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None) ->
     codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
     assert codes.dtype == TORCH_DTYPES[spec.dtype]
     return codes, scale
+
+
+def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale with pairs along the input channels of each group."""
+    transposed = axis != 0  # [inputs, outputs, ...], the inputs of all groups behind each other
+    split = weight.reshape(groups, -1, *weight.shape[1:]) if transposed else weight
+    last = split.movedim(1, -1)  # the input channels of a group come last
+    flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
+    shrink = clip.SHRINK if spec.algo == "mse" else ()
+    codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)
+    codes = codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape)
+    return codes.to(TORCH_DTYPES[spec.dtype]).contiguous(), scale if per_channel else scale[0]
 
 
 def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,9 @@ import torch
 
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 
-_NORM = 2.4
-_STEPS = 80
+NORM = 2.4
+#: Ranges as parts of the whole one.
+SHRINK = tuple(1 - step / 100 for step in range(80))
 
 
 def best_range(rows: torch.Tensor, *, quant_min: int, quant_max: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,11 +25,11 @@ def best_range(rows: torch.Tensor, *, quant_min: int, quant_max: int) -> tuple[t
     """
     amax = rows.abs().amax(1)
     best, least = amax.clone(), torch.full_like(amax, float("inf"))
-    for step in range(_STEPS):
-        limit = amax * (1 - step / 100)
+    for part in SHRINK:
+        limit = amax * part
         scale, zero_point = choose_qparams(-limit, limit, quant_min=quant_min, quant_max=quant_max, symmetric=True)
         codes = quantize(rows, scale, int(zero_point[0]), quant_min, quant_max, axis=0)
-        error = dequantize(codes, scale, int(zero_point[0]), axis=0).sub_(rows).abs_().pow_(_NORM).sum(1)
+        error = dequantize(codes, scale, int(zero_point[0]), axis=0).sub_(rows).abs_().pow_(NORM).sum(1)
         better = error < least
         best, least = torch.where(better, limit, best), torch.where(better, error, least)
     return -best, best

@@ -36,7 +36,7 @@ OPS = (
 )
 
 #: Without VNNI. Convolutions of int8 activations are not among them: for those oneDNN itself halves the weights.
-_SEVEN_BIT = frozenset(
+_NARROW_SUMS = frozenset(
     {(row.kind, "uint8") for row in OPS if row.kind != "add"} | {("linear", "int8"), ("matmul", "int8")},
 )
 
@@ -60,12 +60,12 @@ class IpexBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the fuser takes; 7 bits on one side of each product on CPUs without VNNI, so that 16-bit pair sums can't saturate."""
+        """What the fuser takes; on CPUs without VNNI one side of each product is such that 16-bit pair sums can't saturate."""
         wide = cpu.accumulates_wide()
         return Capabilities(
             backend=NAME,
             ops=OPS,
-            seven_bit=frozenset() if wide else _SEVEN_BIT,
+            narrow_sums=frozenset() if wide else _NARROW_SUMS,
             isa=tuple(f for f in cpu.WIDE_ACCUMULATION if f in cpu.features())[:1] if wide else ("avx2",),
             fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
         )

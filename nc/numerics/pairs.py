@@ -1,0 +1,69 @@
+"""Weights for kernels that add two products in 16 bits, with saturation: CPUs without VNNI (`vpmaddubsw`).
+
+Such a kernel multiplies two neighbouring unsigned 8-bit activations with two signed 8-bit weights and adds the products before it widens
+them. 255 * (a + b) fits 16 bits as long as a + b, of weights of one sign, is 128 at most. 7-bit weights guarantee that for every pair; here
+single codes give way instead, so that nearly all of the 8 bits stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: 255 * 128 = 32640 < 2^15.
+PAIR_LIMIT = 128
+_LIMIT = 127
+#: Stretched ranges that are tried: with a larger step fewer pairs have to give way.
+_STRETCH = tuple(1 + i / 8 for i in range(9))
+
+
+def limit_pairs(values: torch.Tensor) -> torch.Tensor:
+    """Codes of values that are in units of the scale.
+
+    Args:
+        values: float, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
+
+    Returns:
+        Whole numbers from -127 to 127, of the same shape and dtype, no pair of one sign with more than 128 between them: both give way
+        alike.
+    """
+    codes = values.round().clamp_(-_LIMIT, _LIMIT)
+    pairs = values.shape[-1] // 2 * 2
+    first, second = codes[..., 0:pairs:2], codes[..., 1:pairs:2]
+    excess = (first + second).abs() - PAIR_LIMIT
+    over = (excess > 0) & (first * second > 0)
+    if bool(over.any()):
+        sign = torch.sign(first)
+        half = torch.where(over, torch.ceil(excess / 2), torch.zeros_like(excess))
+        rest = torch.where(over, excess - half, torch.zeros_like(excess))
+        first.sub_(sign * half)
+        second.sub_(sign * rest)
+    return codes
+
+
+def quantize_pairs(weight: torch.Tensor, shrink: Sequence[float] = (), norm: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales: per channel the range, of the whole one and some that are wider, with the least error.
+
+    Args:
+        weight: fp32, shape [channels, m, n]; pairs are along the last dimension.
+        shrink: narrower ranges to try too, as parts of the whole one.
+        norm: the error is the sum of |w - w^|^norm.
+
+    Returns:
+        Codes, fp32, of the shape of `weight`; scales, fp32, shape [channels].
+    """
+    amax = weight.abs().amax((1, 2)).double()
+    whole = torch.where(amax < 2.0**-100, torch.ones_like(amax), amax / _LIMIT)
+    best, scales, least = None, None, None
+    for factor in (*_STRETCH, *shrink):
+        tried = (whole * factor).float()
+        codes = limit_pairs(weight / tried[:, None, None])
+        error = (codes * tried[:, None, None]).sub_(weight).abs_().pow_(norm).sum((1, 2))
+        if best is None:
+            best, scales, least = codes, tried, error
+            continue
+        better = error < least
+        best = torch.where(better[:, None, None], codes, best)
+        scales, least = torch.where(better, tried, scales), torch.where(better, error, least)
+    return best, scales
