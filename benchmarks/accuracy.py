@@ -60,7 +60,7 @@ def candidates() -> dict[str, Candidate]:
     configs: dict[str, Callable[[], object]] = {f"static {algo}": lambda a=algo: nc.StaticQuantConfig(act_algo=a) for algo in ALGORITHMS}
     configs["static minmax, weights mse"] = lambda: nc.StaticQuantConfig(w_algo="mse")
     configs["static minmax, biases not corrected"] = lambda: nc.StaticQuantConfig(post=())
-    configs |= {f"smooth alpha={alpha}": lambda a=alpha: nc.SmoothQuantConfig(alpha=a) for alpha in (0.3, 0.5, 0.7, 0.95, "auto")}
+    configs |= {f"smooth alpha={alpha}": lambda a=alpha: nc.SmoothQuantConfig(alpha=a) for alpha in (0.3, 0.5, 0.7, 0.8, 0.95, "auto")}
     configs["smooth alpha=0.5 folded"] = lambda: nc.SmoothQuantConfig(alpha=0.5, folding=True)
     configs |= {f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g) for g in ("per_token", "per_tensor")}
     return {"fp32": fp32, "plain IPEX": plain_ipex, **{name: quantized(config) for name, config in configs.items()}}

@@ -16,7 +16,7 @@ from nc.graph import store
 from nc.quantized import QuantizedModel
 
 
-def save(q_model: QuantizedModel, directory: str | os.PathLike[str] = "saved_results") -> None:
+def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
     """Save a quantized model as a directory of three files: weights, graph and checksums.
 
     It is written beside its place and then renamed, so nobody ever sees half of it; saving the same model
@@ -24,25 +24,30 @@ def save(q_model: QuantizedModel, directory: str | os.PathLike[str] = "saved_res
     verifies the engine with them.
 
     Args:
-        q_model: what `convert` or `load` returned.
-        directory: created with its parents; an earlier artefact there is replaced.
+        model: what `convert` or `load` returned.
+        checkpoint_dir: created with its parents; an earlier artefact there is replaced.
+        format: "default", the only one.
 
     Raises:
+        ConfigError: another format.
         StateError: not a quantized model.
         ArtefactError: the directory holds something else, or the model something that an artefact can't; the
             message names it.
         ArtefactOperatorError: the model uses an operator that `load` would not accept.
     """
-    store.write(_checked(q_model, "save").graph, q_model.backend, directory)
+    if format != "default":
+        msg = f'Expected format="default", but got {format!r}.'
+        raise ConfigError(msg)
+    store.write(_checked(model, "save").graph, model.backend, checkpoint_dir)
 
 
 def load(
-    directory: str | os.PathLike[str],
-    backend: str = "auto",
-    *,
+    model_name_or_path: str | os.PathLike[str],
     original_model: torch.nn.Module | None = None,
     format: str = "default",  # noqa: A002 - Neural Compressor's name
     device: str = "cpu",
+    *,
+    backend: str = "auto",
     verify: str = "raise",
     isolate: str = "auto",
 ) -> QuantizedModel:
@@ -53,11 +58,11 @@ def load(
     structure that they were captured with; see `nc.graph.tree` for classes that do not exist here.
 
     Args:
-        directory: what `save` wrote.
-        backend: the engine to run on: "auto", "ipex", "reference" or a registered one.
+        model_name_or_path: the directory that `save` wrote.
         original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
+        backend: the engine to run on: "auto", "ipex", "reference" or a registered one.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
             "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
@@ -75,7 +80,7 @@ def load(
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
-    stored = store.read(directory)
+    stored = store.read(model_name_or_path)
     engine = choose_backend(backend)
     if engine.name != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)

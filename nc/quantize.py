@@ -70,7 +70,7 @@ def prepare(
 
 
 def convert(
-    prepared: PreparedModel,
+    model: PreparedModel,
     quant_config: AnyConfig | dict[str, Any] | None = None,
     inplace: bool = True,
     *,
@@ -81,7 +81,7 @@ def convert(
     """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
 
     Args:
-        prepared: what `prepare` returned, after calibration; dynamic quantization needs none.
+        model: what `prepare` returned, after calibration; dynamic quantization needs none.
         quant_config: the configuration that `prepare` was given, or None; another one would need another preparation.
         inplace: for scripts written for Neural Compressor; the prepared model stays as it is in either case.
         backend: another engine than the one planned for.
@@ -95,17 +95,17 @@ def convert(
         VerificationError: the engine computes something else than the reference.
         BackendUnavailableError: the engine can't run here.
     """
-    if isinstance(prepared, QuantizedModel):
+    if isinstance(model, QuantizedModel):
         msg = "The model is converted already; convert() takes what prepare() returned."
         raise StateError(msg)
-    if not isinstance(prepared, PreparedModel):
-        msg = f"convert() takes what prepare() returned, but got {type(prepared).__name__}."
+    if not isinstance(model, PreparedModel):
+        msg = f"convert() takes what prepare() returned, but got {type(model).__name__}."
         raise StateError(msg)
-    if quant_config is not None and config_from(quant_config) != prepared.quant_config:
+    if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
         raise ConfigError(msg)
-    engine = choose_backend(backend) if backend is not None else get_backend(prepared.backend)
-    graph = prepared.quantized_graph(engine.capabilities())
+    engine = choose_backend(backend) if backend is not None else get_backend(model.backend)
+    graph = model.quantized_graph(engine.capabilities())
     return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
 
 

@@ -60,9 +60,14 @@ class QuantizedModel(torch.nn.Module):
         """What really runs, operator by operator, read from the engine; `print` shows a table."""
         return build(self.graph, self.engine.report())
 
-    def save(self, directory: str | Path = "saved_results") -> None:
-        """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back."""
-        write(self.graph, self.backend, directory)
+    def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
+        """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back.
+
+        Args:
+            output_dir: created with its parents; an earlier artefact there is replaced.
+            example_inputs: for scripts written for Neural Compressor; not needed, the model has those of `prepare`.
+        """
+        write(self.graph, self.backend, output_dir)
 
     @property
     def reference(self) -> ReferenceModule:

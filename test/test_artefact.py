@@ -129,7 +129,7 @@ def known(value, free):
 
 def round_trip(q_model, folder, inputs):
     save(q_model, folder)
-    loaded = load(folder, "reference")
+    loaded = load(folder, backend="reference")
     assert_same(call(q_model, inputs), call(loaded, inputs))
     return loaded
 
@@ -170,7 +170,7 @@ def test_free_sizes_stay_free_and_apart():
 
 
 def test_saving_a_loaded_model_gives_the_same_bytes(cnn, saved, tmp_path):
-    load(saved, "reference").save(tmp_path / "again")
+    load(saved, backend="reference").save(tmp_path / "again")
     save(cnn, str(tmp_path / "deep" / "er" / "twice"))
     assert content(saved) == content(tmp_path / "again") == content(tmp_path / "deep" / "er" / "twice")
 
@@ -190,7 +190,7 @@ def test_without_transformers_outputs_are_a_dict_with_attributes(tmp_path, monke
     q_model = quantized(transformers.BertModel(transformers.BertConfig(**TINY)), {"input_ids": ids})
     save(q_model, tmp_path / "m")
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    out, expected = load(tmp_path / "m", "reference")(input_ids=ids), q_model(input_ids=ids)
+    out, expected = load(tmp_path / "m", backend="reference")(input_ids=ids), q_model(input_ids=ids)
     assert type(out) is OutputDict
     assert list(out) == list(expected)
     assert torch.equal(out.last_hidden_state, expected.last_hidden_state)
@@ -206,7 +206,7 @@ def test_a_key_value_cache_comes_back(tmp_path, monkeypatch):
     loaded = round_trip(q_model, tmp_path / "m", ids)
     assert type(loaded(**ids).past_key_values) is transformers.DynamicCache
     monkeypatch.delitem(pytree.SUPPORTED_NODES, transformers.DynamicCache)  # as in other versions of transformers
-    assert type(load(tmp_path / "m", "reference")(**ids).past_key_values) is OutputDict
+    assert type(load(tmp_path / "m", backend="reference")(**ids).past_key_values) is OutputDict
 
 
 def _structures(self, x, extra=None, factor=2):
@@ -242,7 +242,7 @@ def test_a_named_tuple_comes_back_as_one_of_the_same_name(tmp_path):
     x = Pair(torch.randn(3, 8), torch.randn(3))
     q_model = quantized(Function(forward, fc=nn.Linear(8, 4)), (x,))
     save(q_model, tmp_path / "m")
-    out = load(tmp_path / "m", "reference")(tuple(x))  # the class of an input does not exist any more
+    out = load(tmp_path / "m", backend="reference")(tuple(x))  # the class of an input does not exist any more
     assert (type(out).__name__, out._fields) == ("Pair", ("logits", "hidden"))
     assert torch.equal(out.logits, q_model(x).logits)
 
@@ -256,7 +256,7 @@ def test_a_registered_dataclass_comes_back_by_name(tmp_path):
     pytree.register_dataclass(Result, field_names=["logits", "nothing"])
     q_model = quantized(Function(lambda self, x: Result(self.fc(x)), fc=nn.Linear(8, 4)), torch.randn(3, 8))
     save(q_model, tmp_path / "m")
-    out = load(tmp_path / "m", "reference")(torch.ones(3, 8))
+    out = load(tmp_path / "m", backend="reference")(torch.ones(3, 8))
     assert type(out) is OutputDict
     assert torch.equal(out.logits, q_model(torch.ones(3, 8)).logits)
 
@@ -294,7 +294,7 @@ def refuse(*args, **kwargs):
 torch.load = pickle.load = pickle.loads = pickle.Unpickler = torch.jit.load = refuse
 assert not {"models", "transformers"} & set(sys.modules)
 import nc
-model = nc.load(sys.argv[1], "reference")
+model = nc.load(sys.argv[1], backend="reference")
 out = model(torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8))
 print(out.numpy().tobytes().hex())
 assert not {"models", "transformers"} & set(sys.modules)
@@ -361,7 +361,7 @@ def test_one_altered_byte_is_found(folder, name, at):
     raw[int(at * (len(raw) - 1))] ^= 0x01
     (folder / name).write_bytes(raw)
     with pytest.raises(ArtefactCorruptError, match=name):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def test_every_altered_byte_of_the_checksums_is_found(folder):
@@ -377,40 +377,40 @@ def test_every_altered_byte_of_the_checksums_is_found(folder):
 def test_a_file_of_another_length_is_found(folder, name, cut):
     (folder / name).write_bytes(cut((folder / name).read_bytes()))
     with pytest.raises(ArtefactCorruptError, match=name):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     with pytest.raises(ArtefactMissingError, match=f"{name} is missing"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def test_a_missing_directory_is_named(tmp_path):
     (tmp_path / "file").touch()
     for name in ("nowhere", "file"):
         with pytest.raises(ArtefactMissingError, match=f"no directory .*{name}"):
-            load(tmp_path / name, "reference")
+            load(tmp_path / name, backend="reference")
 
 
 def test_a_newer_schema_says_who_wrote_it(folder):
     forge(folder, lambda d: d.update(schema=99, versions={"nc": "7.1"}, nodes="of another form"))
     with pytest.raises(ArtefactSchemaError, match=r"schema 99 and is from nc 7\.1.*Upgrade nc"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 @pytest.mark.parametrize("schema", [0, -1, None, "1", 1.5])
 def test_an_impossible_schema_is_refused(folder, schema):
     forge(folder, lambda d: d.update(schema=schema))
     with pytest.raises(ArtefactSchemaError, match="schema"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def test_a_foreign_format_is_refused(folder):
     forge(folder, lambda d: d.update(format="onnx"))
     with pytest.raises(ArtefactSchemaError, match="got 'onnx'"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_a_listed_operator_that_this_torch_lacks_is_named(folder, monkeypatch):
     monkeypatch.setattr(operators, "OPERATORS", operators.OPERATORS | {"aten.of_the_future.default"})
     forge(folder, lambda d: node(d, "call_function").update(target="aten.of_the_future.default"))
     with pytest.raises(ArtefactOperatorError, match="has no operator 'aten.of_the_future.default'"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def _rename(document, op, key, value):
@@ -489,14 +489,14 @@ CODE = "evil=__import__('sys').exit('ran')"
 def test_what_nc_does_not_write_is_refused_and_not_run(folder, change):
     forge(folder, change)
     with pytest.raises(ArtefactCorruptError, match=r"model\.json: not what nc writes"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"{", b"[" * 100_000, b'{"format": "nc-model", "schema": 1}'])
 def test_a_document_of_another_form_is_refused(folder, raw):
     forge(folder, model_json=raw)
     with pytest.raises((ArtefactCorruptError, ArtefactSchemaError), match=r"model\.json"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def test_a_constant_with_code_for_a_name_is_refused(folder):
@@ -507,7 +507,7 @@ def test_a_constant_with_code_for_a_name_is_refused(folder):
     weights = safetensors.torch.save(tensors)
     forge(folder, lambda d: d["nodes"][0].update(target=name), weights_safetensors=weights)
     with pytest.raises(ArtefactCorruptError, match="is not a name"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 class Payload:
@@ -519,7 +519,7 @@ class Payload:
 def test_a_pickle_is_not_loaded(folder, dump):
     forge(folder, weights_safetensors=dump({"constant.x": Payload()}))
     with pytest.raises(ArtefactCorruptError, match=r"weights\.safetensors: not what nc writes"):
-        load(folder, "reference")
+        load(folder, backend="reference")
 
 
 def _torch_save(value):
@@ -551,7 +551,7 @@ def test_other_classes_are_not_looked_up(folder, name, monkeypatch):
     monkeypatch.setattr(nc.graph.tree, "importlib", spy)
     tree = {"type": "object", "name": name, "keys": ["of_no_class"], "items": ["*"]}
     forge(folder, lambda d: d["signature"].update(outputs=tree))
-    assert type(load(folder, "reference")(torch.ones(2, 3, 8, 8))) is OutputDict
+    assert type(load(folder, backend="reference")(torch.ones(2, 3, 8, 8))) is OutputDict
     assert set(imported) <= {
         "transformers.modeling_outputs",
         "transformers.models.bert.modeling_bert",
@@ -606,25 +606,25 @@ def stub(monkeypatch):
 
 
 def test_load_passes_on_how_to_verify(saved, stub):
-    assert load(saved, "stub", verify="warn", isolate="never").backend == "stub"
+    assert load(saved, backend="stub", verify="warn", isolate="never").backend == "stub"
     assert stub.options == {"verify": "warn", "isolate": "never"}
     with pytest.raises(UnknownBackendError, match="'nobody'"):
-        load(saved, "nobody")
+        load(saved, backend="nobody")
 
 
 def test_missing_cpu_features_are_named(folder, stub, monkeypatch):
     forge(folder, lambda d: d["plan"].update(isa=["avx512_vnni", "avx512_bf16"]))
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_bf16"))
     with pytest.raises(UnsupportedError, match=r"lacks avx512_vnni \(it has avx2, avx512_bf16\).*backend=\"reference\""):
-        load(folder, "stub")
-    assert load(folder, "reference").graph.plan.isa == ("avx512_vnni", "avx512_bf16")
+        load(folder, backend="stub")
+    assert load(folder, backend="reference").graph.plan.isa == ("avx512_vnni", "avx512_bf16")
     # any instruction set that sums in 32 bits gives the same numbers
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx_vnni", "avx512_bf16"))
-    assert load(folder, "stub").backend == "stub"
+    assert load(folder, backend="stub").backend == "stub"
 
 
 def test_export_torchscript_writes_the_engines_program(saved, stub, tmp_path, cnn):
-    q_model = load(saved, "stub")
+    q_model = load(saved, backend="stub")
     for name in ("a.pt", "deep/b.pt", "a.pt"):
         export_torchscript(q_model, tmp_path / name)
     x = torch.randn(3, 4)

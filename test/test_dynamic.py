@@ -183,7 +183,7 @@ def test_saved_and_loaded(backend, tmp_path):
     x = torch.randn(2, 5, 24)
     q = converted(Both(), x, backend=backend)
     q.save(tmp_path / "m")
-    again = load(tmp_path / "m", backend)
+    again = load(tmp_path / "m", backend=backend)
     assert torch.equal(again(x), q(x))
     assert again.graph.plan == q.graph.plan
 

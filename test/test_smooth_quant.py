@@ -304,7 +304,7 @@ def test_saved_and_loaded(tmp_path):
     model, batches = transformer(), data()
     q = quantized(model, SmoothQuantConfig(alpha="auto"), batches)
     q.save(tmp_path / "m")
-    again = load(tmp_path / "m", "reference")
+    again = load(tmp_path / "m", backend="reference")
     assert torch.equal(again(batches[0]), q(batches[0]))
     assert again.graph.plan == q.graph.plan
 

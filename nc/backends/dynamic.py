@@ -32,7 +32,8 @@ def is_dynamic(node: fx.Node) -> bool:
 
 def is_packed(node: fx.Node) -> bool:
     """Whether a node dequantizes a weight that only dynamic linears read: they have it packed."""
-    return node.target in (dequantize_per_channel, dequantize_per_tensor) and all(is_dynamic(user) for user in node.users)
+    weight = node.target in (dequantize_per_channel, dequantize_per_tensor)
+    return weight and bool(node.users) and all(is_dynamic(user) for user in node.users)
 
 
 def statements(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> list[str]:
