@@ -291,8 +291,9 @@ def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: in
     flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
     shrink = clip.SHRINK if spec.algo == "mse" else ()
     codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)
-    codes = codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape)
-    return codes.to(TORCH_DTYPES[spec.dtype]).contiguous(), scale if per_channel else scale[0]
+    result = torch.empty(weight.shape, dtype=TORCH_DTYPES[spec.dtype])  # strides of its own: those of size 1 count for convolutions
+    result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
+    return result, scale if per_channel else scale[0]
 
 
 def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
