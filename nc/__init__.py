@@ -11,6 +11,7 @@ from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
 from nc.config import ComposedConfig as ComposedConfig
 from nc.config import DynamicQuantConfig as DynamicQuantConfig
+from nc.config import INT8StaticQuantConfig as INT8StaticQuantConfig
 from nc.config import SmoothQuantConfig as SmoothQuantConfig
 from nc.config import StaticQuantConfig as StaticQuantConfig
 from nc.config import get_default_dynamic_config as get_default_dynamic_config

@@ -275,6 +275,10 @@ class StaticQuantConfig(QuantConfig):
     FIELDS = _STATIC
 
 
+#: Neural Compressor's name of the class behind its `StaticQuantConfig`.
+INT8StaticQuantConfig = StaticQuantConfig
+
+
 class SmoothQuantConfig(QuantConfig):
     """Static quantization after SmoothQuant (arXiv 2211.10438): outliers of activation channels move into the weights of linears.
 
