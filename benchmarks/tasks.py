@@ -39,6 +39,7 @@ class Task:
         name: how the command line knows it.
         columns: names of what `judge` returns.
         free: which dimensions of the inputs may have any size.
+        mixers: pattern for the linears that read what attention computes.
         model: in eval mode.
         calibration: keyword inputs, batch by batch.
         evaluation: others.
@@ -48,6 +49,7 @@ class Task:
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]
     free: ClassVar[tuple[int, ...]] = (0,)
+    mixers: ClassVar[str] = ""
 
     def __init__(self, folder: Path | None = None) -> None:
         torch.manual_seed(0)
@@ -106,6 +108,7 @@ class MiniLM(Task):
     name = "minilm"
     columns = ("mean cosine", "worst cosine", "same neighbour %")
     free = (0, 1)
+    mixers = r".*\.attention\.output\.dense"
 
     def architecture(self) -> nn.Module:
         """The encoder with its weights, which come in a package."""
@@ -222,6 +225,7 @@ class LanguageModel(Task):
 
     name = "lm"
     columns = ("perplexity", "more than fp32 %")
+    mixers = r"layers\.\d+\.out"
     positions, train_steps = 128, 1000
 
     def architecture(self) -> nn.Module:

@@ -12,10 +12,11 @@ from torch import fx
 from nc.graph.capture import Graph
 from nc.graph.naming import Operator
 
-#: Multiply-adds on the example below which a dynamic linear was slower than fp32 (docs/dynamic.md).
-_LEAST_MACS = {"per_tensor": 8e6, "per_token": 4e7}
-#: Nor does it pay where the inner or the outer size is this small: the work per element of input or output is too little.
-_LEAST_SIZE = 64
+#: fp32 on two AVX2 cores: multiply-adds and bytes of weights per microsecond (docs/dynamic.md has what was measured).
+_MACS, _BYTES = 70e3, 20e3
+#: int8 takes about half of that away, and costs in microseconds: for each call, and for each element of input and output.
+_SAVED = 0.5
+_COST = {"per_tensor": (35.0, 0.15e-3), "per_token": (90.0, 0.5e-3)}
 
 
 class Sizes:
@@ -38,7 +39,9 @@ class Sizes:
         node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
         outputs, inner = node.args[1].meta["val"].shape
         rows = math.prod(self._outputs[op.node][:-1])
-        if rows * inner * outputs >= _LEAST_MACS[granularity] and min(inner, outputs) >= _LEAST_SIZE:
+        saved = _SAVED * (rows * inner * outputs / _MACS + 4 * inner * outputs / _BYTES)
+        call, element = _COST[granularity]
+        if saved > call + element * rows * (inner + outputs):
             return ""
         return f"skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
 
