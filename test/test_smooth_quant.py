@@ -333,3 +333,11 @@ def test_neural_compressors_way_to_say_it():
     config = SmoothQuantConfig(alpha="auto", auto_alpha_args={"alpha_min": 0.2, "do_blockwise": True})
     assert (config.alpha_min, config.do_blockwise) == (0.2, True)
     assert SmoothQuantConfig.from_dict(config.to_dict()) == config
+
+
+def test_linears_behind_attention_are_quantized_without_it():
+    q = quantized(transformer(), SmoothQuantConfig(), data())
+    assert q.graph.plan["0.o"].spec.smooth is None
+    assert q.graph.plan["0.o"].spec.quantized
+    assert q.graph.plan["0.q"].spec.smooth is not None
+    assert "smooth_quant: 2 linears that read the result of a matmul (attention) are quantized without it" in q.report().changes
