@@ -10,6 +10,7 @@ and the data are kept there as safetensors, and read from there the next time: a
 
 from __future__ import annotations
 
+import abc
 import math
 import re
 import sys
@@ -32,7 +33,7 @@ Batch = dict[str, torch.Tensor]
 Run = Callable[..., Any]
 
 
-class Task:
+class Task(abc.ABC):
     """A fp32 model and its data.
 
     Attributes:
@@ -74,21 +75,21 @@ class Task:
                 save_file({**named, "labels": self.labels}, files[1])
         self.model.eval()
 
+    @abc.abstractmethod
     def architecture(self) -> nn.Module:
         """The model, trained or not."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def make(self) -> None:
         """Train the model where it has to be, and set the data."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, output: Any, batch: Batch) -> torch.Tensor:
         """What is judged of a model's output for one batch, first dimension samples."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
         """One figure for each of `columns`, for all of `evaluation`."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def outputs(self, run: Run) -> torch.Tensor:

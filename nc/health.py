@@ -41,7 +41,7 @@ def examine(
     edges: Sequence[Edge],
     qparams: Mapping[tuple[str, TensorSpec], QParams],
     found: Collected,
-    watches: Mapping[str, ChannelWatch],
+    watches: Watches,
 ) -> tuple[Finding, ...]:
     """All findings: by kind in the order of `KINDS`, the worst of each first.
 
@@ -118,7 +118,7 @@ def _width(extremes: tuple[float, float], qparams: QParams) -> float:
     return max(-left, right) if qparams.spec.symmetric else right - left
 
 
-def _of_weights(module: fx.GraphModule, plan: Plan, watches: Mapping[str, ChannelWatch]) -> Iterator[Finding]:
+def _of_weights(module: fx.GraphModule, plan: Plan, watches: Watches) -> Iterator[Finding]:
     """Output channels whose codes are all 0, or that a ReLU makes 0 at every position that was watched."""
     names = {d.operator for d in plan.quantized}
     for node in module.graph.nodes:
@@ -169,7 +169,11 @@ class ChannelWatch(torch.nn.Module):
             self.silent = self.silent[(rest.amax(others) if others else rest) <= 0]
 
 
-def watched(module: fx.GraphModule, plan: Plan) -> tuple[fx.GraphModule, dict[str, ChannelWatch]]:
+#: By operator name.
+Watches = Mapping[str, ChannelWatch]
+
+
+def watched(module: fx.GraphModule, plan: Plan) -> tuple[fx.GraphModule, Watches]:
     """A copy of a captured graph, sharing its constants, that watches the int8 operators in front of a ReLU.
 
     Whoever runs it over samples anyway, as bias correction does, feeds the watches.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from nc.config import AnyConfig, outer_field
 from nc.distributed import gather
@@ -17,7 +18,7 @@ from nc.graph.dataflow import pools_on_codes
 from nc.graph.observe import observed_module, observer_key, watches_for
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
-from nc.health import NEVER_RAN, examine, watched
+from nc.health import NEVER_RAN, Watches, examine, watched
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.ranges import find_qparams
@@ -59,9 +60,9 @@ class PreparedModel(torch.nn.Module):
         self.quant_config = quant_config
         self._post = outer_field(quant_config, "post")
         self._changes = tuple(changes)
-        self._pools = pools_on_codes(graph.module, plan.static)
-        edges = place(graph.module, plan, capabilities, self._pools)
-        self._observed, self.observers = observed_module(graph.module, watches_for(graph.module, edges, plan))
+        self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
+        watches = watches_for(graph.module, self._edges(graph.module, plan), plan)
+        self._observed, self.observers = observed_module(graph.module, watches)
         self._calls = 0
         self._samples = Samples(_SAMPLES, _SAMPLE_BYTES)
         self.eval()
@@ -114,26 +115,37 @@ class PreparedModel(torch.nn.Module):
         if self.observers and not any(seen.batches for seen in found.seen.values()):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
-        plan, edges = self._executed(fit(self.plan, capabilities), found)
+        plan = self._executed(fit(self.plan, capabilities), found)
         float_module, plan, found, smoothing = smoothed(self.graph.module, plan, found)
-        if float_module is not self.graph.module:
-            names = {node.name for node in self._pools}
-            edges = place(float_module, plan, self.capabilities, {n for n in float_module.graph.nodes if n.name in names})
+        edges = self._edges(float_module, plan)
         qparams, search = find_qparams(float_module, edges, found)
         module = insert_qdq(float_module, edges, qparams, plan)
-        notes = {d.operator: d.reason for d in plan.decisions if d.reason == NEVER_RAN}
-        float_bytes = sum(b.numel() * b.element_size() for b in self.graph.module.buffers())
-        corrected = 0
-        float_module, watches = watched(float_module, plan)
-        if found.samples:
-            names = {d.operator for d in plan.quantized}
-            corrected = sum(a.apply(float_module, module, names, found.samples) for a in self._post)
-        health = examine(module, plan, edges, qparams, found, watches)
+        corrected, watches = self._finish(float_module, module, plan, found)
         example = self.graph.example
         with torch.no_grad():
             noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
-        changes = (*self._changes, *smoothing, *search)
-        return QDQGraph(module, self.graph.signature, plan, example, notes, float_bytes, noise_db, corrected, health, changes)
+        return QDQGraph(
+            module=module,
+            signature=self.graph.signature,
+            plan=plan,
+            example=example,
+            notes={d.operator: d.reason for d in plan.decisions if d.reason == NEVER_RAN},
+            float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
+            noise_db=noise_db,
+            corrected_biases=corrected,
+            health=examine(module, plan, edges, qparams, found, watches),
+            changes=(*self._changes, *smoothing, *search),
+        )
+
+    def _finish(self, float_module: fx.GraphModule, module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[int, Watches]:
+        """Run the `post` algorithms over a QDQ graph: how many operators they changed, and what the fp32 graph's channels did meanwhile."""
+        observed, watches = watched(float_module, plan)
+        names = {d.operator for d in plan.quantized}
+        return sum(a.apply(observed, module, names, found.samples) for a in self._post if found.samples), watches
+
+    def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
+        """What gets codes in the captured graph, or in a smoothed one."""
+        return place(module, plan, self.capabilities, {node for node in module.graph.nodes if node.name in self._pools})
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
         """What ranks must have in common beside the model to get the same bytes from the same statistics."""
@@ -144,13 +156,12 @@ class PreparedModel(torch.nn.Module):
             "example_inputs": checksum("", examples).encode(),
         }
 
-    def _executed(self, plan: Plan, found: Collected) -> tuple[Plan, list[Edge]]:
+    def _executed(self, plan: Plan, found: Collected) -> Plan:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
         while True:
-            edges = place(self.graph.module, plan, self.capabilities, self._pools)
-            missing = {e.operator for e in edges if not _has_run(e, found)}
+            missing = {e.operator for e in self._edges(self.graph.module, plan) if not _has_run(e, found)}
             if not missing:
-                return plan, edges
+                return plan
             decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
             plan = dataclasses.replace(plan, decisions=decisions)
 

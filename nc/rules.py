@@ -17,7 +17,7 @@ from typing import Any
 from nc.config import AnyConfig, QuantConfig, parts_of
 from nc.errors import NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.capture import Graph
-from nc.graph.dataflow import useless_adds
+from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.naming import Operator
 from nc.graph.small import Sizes
 from nc.keys import KIND_NAMES, Key, fused_names, kind_of
@@ -62,6 +62,8 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
             _check_matches(key, graph, strict)
     sizes = Sizes(graph)
     decisions = [_decide(op, config, sizes, capabilities) for op in graph.operators]
+    mixers = behind_matmul(graph.module)
+    decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
     asked = {d.operator for d in decisions if d.spec.quantized and not d.spec.activation.dynamic}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
@@ -217,6 +219,14 @@ def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, ca
             f"{capabilities.backend!r}; legal there: {', '.join(legal)}."
         )
         raise UnsupportedError(msg)
+
+
+def _unsmoothed(decision: Decision) -> Decision:
+    """Without SmoothQuant, unless the operator was named: a multiplication there cuts attention out of the engine's int8 groups."""
+    if decision.spec.smooth is None or decision.rule.startswith(("name", "pattern")):
+        return decision
+    fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:

@@ -10,7 +10,6 @@ from torch import fx
 
 from nc.algorithms.smooth_quant import Smoothed, smooth
 from nc.errors import StateError
-from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.observe import Watch, observed_module
 from nc.observers import ALGORITHMS
 from nc.observers.channels import CHANNEL_EXTREMES
@@ -34,9 +33,8 @@ def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.G
         StateError: samples are needed, and none were kept.
     """
     specs = {d.operator: d.spec for d in plan.quantized if d.spec.smooth is not None}
-    behind = _behind_attention(module, specs)
-    plan, specs = _without(plan, behind), {name: spec for name, spec in specs.items() if name not in behind}
-    note = (f"smooth_quant: {len(behind)} linears that read the result of a matmul (attention) are quantized without it",) if behind else ()
+    left = sum(d.kind == "linear" and d.spec.smooth is None and any(field == "alpha" for field, _, _ in d.fields) for d in plan.quantized)
+    note = (f"smooth_quant: {left} linears that read the result of a matmul (attention) are quantized without it",) if left else ()
     if not specs:
         return module, plan, found, note
     again = any(s.smooth.alpha is None or ALGORITHMS[s.activation.algo].statistic is not EXTREMES for s in specs.values())
@@ -61,27 +59,6 @@ def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.G
         states |= {key: observer.state for key, observer in observers.items()}
         seen |= {key: observer.seen for key, observer in observers.items()}
     return result.module, _with_alphas(plan, result), dataclasses.replace(found, states=states, seen=seen), (_text(result), *note)
-
-
-def _behind_attention(module: fx.GraphModule, specs: Mapping[str, OpSpec]) -> set[str]:
-    """Linears whose input a matmul made: a multiplication there would cut the attention in front of it out of the engine's int8 groups."""
-    found = set()
-    for node in module.graph.nodes:
-        if node.meta.get("operator") in specs:
-            source = node.args[0]
-            while op_name(source) in MOVES:
-                source = source.args[0]
-            if kind_of_node(source) == "matmul":
-                found.add(node.meta["operator"])
-    return found
-
-
-def _without(plan: Plan, operators: set[str]) -> Plan:
-    """The plan with some operators not smoothed."""
-    decisions = (
-        dataclasses.replace(d, spec=dataclasses.replace(d.spec, smooth=None)) if d.operator in operators else d for d in plan.decisions
-    )
-    return dataclasses.replace(plan, decisions=tuple(decisions))
 
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, UnsupportedError, available_backends, convert, load, prepare, quantize
-from nc.graph.qdq import quantize_dequantize_dynamic
+from nc.graph.functions import quantize_dequantize_dynamic
 from nc.numerics.metrics import sqnr_db
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "reference") and not why]

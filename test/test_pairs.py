@@ -11,10 +11,10 @@ from torch import nn
 
 from nc import StaticQuantConfig, available_backends, convert, prepare
 from nc.graph import qdq
-from nc.graph.qdq import quantize_weight
 from nc.numerics.affine import dequantize
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.pairs import PAIR_LIMIT, limit_pairs, quantize_pairs
+from nc.numerics.weights import quantize_weight
 from nc.spec import TensorSpec
 
 SPEC = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)

@@ -27,7 +27,8 @@ from nc import StaticQuantConfig, convert
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import op_name
-from nc.graph.qdq import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, quantize_weight
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.numerics.weights import quantize_weight
 from nc.prepared import PreparedModel
 from nc.rules import resolve
 from nc.spec import TensorSpec

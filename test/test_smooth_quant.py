@@ -10,7 +10,7 @@ from models import FP32, call, graph_of
 from torch import nn
 from torch.nn import functional as F
 
-from nc import ConfigError, SmoothQuantConfig, StateError, StaticQuantConfig, available_backends, convert, load, prepare
+from nc import ConfigError, SmoothQuantConfig, StateError, StaticQuantConfig, available_backends, convert, describe, load, prepare
 from nc.algorithms.smooth_quant import smooth
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.smoothing import scales_for
@@ -340,4 +340,14 @@ def test_linears_behind_attention_are_quantized_without_it():
     assert q.graph.plan["0.o"].spec.smooth is None
     assert q.graph.plan["0.o"].spec.quantized
     assert q.graph.plan["0.q"].spec.smooth is not None
+    assert "alpha" in q.graph.plan.explain("0.o")
+    assert "reads a matmul's result" in q.graph.plan.explain("0.o")
     assert "smooth_quant: 2 linears that read the result of a matmul (attention) are quantized without it" in q.report().changes
+
+
+@pytest.mark.parametrize(("key", "smoothed"), [("0.o", True), (r"0\..*", True), ("Linear", False)])
+def test_a_linear_behind_attention_is_smoothed_where_a_rule_names_it(key, smoothed):
+    config = StaticQuantConfig().set_local(key, SmoothQuantConfig(alpha=0.6))
+    plan = describe(transformer(), config, data()[0], backend="reference")
+    assert (plan["0.o"].spec.smooth is not None) == smoothed
+    assert plan["0.q"].spec.smooth is None if key == "0.o" else plan["0.q"].spec.smooth.alpha == 0.6

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from nc.algorithms.equalization import Pair, grouped, is_number, pairs, replace_constant
-from nc.errors import ConfigError
+from nc.algorithms.equalization import Pair, grouped, pairs
+from nc.checks import is_number, require
 from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.constants import replace_constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +37,7 @@ class BiasAbsorption:
     name: ClassVar[str] = "bias_absorption"
 
     def __post_init__(self) -> None:
-        if not is_number(self.n_sigma) or self.n_sigma < 0:
-            msg = f"Expected n_sigma to be a number from 0, but got {self.n_sigma!r}."
-            raise ConfigError(msg)
+        require(is_number(self.n_sigma) and self.n_sigma >= 0, "n_sigma", "a number from 0", self.n_sigma)
 
     @torch.no_grad()
     def apply(self, module: fx.GraphModule) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, op_name
-from nc.graph.passes import add_constant
+from nc.graph.constants import add_constant, replace_constant
 
 Batch = Sequence[torch.Tensor]
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
@@ -152,14 +152,4 @@ def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> 
         with module.graph.inserting_before(node):
             node.replace_input_with(bias, module.graph.call_function(torch.ops.aten.add.Tensor, (bias, constant)))
         return
-    value = delta if bias is None else getattr(module, bias.target) + delta
-    fqn = node.args[1].args[0].meta.get("fqn", "weight").removesuffix("weight") + "bias"
-    constant = add_constant(module, node, f"{node.name}_bias_corrected", value, fqn)
-    if len(node.args) > 2:
-        node.update_arg(2, constant)
-    else:
-        node.args, node.kwargs = (*node.args, constant), {k: v for k, v in node.kwargs.items() if k != "bias"}
-    if bias is not None and not bias.users:
-        module.graph.erase_node(bias)
-        if not any(n.op == "get_attr" and n.target == bias.target for n in module.graph.nodes):
-            del module._buffers[bias.target]
+    replace_constant(module, node, "bias", delta if bias is None else getattr(module, bias.target) + delta)

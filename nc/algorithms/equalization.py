@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from nc.errors import ConfigError
+from nc.checks import is_number, require
 from nc.graph.catalogue import POOLS, WEIGHTED, op_name, schema_arguments
-from nc.graph.passes import add_constant
+from nc.graph.constants import replace_constant
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})
@@ -62,12 +62,9 @@ class Equalization:
     name: ClassVar[str] = "equalization"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.iterations, int) or isinstance(self.iterations, bool) or self.iterations < 1:
-            msg = f"Expected iterations to be a whole number from 1, but got {self.iterations!r}."
-            raise ConfigError(msg)
-        if not is_number(self.tolerance) or self.tolerance < 0:
-            msg = f"Expected tolerance to be a number from 0, but got {self.tolerance!r}."
-            raise ConfigError(msg)
+        is_count = isinstance(self.iterations, int) and not isinstance(self.iterations, bool) and self.iterations >= 1
+        require(is_count, "iterations", "a whole number from 1", self.iterations)
+        require(is_number(self.tolerance) and self.tolerance >= 0, "tolerance", "a number from 0", self.tolerance)
 
     @torch.no_grad()
     def apply(self, module: fx.GraphModule) -> tuple[str, ...]:
@@ -108,11 +105,6 @@ class Equalization:
             if not change or torch.cat(change).mean() < self.tolerance:
                 break
         return totals
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a finite int or float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def equalizing_scale(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -240,18 +232,3 @@ def _rescale(module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | Non
     if inputs is not None:
         view *= _along_inputs(view, inputs).unsqueeze(3)
     replace_constant(module, layer, "weight", scaled.to(weight.dtype))
-
-
-def replace_constant(module: fx.GraphModule, layer: fx.Node, argument: str, value: torch.Tensor) -> None:
-    """Give a layer a new constant for its "weight" or "bias"; the old one goes where nobody else reads it."""
-    arguments = schema_arguments(layer)
-    old = arguments[argument]
-    fqn = arguments["weight"].meta.get("fqn", "weight")
-    if argument == "bias":
-        fqn = fqn.removesuffix("weight") + "bias"
-    arguments[argument] = add_constant(module, layer, f"{layer.name}_{argument}", value, fqn)
-    layer.args, layer.kwargs = tuple(arguments.values()), {}
-    if old is not None and not old.users:
-        module.graph.erase_node(old)
-        if not any(n.op == "get_attr" and n.target == old.target for n in module.graph.nodes):
-            del module._buffers[old.target]

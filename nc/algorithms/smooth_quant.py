@@ -14,13 +14,13 @@ import torch
 from torch import fx
 
 from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
-from nc.graph.catalogue import op_name
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.constants import add_constant, replace_constant
 from nc.graph.copying import copy_module
-from nc.graph.passes import add_constant
 from nc.spec import OpSpec
 
-#: Operators whose result scales with constants of theirs, per channel of the last dimension: positions of those among the arguments.
-_TAKERS = {"layer_norm": (2, 3), "rms_norm": (2,), "linear": (1, 2)}
+#: Operators whose result scales with constants of theirs, per channel of the last dimension.
+_TAKERS = frozenset({"layer_norm", "rms_norm", "linear"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +61,6 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         names = [node.meta["operator"] for node in unit.members]
         alphas |= dict.fromkeys(names, alpha)
         folded |= set(names) if unit.fold else set()
-    for node in [n for n in copy.graph.nodes if n.op == "get_attr" and not n.users]:
-        copy.graph.erase_node(node)
     copy.graph.lint()
     copy.recompile()
     return Smoothed(copy, ranges, alphas, frozenset(folded))
@@ -91,20 +89,20 @@ def _can_take(source: fx.Node) -> bool:
     if op_name(source) not in _TAKERS:
         return False
     constants = _constants_of(source)
-    return bool(constants) and constants[0] == _TAKERS[op_name(source)][0] and all(source.args[i].op == "get_attr" for i in constants)
+    return "weight" in constants and all(node.op == "get_attr" for node in constants.values())
 
 
-def _constants_of(source: fx.Node) -> list[int]:
-    return [i for i in _TAKERS[op_name(source)] if i < len(source.args) and isinstance(source.args[i], fx.Node)]
+def _constants_of(source: fx.Node) -> dict[str, fx.Node]:
+    return {name: node for name, node in schema_arguments(source).items() if name in ("weight", "bias") and isinstance(node, fx.Node)}
 
 
 def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor) -> None:
     for node, weight in zip(unit.members, unit.weights, strict=True):
-        _replace_constant(module, node, 1, weight * scales)
+        replace_constant(module, node, "weight", (weight * scales).float())
     if unit.fold:
-        for i in _constants_of(unit.source):
-            value = getattr(module, unit.source.args[i].target).double()
-            _replace_constant(module, unit.source, i, value / (scales if value.dim() == 1 else scales[:, None]))
+        for name, node in _constants_of(unit.source).items():
+            value = getattr(module, node.target).double()
+            replace_constant(module, unit.source, name, (value / (scales if value.dim() == 1 else scales[:, None])).float())
         return
     first = unit.members[0]
     factor = add_constant(module, first, f"{first.name}_smooth_factor", (1 / scales).float(), f"{first.name}.smooth_factor")
@@ -113,10 +111,3 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor) -> None:
     product.meta["val"] = unit.source.meta.get("val")
     for node in unit.members:
         node.update_arg(0, product)
-
-
-def _replace_constant(module: fx.GraphModule, node: fx.Node, index: int, value: torch.Tensor) -> None:
-    old = node.args[index]
-    constant = add_constant(module, node, f"{node.name}_smooth_{index}", value.float(), old.meta.get("fqn", old.target))
-    constant.meta["val"] = old.meta["val"]
-    node.update_arg(index, constant)

@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from nc.algorithms.replay import inputs_of
-from nc.numerics.smoothing import COMBINE, fake_quantize, fake_quantize_rows, scales_for
+from nc.numerics.affine import dequantize
+from nc.numerics.smoothing import COMBINE, fake_quantize, scales_for
+from nc.numerics.weights import quantize_weight
 from nc.spec import OpSpec, SmoothSpec
 
 Range = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +53,7 @@ class Unit:
         return self.specs[0].smooth
 
     def scales(self, alpha: float) -> torch.Tensor:
-        """S for one alpha, float64, shape [channels]."""
+        """What the channels are divided by for one alpha, float64, shape [channels]."""
         return scales_for(alpha, *self.channels, self.weights, self.smooth.shared_criterion)
 
 
@@ -98,7 +100,8 @@ def _quantized(unit: Unit, alpha: float) -> Iterator[Callable[[torch.Tensor], to
     scales = unit.scales(alpha)
     low, high = (unit.channels[0] / scales).amin(), (unit.channels[1] / scales).amax()
     for weight, spec in zip(unit.weights, unit.specs, strict=True):
-        w = fake_quantize_rows(weight * scales, spec.weight)
+        codes, w_scale = quantize_weight((weight * scales).float(), spec.weight, 0)
+        w = dequantize(codes, w_scale, 0, 0 if w_scale.dim() else None).double()
         yield lambda x, w=w, spec=spec: fake_quantize(x.double() / scales, low, high, spec.activation) @ w.T
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import op_name
-from nc.graph.qdq import RECURRENT_FUNCTIONS, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
+from nc.graph.recurrent import FUNCTIONS
 from nc.process import LOCK
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
@@ -22,7 +23,7 @@ _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
 
 
-_RECURRENT = {function: name for name, function in RECURRENT_FUNCTIONS.items()}
+_RECURRENT = {function: name for name, function in FUNCTIONS.items()}
 
 
 def is_dynamic(node: fx.Node) -> bool:

@@ -56,6 +56,18 @@ def consumers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def behind_matmul(module: fx.GraphModule) -> frozenset[str]:
+    """Names of the operators whose first input a matmul made: what reads an attention's result."""
+    found = set()
+    for node in module.graph.nodes:
+        source = node.args[0] if kind_of_node(node) is not None else node
+        while op_name(source) in MOVES:
+            source = source.args[0]
+        if source is not node and kind_of_node(source) == "matmul":
+            found.add(node.meta.get("operator"))
+    return frozenset(found - {None})
+
+
 def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:
     """Whether an engine can make an addition a post-operation of what computes this side, for it alone."""
     return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]

@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.errors import CaptureError
 from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, op_name, schema_arguments
+from nc.graph.constants import add_constant, constant_value, fqn_of
 from nc.graph.decompose import decompose_attention
 
 aten = torch.ops.aten
@@ -162,42 +163,6 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
-    """The value of a node that depends on constants only; None when it depends on inputs."""
-    value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]) -> object:
-    """Value of a constant node, None for others; `memo` keeps the walk linear in the size of the graph."""
-    if node not in memo:
-        memo[node] = None
-        if node.op == "get_attr":
-            memo[node] = getattr(module, node.target)
-        elif node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
-            # the last inputs first: activations come before weights, and one non-constant input ends the search
-            values = {}
-            for source in reversed(node.all_input_nodes):
-                values[source] = _evaluate(module, source, memo)
-                if values[source] is None:
-                    return None
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            with torch.no_grad():
-                memo[node] = node.target(*args, **kwargs)
-    return memo[node]
-
-
-def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
-    """A new constant of the graph, inserted in front of `before`."""
-    while hasattr(module, name):
-        name += "_"
-    module.register_buffer(name, value.detach().contiguous())
-    with module.graph.inserting_before(before):
-        node = module.graph.get_attr(name)
-    node.meta = {"val": value, "fqn": fqn}
-    return node
-
-
 def linears(module: fx.GraphModule) -> None:
     """`addmm`, `mm` and `matmul` with a constant matrix become `linear`; weights computed from constants are folded."""
     for node in list(module.graph.nodes):
@@ -209,15 +174,8 @@ def linears(module: fx.GraphModule) -> None:
         elif name in WEIGHTED and node.args[1].op != "get_attr":
             value = constant_value(module, node.args[1])
             if value is not None:
-                fqn = _fqn_of(node.args[1])
+                fqn = fqn_of(node.args[1])
                 node.update_arg(1, add_constant(module, node, f"{node.name}_weight", value, fqn))
-
-
-def _fqn_of(node: fx.Node) -> str:
-    """Name of the first constant behind a computed weight."""
-    while node.op != "get_attr":
-        node = node.all_input_nodes[0]
-    return node.meta.get("fqn", "")
 
 
 def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> None:
@@ -226,7 +184,7 @@ def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bi
         return
     if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
         return
-    fqn = _fqn_of(w)
+    fqn = fqn_of(w)
     weight = add_constant(module, node, re.sub(r"\W", "_", f"{fqn}_t"), value.t(), fqn)
     node.target = aten.linear.default
     node.args = (x, weight, bias)
@@ -352,5 +310,3 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     fold_padding,
     fold_batch_norm,
 )
-
-__all__ = ["REWRITES", "add_constant", "constant_value", "normalise"]

@@ -1,12 +1,8 @@
-"""Graph + qparams → QDQ graph: integer weights and quantize/dequantize nodes among plain float operators.
-
-The three functions below are what those nodes call, so the QDQ graph runs on any CPU as it is: it is the reference.
-"""
+"""Graph + qparams → QDQ graph: integer weights and quantize/dequantize nodes among plain float operators."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -14,79 +10,22 @@ from torch import fx
 
 from nc.graph import recurrent
 from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments
+from nc.graph.constants import add_constant
 from nc.graph.copying import copy_module
-from nc.graph.passes import add_constant
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
-from nc.numerics import affine, clip, pairs
+from nc.numerics.weights import quantize_weight
 from nc.plan import Plan
-from nc.spec import TORCH_DTYPES, OpSpec, QParams, TensorSpec
+from nc.spec import OpSpec, QParams, TensorSpec
 
-
-def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
-    """Codes of `x`: uint8 when `quant_min >= 0`, else int8."""
-    return affine.quantize(x, scale, zero_point, quant_min, quant_max)
-
-
-def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
-    """fp32 values of codes."""
-    return affine.dequantize(q, scale, zero_point)
-
-
-def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
-    """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
-    return affine.dequantize(q, scale, 0, axis)
-
-
-def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:
-    """fp32 values of the codes of `x`, whose range is found here: over each row of the last dimension, or over all of it."""
-    if not x.numel():
-        return x
-    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
-    scale, zero_point = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
-    codes = (torch.round(x / scale) + zero_point).clamp_(quant_min, quant_max)
-    return codes.sub_(zero_point).mul_(scale)
-
-
-def lstm_dynamic(
-    x: torch.Tensor,
-    hx: list[torch.Tensor],
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-    quant_min: int,
-    quant_max: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`nc.graph.recurrent.lstm_dynamic` with affine codes, one range per tensor."""
-    quantize = functools.partial(quantize_dequantize_dynamic, per_token=False, quant_min=quant_min, quant_max=quant_max, symmetric=False)
-    return recurrent.lstm_dynamic(x, hx, params, has_biases, num_layers, bidirectional, batch_first, quantize)
-
-
-def gru_dynamic(
-    x: torch.Tensor,
-    hx: torch.Tensor,
-    params: list[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-    quant_min: int,
-    quant_max: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`nc.graph.recurrent.gru_dynamic`, likewise."""
-    quantize = functools.partial(quantize_dequantize_dynamic, per_token=False, quant_min=quant_min, quant_max=quant_max, symmetric=False)
-    return recurrent.gru_dynamic(x, hx, params, has_biases, num_layers, bidirectional, batch_first, quantize)
-
-
-RECURRENT_FUNCTIONS = {"lstm": lstm_dynamic, "gru": gru_dynamic}
+#: All that quantization adds to a graph; artefacts know these by name.
 QDQ_FUNCTIONS = (
     quantize_per_tensor,
     dequantize_per_tensor,
     dequantize_per_channel,
     quantize_dequantize_dynamic,
-    *RECURRENT_FUNCTIONS.values(),
+    *recurrent.FUNCTIONS.values(),
 )
 
 
@@ -112,7 +51,7 @@ class QDQGraph:
     """A quantized model, independent of engines: what backends lower, artefacts store and the reference runs.
 
     Attributes:
-        module: flat fx module of ATen operators and the three functions above.
+        module: flat fx module of ATen operators and `QDQ_FUNCTIONS`.
         signature: the user's call contract.
         plan: what was decided for each operator.
         example: flat example inputs, for warm-up and verification.
@@ -241,7 +180,7 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _We
         _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(a["params"], matrices, strict=True)
     ]
     options = (a["has_biases"], a["num_layers"], a["bidirectional"], a["batch_first"])
-    node.target = RECURRENT_FUNCTIONS[op_name(node)]
+    node.target = recurrent.FUNCTIONS[op_name(node)]
     node.args = (a["input"], a["hx"], params, *options, spec.activation.quant_min, spec.activation.quant_max)
     node.kwargs = {}
 
@@ -256,48 +195,3 @@ def weight_axis(node: fx.Node) -> int | None:
 
 def _groups(node: fx.Node) -> int:
     return schema_arguments(node).get("groups", 1)
-
-
-def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale of a weight.
-
-    Args:
-        weight: any float tensor.
-        spec: symmetric int8.
-        axis: output channel axis; None forces one scale for the whole tensor, that of a transposed convolution in groups.
-        groups: of a transposed convolution.
-
-    Returns:
-        int8 codes of the weight's shape; scale fp32, shape [channels] per channel, [] per tensor.
-    """
-    per_channel = spec.granularity == "per_channel" and axis is not None
-    if spec.paired:
-        return _paired(weight.detach().float(), spec, axis, groups, per_channel)
-    rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
-    low, high = _weight_range(rows.float(), spec)
-    scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-    if not per_channel:
-        scale = scale[0]
-    codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
-    assert codes.dtype == TORCH_DTYPES[spec.dtype]
-    return codes, scale
-
-
-def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale with pairs along the input channels of each group."""
-    transposed = axis != 0  # [inputs, outputs, ...], the inputs of all groups behind each other
-    split = weight.reshape(groups, -1, *weight.shape[1:]) if transposed else weight
-    last = split.movedim(1, -1)  # the input channels of a group come last
-    flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
-    shrink = clip.SHRINK if spec.algo == "mse" else ()
-    codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)
-    result = torch.empty(weight.shape, dtype=TORCH_DTYPES[spec.dtype])  # strides of its own: those of size 1 count for convolutions
-    result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
-    return result, scale if per_channel else scale[0]
-
-
-def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    if spec.algo == "mse":
-        return clip.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
-    low, high = torch.aminmax(rows, dim=1)
-    return low, high

@@ -1,4 +1,4 @@
-"""SmoothQuant's scales (Xiao et al., arXiv 2211.10438, equation 4), and codes there and back, in float64 for its search."""
+"""SmoothQuant's scales (Xiao et al., arXiv 2211.10438, equation 4), and rounding for its search, in float64."""
 
 from __future__ import annotations
 
@@ -43,12 +43,3 @@ def fake_quantize(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: 
     scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
     codes = quantize(x, float(scale), int(zero_point), spec.quant_min, spec.quant_max)
     return dequantize(codes, float(scale), int(zero_point)).double()
-
-
-def fake_quantize_rows(weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Values of the codes of a weight, [outputs, channels], with min-max ranges, float64."""
-    per_channel = spec.granularity == "per_channel"
-    low, high = torch.aminmax(weight, dim=1) if per_channel else torch.aminmax(weight)
-    scale, _ = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=True)
-    axis = 0 if per_channel else None
-    return dequantize(quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis), scale, 0, axis).double()

@@ -14,7 +14,7 @@ from torch import fx
 from nc.backends import cpu
 from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
-from nc.graph.qdq import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
 _END = 2**63 - 1

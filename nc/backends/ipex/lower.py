@@ -21,7 +21,8 @@ from nc.backends.torchscript import Script, script
 from nc.errors import ConfigError, NCWarning, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.copying import copy_module
-from nc.graph.qdq import QDQGraph, dequantize_per_tensor, quantize_per_tensor
+from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 
 #: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep

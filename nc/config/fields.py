@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nc.errors import ConfigError
+from nc.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
 
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "uint8")
@@ -35,17 +34,11 @@ class Field:
         return {"name": value.name, **dataclasses.asdict(value)} if dataclasses.is_dataclass(value) else value
 
 
-def expected(name: str, what: str, value: object) -> ConfigError:
-    """The error for a value that a field can't hold."""
-    return ConfigError(f"Expected {name} to be {what}, but got {value!r}.")
-
-
 def one_of(*allowed: str) -> Check:
     """One of some names."""
 
     def check(name: str, value: Any) -> Any:
-        if value not in allowed:
-            raise expected(name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
+        require(value in allowed, name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
         return value
 
     return check
@@ -53,8 +46,7 @@ def one_of(*allowed: str) -> Check:
 
 def flag(name: str, value: Any) -> bool:
     """True or False."""
-    if not isinstance(value, bool):
-        raise expected(name, "True or False", value)
+    require(isinstance(value, bool), name, "True or False", value)
     return value
 
 
@@ -62,8 +54,8 @@ def number(low: float, high: float, *, closed: bool = False) -> Check:
     """A number above `low` (or `low` itself, where `closed`) and up to `high`."""
 
     def check(name: str, value: Any) -> float:
-        if not _is_number(value) or not (low < value <= high or (closed and value == low)):
-            raise expected(name, f"a number {'from' if closed else 'above'} {low:g} {'' if closed else 'and '}up to {high:g}", value)
+        legal = is_number(value) and (low < value <= high or (closed and value == low))
+        require(legal, name, f"a number {'from' if closed else 'above'} {low:g} {'' if closed else 'and '}up to {high:g}", value)
         return float(value)
 
     return check
@@ -73,13 +65,8 @@ def ratio_or_auto(name: str, value: Any) -> float | str:
     """A number from 0 to 1, or "auto"."""
     if value == "auto":
         return "auto"
-    if not _is_number(value) or not 0.0 <= value <= 1.0:
-        raise expected(name, 'a number from 0 to 1, or "auto"', value)
+    require(is_number(value) and 0.0 <= value <= 1.0, name, 'a number from 0 to 1, or "auto"', value)
     return float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def range_algorithm(name: str, value: Any) -> str:
@@ -93,8 +80,8 @@ def range_algorithm(name: str, value: Any) -> str:
 def precisions(name: str, value: Any) -> tuple[str, ...]:
     """Names of precisions."""
     names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, (tuple, list, set, frozenset)) or not set(names) <= set(PRECISIONS):
-        raise expected(name, f"names out of {', '.join(map(repr, PRECISIONS))}", value)
+    known = isinstance(names, (tuple, list, set, frozenset)) and set(names) <= set(PRECISIONS)
+    require(known, name, f"names out of {', '.join(map(repr, PRECISIONS))}", value)
     return tuple(sorted(names, key=PRECISIONS.index))
 
 
@@ -104,8 +91,8 @@ def transforms(known: Mapping[str, type]) -> Check:
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("name") in known:
             return known[value["name"]](**{k: v for k, v in value.items() if k != "name"})
-        if getattr(value, "name", None) not in known or not isinstance(value, known[value.name]):
-            raise expected(name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
+        is_known = isinstance(value, tuple(known.values()))
+        require(is_known, name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
         return value
 
     def check(name: str, value: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What the user asks for: configurations with `set_local` rules, their composition, and their JSON form.
+"""Configurations as values: fields, `set_local` rules, sums of strategies, and their plain form.
 
 A configuration knows nothing of models: rules are kept as keys and `rules.resolve` matches them. A field that was not given reads as its
 default; in a local configuration it takes the value of the level above.
@@ -9,35 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nc.algorithms import POST, PRE
+from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict, check_keys, check_schema, fields_of, key_from, keys_from
+from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
-from nc.fields import Field, flag, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
-from nc.keys import Key, RuleKey, check_pattern, key_text, parse_keys
-
-SCHEMA_VERSION = 1
-
-_WEIGHTS = {
-    "w_dtype": Field("int8", one_of("int8", "fp32")),
-    "w_sym": Field(True, flag),
-    "w_granularity": Field("per_channel", one_of("per_channel", "per_tensor")),
-    "w_algo": Field("minmax", one_of("minmax", "mse")),
-}
-_STATIC = {
-    **_WEIGHTS,
-    "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
-    "act_sym": Field(False, flag),
-    "act_granularity": Field("per_tensor", one_of("per_tensor", "per_channel")),
-    "act_algo": Field("minmax", range_algorithm),
-    "excluded_precisions": Field((), precisions),
-    "percentile": Field(99.999, number(50.0, 100.0)),
-    "pre": Field((), transforms(PRE), outer=True),
-    "post": Field((POST["bias_correction"](),), transforms(POST), outer=True),
-}
+from nc.keys import Key, RuleKey, key_text, parse_keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +26,7 @@ class Rule:
     config: QuantConfig
 
 
-class QuantConfig:
+class QuantConfig(Document):
     """What the configurations of all strategies have in common; use one of its subclasses.
 
     Attributes:
@@ -177,8 +155,8 @@ class QuantConfig:
         return self
 
     def exclude(self, *keys: RuleKey) -> Any:
-        """Leave operators in fp32: short for `set_local(keys, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))`; returns `self`."""
-        return self.set_local(list(keys), StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+        """Leave operators in fp32: short for a local configuration with `w_dtype="fp32", act_dtype="fp32"`; returns `self`."""
+        return self.set_local(list(keys), type(self)(w_dtype="fp32", act_dtype="fp32"))
 
     def __add__(self, other: AnyConfig) -> ComposedConfig:
         """Both strategies for one model; see `ComposedConfig`."""
@@ -203,161 +181,20 @@ class QuantConfig:
         Raises:
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
         """
-        _check_is_dict(data)
+        check_is_dict(data)
         if not {"schema_version", "algorithm", "global", "local"} & set(data):
             return cls(**data)
+        check_schema(data, cls.algorithm)
         required = set() if isinstance(data.get("local"), dict) else {"global"}
-        _check_keys(data, required, optional={"schema_version", "algorithm", "global", "local", "white_list"})
-        _check_schema(data, cls.algorithm)
-        config = cls(**_fields_of(data.get("global", {})))
+        check_keys(data, required, optional={"schema_version", "algorithm", "global", "local", "white_list"})
+        config = cls(**fields_of(data.get("global", {})))
         if "white_list" in data:
-            config.__dict__["white_list"] = _keys_from(data["white_list"])
+            config.__dict__["white_list"] = keys_from(data["white_list"])
         config.__dict__["rules"] = _rules_from(data.get("local", []), cls)
         return config
 
-    def to_json(self) -> str:
-        """`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
 
-    @classmethod
-    def from_json(cls, text: str) -> Any:
-        """The inverse of `to_json`.
-
-        Raises:
-            ConfigError: not JSON, or not a configuration.
-        """
-        try:
-            return cls.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
-            msg = f"The configuration is not valid JSON: {error}."
-            raise ConfigError(msg) from error
-
-    def to_json_file(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-    @classmethod
-    def from_json_file(cls, path: str | Path) -> Any:
-        """Read what `to_json_file` wrote."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-
-class StaticQuantConfig(QuantConfig):
-    """Static int8 quantization: activation ranges come from calibration.
-
-    Args:
-        w_dtype: "int8", or "fp32" to leave the operator alone.
-        w_sym: symmetric weights (the CPU kernels ignore a weight zero point, so False is refused).
-        w_granularity: "per_channel" (output channels) or "per_tensor".
-        w_algo: "minmax", or "mse" (the clipped range with the least error).
-        act_dtype: "uint8", "int8", or "fp32" to leave the operator alone.
-        act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
-        act_granularity: "per_tensor".
-        act_algo: "minmax", "moving_average", "percentile", "mse", "kl" (docs/calibration.md says when to use which), or a
-            `RangeAlgorithm` of your own, which from then on is known by its name.
-        excluded_precisions: precisions that nothing in the model may use, e.g. `("bf16",)`; kept for the float remainder.
-        percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
-        pre: what is done to the fp32 model first, in this order: `Equalization()`, `BiasAbsorption()`.
-        post: what is done to the quantized model last: `BiasCorrection()`, by default.
-        white_list: names, patterns or types of the only operators that these values hold for; all others stay fp32. "*": all.
-
-    Raises:
-        UnknownFieldError: a field that does not exist; names the nearest one.
-        ConfigError: a value that does not exist, or fields that contradict each other.
-        UnsupportedError: a legal value that no backend implements.
-
-    Example:
-        >>> config = StaticQuantConfig(act_sym=True)
-        >>> _ = config.set_local("classifier", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
-    """
-
-    algorithm, alias, family = "static", "static_quant", "static"
-    FIELDS = _STATIC
-
-
-#: Neural Compressor's name of the class behind its `StaticQuantConfig`.
-INT8StaticQuantConfig = StaticQuantConfig
-
-
-class SmoothQuantConfig(QuantConfig):
-    """Static quantization after SmoothQuant (arXiv 2211.10438): outliers of activation channels move into the weights of linears.
-
-    Args:
-        alpha: how much of the difficulty moves, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel; "auto" tries
-            `alpha_min` to `alpha_max` for each linear and keeps the one with the least output error.
-        folding: put 1/s into the normalisation or linear in front where nothing else reads that; else, and where there is none, a
-            multiplication stands in front of the linear.
-        scale_sharing: linears that read one tensor share one s; always so where s is folded.
-        init_alpha: the alpha that "auto" starts from: what it keeps where no other one is better.
-        alpha_min: lowest alpha that "auto" tries.
-        alpha_max: highest alpha that "auto" tries.
-        alpha_step: distance between those.
-        shared_criterion: how the errors of linears that share one s are combined, and their weights: "max", "min" or "mean".
-        do_blockwise: "auto" compares the outputs of whole blocks (what ends in one residual addition) instead of single linears.
-        auto_alpha_args: the last six as a dict, as Neural Compressor writes it.
-
-    The other arguments, and the errors, are those of `StaticQuantConfig`.
-    """
-
-    algorithm, alias, family = "smooth", "smooth_quant", "static"
-    FIELDS = {
-        **{name: field for name, field in _STATIC.items() if name not in ("percentile", "pre", "post")},
-        "alpha": Field(0.5, ratio_or_auto),
-        "folding": Field(False, flag),
-        "scale_sharing": Field(False, flag),
-        "init_alpha": Field(0.5, number(0.0, 1.0, closed=True)),
-        "alpha_min": Field(0.0, number(0.0, 1.0, closed=True)),
-        "alpha_max": Field(1.0, number(0.0, 1.0, closed=True)),
-        "alpha_step": Field(0.1, number(0.0, 1.0)),
-        "shared_criterion": Field("max", one_of("max", "min", "mean")),
-        "do_blockwise": Field(False, flag),
-        **{name: _STATIC[name] for name in ("percentile", "pre", "post")},
-    }
-
-    def __init__(self, *args: Any, auto_alpha_args: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        super().__init__(*args, **{**(auto_alpha_args or {}), **fields})
-
-    @classmethod
-    def check_values(cls, values: Mapping[str, Any]) -> None:
-        """As for all strategies, and the limits of alpha."""
-        super().check_values(values)
-        if values["alpha_min"] > values["alpha_max"]:
-            msg = f"alpha_min={values['alpha_min']} is above alpha_max={values['alpha_max']}."
-            raise ConfigError(msg)
-
-
-class DynamicQuantConfig(QuantConfig):
-    """Dynamic int8 quantization: int8 weights, activation ranges found anew in each call. Needs no calibration.
-
-    Args:
-        w_dtype: "int8", or "fp32" to leave the operator alone.
-        w_sym: symmetric weights; False is refused, as for static quantization.
-        w_granularity: "per_channel" (output channels) or "per_tensor".
-        w_algo: "minmax" or "mse".
-        act_dtype: "uint8", "int8" (the same numbers: both have 256 levels around a zero point), or "fp32".
-        act_sym: symmetric activations.
-        act_granularity: "per_token" (each row has its range) or "per_tensor".
-        act_algo: "minmax".
-        excluded_precisions: as for static quantization.
-        skip_slow: leave operators in fp32 that would be slower in int8, because they are small (docs/dynamic.md).
-        pre: as for static quantization.
-        white_list: as for static quantization.
-    """
-
-    algorithm, alias, family = "dynamic", "pt2e_dynamic_quant", "dynamic"
-    FIELDS = {
-        **_WEIGHTS,
-        "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32")),
-        "act_sym": Field(False, flag),
-        "act_granularity": Field("per_token", one_of("per_token", "per_tensor")),
-        "act_algo": Field("minmax", one_of("minmax")),
-        "excluded_precisions": Field((), precisions),
-        "skip_slow": Field(False, flag),
-        "pre": _STATIC["pre"],
-    }
-
-
-class ComposedConfig:
+class ComposedConfig(Document):
     """Several strategies for one model: `StaticQuantConfig(white_list=[torch.nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])`.
 
     Where two parts hold for all operators, the later one gets those that it has a kernel for: `StaticQuantConfig() +
@@ -420,20 +257,21 @@ class ComposedConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ComposedConfig:
         """The inverse of `to_dict`; raises ConfigError like `QuantConfig.from_dict`."""
-        _check_is_dict(data)
-        _check_keys(data, required={"parts", "algorithm"}, optional={"schema_version"})
-        _check_schema(data, cls.algorithm)
+        check_is_dict(data)
+        check_schema(data, cls.algorithm)
+        check_keys(data, required={"parts", "algorithm"}, optional={"schema_version"})
         if not isinstance(data["parts"], (list, tuple)) or not data["parts"]:
             msg = f"Expected parts to be a list of configurations, but got {data['parts']!r}."
             raise ConfigError(msg)
         return cls(*(part for entry in data["parts"] for part in parts_of(config_from(entry))))
 
-    to_json, from_json = QuantConfig.to_json, classmethod(QuantConfig.from_json.__func__)
-    to_json_file, from_json_file = QuantConfig.to_json_file, classmethod(QuantConfig.from_json_file.__func__)
-
 
 AnyConfig = QuantConfig | ComposedConfig
-_STRATEGIES: dict[str, type[QuantConfig]] = {cls.algorithm: cls for cls in (StaticQuantConfig, DynamicQuantConfig, SmoothQuantConfig)}
+
+
+def strategies() -> dict[str, type[QuantConfig]]:
+    """The class of each strategy by its name."""
+    return {cls.algorithm: cls for cls in QuantConfig.__subclasses__()}
 
 
 def parts_of(config: AnyConfig) -> tuple[QuantConfig, ...]:
@@ -458,31 +296,16 @@ def config_from(value: object) -> AnyConfig:
     if isinstance(value, dict) and value.get("algorithm") == ComposedConfig.algorithm:
         return ComposedConfig.from_dict(value)
     if isinstance(value, dict) and "global" in value:
-        return _STRATEGIES.get(value.get("algorithm"), StaticQuantConfig).from_dict(value)
-    names = {name: cls for cls in _STRATEGIES.values() for name in (cls.alias, cls.algorithm)}
+        return strategies().get(value.get("algorithm"), strategies()["static"]).from_dict(value)
+    names = {name: cls for cls in strategies().values() for name in (cls.alias, cls.algorithm)}
     if isinstance(value, dict) and value and set(value) <= set(names):
         parts = [names[name].from_dict(fields or {"global": {}}) for name, fields in value.items()]
         return parts[0] if len(parts) == 1 else ComposedConfig(*parts)
     msg = (
-        f"Expected quant_config to be a configuration ({', '.join(cls.__name__ for cls in _STRATEGIES.values())}) or a dict such as "
+        f"Expected quant_config to be a configuration ({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
         f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'
     )
     raise ConfigError(msg)
-
-
-def get_default_static_config() -> StaticQuantConfig:
-    """`StaticQuantConfig()`: int8 weights per output channel, uint8 affine activations, min-max ranges."""
-    return StaticQuantConfig()
-
-
-def get_default_dynamic_config() -> DynamicQuantConfig:
-    """`DynamicQuantConfig()`: int8 weights per output channel, uint8 affine activations per token."""
-    return DynamicQuantConfig()
-
-
-def get_default_sq_config() -> SmoothQuantConfig:
-    """`SmoothQuantConfig()`: alpha 0.5, then static quantization."""
-    return SmoothQuantConfig()
 
 
 def _local(key: object, config: object) -> QuantConfig:
@@ -521,65 +344,14 @@ def _rules_to_list(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
 
 def _rules_from(entries: object, cls: type[QuantConfig]) -> tuple[Rule, ...]:
     if isinstance(entries, dict):  # Neural Compressor's form
-        return tuple(Rule(key, _local(key.text, cls(**_fields_of(fields)))) for text, fields in entries.items() for key in parse_keys(text))
-    return tuple(_rule_from(entry, cls) for entry in _list(entries, "local"))
+        return tuple(Rule(key, _local(key.text, cls(**fields_of(fields)))) for text, fields in entries.items() for key in parse_keys(text))
+    return tuple(_rule_from(entry, cls) for entry in as_list(entries, "local"))
 
 
 def _rule_from(entry: object, cls: type[QuantConfig]) -> Rule:
     known = isinstance(entry, dict) and {"key", "config"} <= set(entry) <= {"key", "is_type", "algorithm", "config"}
-    if not known or not isinstance(entry["key"], str) or entry.get("algorithm", cls.algorithm) not in _STRATEGIES:
+    if not known or not isinstance(entry["key"], str) or entry.get("algorithm", cls.algorithm) not in strategies():
         msg = f"Expected a local rule as {{key, is_type, algorithm, config}}, its key a string, but got {entry!r}."
         raise ConfigError(msg)
-    strategy = _STRATEGIES[entry.get("algorithm", cls.algorithm)]
-    return Rule(_key_from(entry), _local(entry["key"], strategy(**_fields_of(entry["config"]))))
-
-
-def _key_from(entry: Mapping[str, Any]) -> Key:
-    text, is_type = entry.get("text", entry.get("key")), bool(entry.get("is_type", False))
-    if not is_type:
-        check_pattern(text)
-    return Key(text, is_type)
-
-
-def _keys_from(entries: object) -> tuple[Key, ...]:
-    for entry in _list(entries, "white_list"):
-        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or not set(entry) <= {"text", "is_type"}:
-            msg = f"Expected a key of the white list as {{text, is_type}}, but got {entry!r}."
-            raise ConfigError(msg)
-    return tuple(_key_from(entry) for entry in entries)
-
-
-def _list(value: object, name: str) -> Iterator[Any]:
-    if not isinstance(value, (list, tuple)):
-        msg = f"Expected {name} to be a list, but got {type(value).__name__}."
-        raise ConfigError(msg)
-    return iter(value)
-
-
-def _check_is_dict(data: object) -> None:
-    if not isinstance(data, dict):
-        msg = f"Expected a configuration as a dict, but got {type(data).__name__}."
-        raise ConfigError(msg)
-    if not data:
-        msg = "Expected a configuration as a dict, but got an empty one."
-        raise ConfigError(msg)
-
-
-def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
-    if not required <= set(data) <= required | optional:
-        msg = f"Expected the keys {', '.join(sorted(required | optional))}, but got {sorted(map(str, data))}."
-        raise ConfigError(msg)
-
-
-def _check_schema(data: Mapping[str, Any], algorithm: str) -> None:
-    version, name = data.get("schema_version", SCHEMA_VERSION), data.get("algorithm", algorithm)
-    if version != SCHEMA_VERSION or name != algorithm:
-        msg = f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and {name!r}."
-        raise ConfigError(msg)
-
-
-def _fields_of(data: object) -> dict[str, Any]:
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        msg = f"Expected the fields of a configuration as a dict by name, but got {data!r}."
-        raise ConfigError(msg)
-    return data
+    strategy = strategies()[entry.get("algorithm", cls.algorithm)]
+    return Rule(key_from(entry), _local(entry["key"], strategy(**fields_of(entry["config"]))))

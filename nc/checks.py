@@ -1,0 +1,19 @@
+"""Checks of single values that a user gave."""
+
+from __future__ import annotations
+
+import math
+
+from nc.errors import ConfigError
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite int or float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require(holds: bool, name: str, what: str, value: object) -> None:  # noqa: FBT001
+    """Raise ConfigError unless the value of a field is one that it can hold."""
+    if not holds:
+        msg = f"Expected {name} to be {what}, but got {value!r}."
+        raise ConfigError(msg)

@@ -1,0 +1,28 @@
+"""What the user asks for."""
+
+from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, config_from, outer_field, parts_of
+from nc.config.strategies import (
+    DynamicQuantConfig,
+    INT8StaticQuantConfig,
+    SmoothQuantConfig,
+    StaticQuantConfig,
+    get_default_dynamic_config,
+    get_default_sq_config,
+    get_default_static_config,
+)
+
+__all__ = [
+    "AnyConfig",
+    "ComposedConfig",
+    "DynamicQuantConfig",
+    "INT8StaticQuantConfig",
+    "QuantConfig",
+    "SmoothQuantConfig",
+    "StaticQuantConfig",
+    "config_from",
+    "get_default_dynamic_config",
+    "get_default_sq_config",
+    "get_default_static_config",
+    "outer_field",
+    "parts_of",
+]

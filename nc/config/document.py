@@ -1,0 +1,104 @@
+"""The plain form of configurations: JSON text and files, and checks of what was read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nc.errors import ConfigError
+from nc.keys import Key, check_pattern
+
+SCHEMA_VERSION = 1
+
+
+class Document:
+    """JSON of a class that has `to_dict` and `from_dict`."""
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Any:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: not JSON, or not a configuration of this class.
+        """
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            msg = f"The configuration is not valid JSON: {error}."
+            raise ConfigError(msg) from error
+
+    def to_json_file(self, path: str | Path) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json_file(cls, path: str | Path) -> Any:
+        """Read what `to_json_file` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def key_from(entry: Mapping[str, Any]) -> Key:
+    """A key as it stands in a rule or a white list."""
+    text, is_type = entry.get("text", entry.get("key")), bool(entry.get("is_type", False))
+    if not is_type:
+        check_pattern(text)
+    return Key(text, is_type)
+
+
+def keys_from(entries: object) -> tuple[Key, ...]:
+    """The keys of a white list; raises ConfigError."""
+    for entry in as_list(entries, "white_list"):
+        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or not set(entry) <= {"text", "is_type"}:
+            msg = f"Expected a key of the white list as {{text, is_type}}, but got {entry!r}."
+            raise ConfigError(msg)
+    return tuple(key_from(entry) for entry in entries)
+
+
+def as_list(value: object, name: str) -> Iterator[Any]:
+    """A list's entries; raises ConfigError for anything else."""
+    if not isinstance(value, (list, tuple)):
+        msg = f"Expected {name} to be a list, but got {type(value).__name__}."
+        raise ConfigError(msg)
+    return iter(value)
+
+
+def check_is_dict(data: object) -> None:
+    """Raise ConfigError unless `data` is a dict with something in it."""
+    if not isinstance(data, dict):
+        msg = f"Expected a configuration as a dict, but got {type(data).__name__}."
+        raise ConfigError(msg)
+    if not data:
+        msg = "Expected a configuration as a dict, but got an empty one."
+        raise ConfigError(msg)
+
+
+def check_keys(data: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
+    """Raise ConfigError for missing and unknown keys."""
+    if not required <= set(data) <= required | optional:
+        msg = f"Expected the keys {', '.join(sorted(required | optional))}, but got {sorted(map(str, data))}."
+        raise ConfigError(msg)
+
+
+def check_schema(data: Mapping[str, Any], algorithm: str) -> None:
+    """Raise ConfigError unless `data` is of this schema and of one strategy, where it says so."""
+    version, name = data.get("schema_version", SCHEMA_VERSION), data.get("algorithm", algorithm)
+    if version != SCHEMA_VERSION or name != algorithm:
+        msg = (
+            f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and {name!r}; read it with the "
+            "class of that one."
+        )
+        raise ConfigError(msg)
+
+
+def fields_of(data: object) -> dict[str, Any]:
+    """The fields of a configuration by name; raises ConfigError."""
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        msg = f"Expected the fields of a configuration as a dict by name, but got {data!r}."
+        raise ConfigError(msg)
+    return data

@@ -1,0 +1,160 @@
+"""The strategies: static, SmoothQuant and dynamic quantization, each a table of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nc.algorithms import POST, PRE
+from nc.config.base import QuantConfig
+from nc.config.fields import Field, flag, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
+from nc.errors import ConfigError
+
+_WEIGHTS = {
+    "w_dtype": Field("int8", one_of("int8", "fp32")),
+    "w_sym": Field(True, flag),
+    "w_granularity": Field("per_channel", one_of("per_channel", "per_tensor")),
+    "w_algo": Field("minmax", one_of("minmax", "mse")),
+}
+_STATIC = {
+    **_WEIGHTS,
+    "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
+    "act_sym": Field(False, flag),
+    "act_granularity": Field("per_tensor", one_of("per_tensor", "per_channel")),
+    "act_algo": Field("minmax", range_algorithm),
+    "excluded_precisions": Field((), precisions),
+    "percentile": Field(99.999, number(50.0, 100.0)),
+    "pre": Field((), transforms(PRE), outer=True),
+    "post": Field((POST["bias_correction"](),), transforms(POST), outer=True),
+}
+
+
+class StaticQuantConfig(QuantConfig):
+    """Static int8 quantization: activation ranges come from calibration.
+
+    Args:
+        w_dtype: "int8", or "fp32" to leave the operator alone.
+        w_sym: symmetric weights (the CPU kernels ignore a weight zero point, so False is refused).
+        w_granularity: "per_channel" (output channels) or "per_tensor".
+        w_algo: "minmax", or "mse" (the clipped range with the least error).
+        act_dtype: "uint8", "int8", or "fp32" to leave the operator alone.
+        act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
+        act_granularity: "per_tensor".
+        act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries them all for each tensor
+            (docs/calibration.md says when to use which); or a `RangeAlgorithm` of your own, which from then on is known by its name.
+        excluded_precisions: precisions that nothing in the model may use, e.g. `("bf16",)`; kept for the float remainder.
+        percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
+        pre: what is done to the fp32 model first, in this order: `Equalization()`, `BiasAbsorption()`.
+        post: what is done to the quantized model last: `BiasCorrection()`, by default.
+        white_list: names, patterns or types of the only operators that these values hold for; all others stay fp32. "*": all.
+
+    Raises:
+        UnknownFieldError: a field that does not exist; names the nearest one.
+        ConfigError: a value that does not exist, or fields that contradict each other.
+        UnsupportedError: a legal value that no backend implements.
+
+    Example:
+        >>> config = StaticQuantConfig(act_sym=True)
+        >>> _ = config.set_local("classifier", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+    """
+
+    algorithm, alias, family = "static", "static_quant", "static"
+    FIELDS = _STATIC
+
+
+#: Neural Compressor's name of the class behind its `StaticQuantConfig`.
+INT8StaticQuantConfig = StaticQuantConfig
+
+
+class SmoothQuantConfig(QuantConfig):
+    """Static quantization after SmoothQuant (arXiv 2211.10438): outliers of activation channels move into the weights of linears.
+
+    Args:
+        alpha: how much of the difficulty moves, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel; "auto" tries
+            `alpha_min` to `alpha_max` for each linear and keeps the one with the least output error.
+        folding: put 1/s into the normalisation or linear in front where nothing else reads that; else, and where there is none, a
+            multiplication stands in front of the linear.
+        scale_sharing: linears that read one tensor share one s; always so where s is folded.
+        init_alpha: the alpha that "auto" starts from: what it keeps where no other one is better.
+        alpha_min: lowest alpha that "auto" tries.
+        alpha_max: highest alpha that "auto" tries.
+        alpha_step: distance between those.
+        shared_criterion: how the errors of linears that share one s are combined, and their weights: "max", "min" or "mean".
+        do_blockwise: "auto" compares the outputs of whole blocks (a name up to its first number: "encoder.layer.0") instead of single
+            linears.
+        auto_alpha_args: the last six as a dict, as Neural Compressor writes it.
+
+    The other arguments, and the errors, are those of `StaticQuantConfig`.
+    """
+
+    algorithm, alias, family = "smooth", "smooth_quant", "static"
+    FIELDS = {
+        **{name: field for name, field in _STATIC.items() if name not in ("percentile", "pre", "post")},
+        "alpha": Field(0.5, ratio_or_auto),
+        "folding": Field(False, flag),
+        "scale_sharing": Field(False, flag),
+        "init_alpha": Field(0.5, number(0.0, 1.0, closed=True)),
+        "alpha_min": Field(0.0, number(0.0, 1.0, closed=True)),
+        "alpha_max": Field(1.0, number(0.0, 1.0, closed=True)),
+        "alpha_step": Field(0.1, number(0.0, 1.0)),
+        "shared_criterion": Field("max", one_of("max", "min", "mean")),
+        "do_blockwise": Field(False, flag),
+        **{name: _STATIC[name] for name in ("percentile", "pre", "post")},
+    }
+
+    def __init__(self, *args: Any, auto_alpha_args: Mapping[str, Any] | None = None, **fields: Any) -> None:
+        super().__init__(*args, **{**(auto_alpha_args or {}), **fields})
+
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        """As for all strategies, and the limits of alpha."""
+        super().check_values(values)
+        if values["alpha_min"] > values["alpha_max"]:
+            msg = f"alpha_min={values['alpha_min']} is above alpha_max={values['alpha_max']}."
+            raise ConfigError(msg)
+
+
+class DynamicQuantConfig(QuantConfig):
+    """Dynamic int8 quantization: int8 weights, activation ranges found anew in each call. Needs no calibration.
+
+    Args:
+        w_dtype: "int8", or "fp32" to leave the operator alone.
+        w_sym: symmetric weights; False is refused, as for static quantization.
+        w_granularity: "per_channel" (output channels) or "per_tensor".
+        w_algo: "minmax" or "mse".
+        act_dtype: "uint8", "int8" (the same numbers: both have 256 levels around a zero point), or "fp32".
+        act_sym: symmetric activations.
+        act_granularity: "per_token" (each row has its range) or "per_tensor".
+        act_algo: "minmax".
+        excluded_precisions: as for static quantization.
+        skip_slow: leave operators in fp32 that would be slower in int8, because they are small (docs/dynamic.md).
+        pre: as for static quantization.
+        white_list: as for static quantization.
+    """
+
+    algorithm, alias, family = "dynamic", "pt2e_dynamic_quant", "dynamic"
+    FIELDS = {
+        **_WEIGHTS,
+        "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32")),
+        "act_sym": Field(False, flag),
+        "act_granularity": Field("per_token", one_of("per_token", "per_tensor")),
+        "act_algo": Field("minmax", one_of("minmax")),
+        "excluded_precisions": Field((), precisions),
+        "skip_slow": Field(False, flag),
+        "pre": _STATIC["pre"],
+    }
+
+
+def get_default_static_config() -> StaticQuantConfig:
+    """`StaticQuantConfig()`: int8 weights per output channel, uint8 affine activations, min-max ranges."""
+    return StaticQuantConfig()
+
+
+def get_default_dynamic_config() -> DynamicQuantConfig:
+    """`DynamicQuantConfig()`: int8 weights per output channel, uint8 affine activations per token."""
+    return DynamicQuantConfig()
+
+
+def get_default_sq_config() -> SmoothQuantConfig:
+    """`SmoothQuantConfig()`: alpha 0.5, then static quantization."""
+    return SmoothQuantConfig()

@@ -1,0 +1,32 @@
+"""What the quantize and dequantize nodes of a QDQ graph call; they run on any CPU, so a QDQ graph is its own reference."""
+
+from __future__ import annotations
+
+import torch
+
+from nc.numerics import affine
+
+
+def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
+    """Codes of `x`: uint8 when `quant_min >= 0`, else int8."""
+    return affine.quantize(x, scale, zero_point, quant_min, quant_max)
+
+
+def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+    """fp32 values of codes."""
+    return affine.dequantize(q, scale, zero_point)
+
+
+def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
+    """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
+    return affine.dequantize(q, scale, 0, axis)
+
+
+def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:
+    """fp32 values of the codes of `x`, whose range is found here: over each row of the last dimension, or over all of it."""
+    if not x.numel():
+        return x
+    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
+    scale, zero_point = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
+    codes = (torch.round(x / scale) + zero_point).clamp_(quant_min, quant_max)
+    return codes.sub_(zero_point).mul_(scale)

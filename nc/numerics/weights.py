@@ -1,0 +1,53 @@
+"""Codes and scales of constant weights."""
+
+from __future__ import annotations
+
+import torch
+
+from nc.numerics import affine, clip, pairs
+from nc.spec import TORCH_DTYPES, TensorSpec
+
+
+def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of a weight.
+
+    Args:
+        weight: any float tensor.
+        spec: symmetric int8.
+        axis: output channel axis; None forces one scale for the whole tensor, that of a transposed convolution in groups.
+        groups: of a transposed convolution.
+
+    Returns:
+        int8 codes of the weight's shape; scale fp32, shape [channels] per channel, [] per tensor.
+    """
+    per_channel = spec.granularity == "per_channel" and axis is not None
+    if spec.paired:
+        return _paired(weight.detach().float(), spec, axis, groups, per_channel)
+    rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
+    low, high = _weight_range(rows.float(), spec)
+    scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
+    if not per_channel:
+        scale = scale[0]
+    codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
+    assert codes.dtype == TORCH_DTYPES[spec.dtype]
+    return codes, scale
+
+
+def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale with pairs along the input channels of each group."""
+    transposed = axis != 0  # [inputs, outputs, ...], the inputs of all groups behind each other
+    split = weight.reshape(groups, -1, *weight.shape[1:]) if transposed else weight
+    last = split.movedim(1, -1)  # the input channels of a group come last
+    flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
+    shrink = clip.SHRINK if spec.algo == "mse" else ()
+    codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)
+    result = torch.empty(weight.shape, dtype=TORCH_DTYPES[spec.dtype])  # strides of its own: those of size 1 count for convolutions
+    result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
+    return result, scale if per_channel else scale[0]
+
+
+def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.algo == "mse":
+        return clip.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
+    low, high = torch.aminmax(rows, dim=1)
+    return low, high
