@@ -60,6 +60,7 @@ def prepare(
     config = copy.deepcopy(config_from(quant_config))  # what the user does to it later changes nothing here
     _check_model(model)
     engine = choose_backend(backend)
+    engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     capabilities = engine.capabilities()
     plan = resolve(config, graph, capabilities, strict=strict)
@@ -105,6 +106,7 @@ def convert(
         msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
         raise ConfigError(msg)
     engine = choose_backend(backend) if backend is not None else get_backend(model.backend)
+    engine.start()
     graph = model.quantized_graph(engine.capabilities())
     return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
 

@@ -493,3 +493,24 @@ def test_a_model_whose_additions_mask_scores_is_not_asked_to_add_in_int8():
     q = quantized(Attention(), (x, mask), backend="ipex")
     assert "add" not in {op.kind for op in q.report().ops if op.asked == "int8"}
     assert worst_db(call(q.reference, (x, mask)), call(q, (x, mask))) > 30
+
+
+TWICE = """
+import sys
+import torch
+import nc
+torch.manual_seed(0)
+norm, x = torch.nn.LayerNorm(384), torch.randn(4, 64, 384)
+model = torch.nn.Sequential(torch.nn.Linear(384, 384), norm, torch.nn.Linear(384, 64)).eval()
+prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x)
+prepared(x)
+first, second = (nc.convert(prepared, isolate="never").graph for _ in range(2))
+constants = dict(second.module.named_buffers())
+print(first.noise_db == second.noise_db and all(torch.equal(t, constants[name]) for name, t in first.module.named_buffers()))
+"""
+
+
+def test_two_conversions_of_one_calibration_are_equal_to_the_last_bit(tmp_path):
+    """IPEX replaces torch's layer norm when it is imported: bias correction must not see the one first, then the other."""
+    done = subprocess.run([sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr

@@ -85,7 +85,8 @@ INSIDE = {
 #: Modules that may import inside functions, and what, with the reason.
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex",),  # an engine is loaded when somebody asks for it
-    "nc.backends.ipex": ("nc.backends.ipex.lower",),  # names and versions are known without loading the engine
+    # names and versions are known without loading the engine
+    "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.cli": ("nc",),  # `--help` must not wait for torch
 }
 

@@ -83,6 +83,9 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities:
         """What it can run on this CPU; needs no engine to be installed."""
 
+    def start(self) -> None:
+        """Import the engine, if it is not yet: it may bring kernels of its own for fp32 operators, so this comes before anything runs."""
+
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """An engine model of the graph.
 

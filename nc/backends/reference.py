@@ -41,6 +41,9 @@ class ReferenceBackend:
         )
         return Capabilities(backend=NAME, ops=rows, fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}))
 
+    def start(self) -> None:
+        """Nothing to import."""
+
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """Run the graph's own module."""
 

@@ -70,12 +70,23 @@ class IpexBackend:
             fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
         )
 
-    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
-        """See `lower.lower`; raises BackendUnavailableError when IPEX can't run here."""
+    def start(self) -> None:
+        """Import IPEX, which registers its fusion pass, and a layer norm for fp32 whose last digits are others than torch's.
+
+        Raises:
+            BackendUnavailableError: IPEX can't run here.
+        """
         why = self.why_unavailable()
         if why:
             msg = f"Backend 'ipex' can't run here: {why}"
             raise BackendUnavailableError(msg)
+        from nc.backends.ipex.quiet import import_ipex
+
+        import_ipex()
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """See `lower.lower`; raises BackendUnavailableError when IPEX can't run here."""
+        self.start()
         from nc.backends.ipex.lower import lower
 
         return lower(graph, **options)

@@ -16,7 +16,7 @@ from nc.backends.ipex.isolate import first_run_in_child, is_familiar
 from nc.backends.ipex.layout import at_least_two, make_row_major
 from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
-from nc.backends.ipex.quiet import import_ipex, quiet
+from nc.backends.ipex.quiet import quiet
 from nc.backends.torchscript import Script, script
 from nc.errors import ConfigError, NCWarning, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
@@ -51,7 +51,6 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     """
     _check("verify", verify, ("raise", "warn", "off"))
     _check("isolate", isolate, ("auto", "always", "never"))
-    import_ipex()
     module, _ = copy_module(graph.module)
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
