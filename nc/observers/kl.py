@@ -3,7 +3,7 @@
 For each candidate range, P is the histogram with everything outside added to its outermost bins, and Q the histogram inside it (without
 that addition) merged into as many levels as there are codes, each level's mass spread evenly over its bins that hold any. The range with
 the least KL(P || Q) wins, out of 256 between one bin per code and all bins. Data of both signs is clipped by the same factor on both sides,
-so that affine codes are searched too.
+so that affine codes are searched too. Of zeros no more count than the bins beside them hold: Migacz leaves all of them out.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
         left, right = -max(-left, right), max(-left, right)
     if right - left + 1 <= codes:
         return state["low"], state["high"]
-    if int(state["counts"][SIDE]) * 2 > int(state["counts"].sum()):
-        counts[SIDE] = 0.0  # a ReLU's zeros are exact in every candidate and would outweigh everything else
+    # a ReLU's zeros are exact in every candidate; spread over a level, they would outweigh everything else
+    counts[SIDE] = min(counts[SIDE], counts[SIDE - 1] + counts[SIDE + 1])
     steps = max(-left, right)
     smallest = math.ceil(steps * codes / (right - left + 1))
     best, least = steps, math.inf
