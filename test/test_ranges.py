@@ -46,12 +46,14 @@ def test_the_least_output_error_wins(important):
         model[0].weight[:, 0] = 3.0 if important else 0.0
     x, w = torch.cat(batches)[:32].double().numpy(), model[0].weight.detach().double().numpy()
     errors = {name: output_error(x, w, *scale_of(convert(prepared(model, config, batches)))) for name, config in FIXED.items()}
-    best = min(errors, key=errors.get)
-    assert (best == "minmax") == important  # clipping an outlier that counts is the worst, of one that does not the best
     q = convert(prepared(model, AUTO, batches))
-    assert scale_of(q) == scale_of(convert(prepared(model, FIXED[best], batches)))
-    assert q.report().changes == (f'act_algo="auto": {best} for 1 tensors',)
-    assert f'act_algo="auto": {best}' in q.report().summary()
+    (change,) = q.report().changes
+    name = change.removeprefix('act_algo="auto": ').removesuffix(" for 1 tensors")
+    assert errors[name] <= min(errors.values()) * 1.001  # of ranges that differ by a hair, either
+    assert scale_of(q) == scale_of(convert(prepared(model, FIXED[name], batches)))
+    # clipping an outlier that counts is the worst, of one that does not the best
+    assert (255 * scale_of(q)[0] > 55) == important
+    assert change in q.report().summary()
 
 
 def test_a_tensor_that_several_operators_read_has_one_range():
