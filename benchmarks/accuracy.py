@@ -55,13 +55,6 @@ def quantized(config: Callable[[], object]) -> Candidate:
     return run
 
 
-def tuned(task: Task) -> Result:
-    """What docs/accuracy.md arrives at: attention that stays in one group, because no multiplication stands behind it."""
-    static = nc.StaticQuantConfig(act_algo="percentile")
-    smooth = nc.SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile")
-    return quantized(lambda: smooth.set_local(task.mixers, static) if task.mixers else static)(task)
-
-
 def candidates() -> dict[str, Candidate]:
     """Everything that can be compared, by name."""
     configs: dict[str, Callable[[], object]] = {f"static {algo}": lambda a=algo: nc.StaticQuantConfig(act_algo=a) for algo in ALGORITHMS}
@@ -69,8 +62,12 @@ def candidates() -> dict[str, Candidate]:
     configs["static minmax, biases not corrected"] = lambda: nc.StaticQuantConfig(post=())
     configs |= {f"smooth alpha={alpha}": lambda a=alpha: nc.SmoothQuantConfig(alpha=a) for alpha in (0.3, 0.5, 0.7, 0.8, 0.95, "auto")}
     configs["smooth alpha=0.5 folded"] = lambda: nc.SmoothQuantConfig(alpha=0.5, folding=True)
+    configs["smooth alpha=0.8, shared, percentile"] = lambda: nc.SmoothQuantConfig(alpha=0.8, scale_sharing=True, act_algo="percentile")
+    configs |= {
+        f"static {a} + dynamic": lambda a=a: nc.StaticQuantConfig(act_algo=a) + nc.DynamicQuantConfig() for a in ("minmax", "percentile")
+    }
     configs |= {f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g) for g in ("per_token", "per_tensor")}
-    return {"fp32": fp32, "plain IPEX": plain_ipex, "tuned": tuned, **{name: quantized(config) for name, config in configs.items()}}
+    return {"fp32": fp32, "plain IPEX": plain_ipex, **{name: quantized(config) for name, config in configs.items()}}
 
 
 @torch.no_grad()

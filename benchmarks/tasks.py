@@ -40,7 +40,6 @@ class Task(abc.ABC):
         name: how the command line knows it.
         columns: names of what `judge` returns.
         free: which dimensions of the inputs may have any size.
-        mixers: pattern for the linears that read what attention computes.
         model: in eval mode.
         calibration: keyword inputs, batch by batch.
         evaluation: others.
@@ -50,7 +49,6 @@ class Task(abc.ABC):
     name: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]
     free: ClassVar[tuple[int, ...]] = (0,)
-    mixers: ClassVar[str] = ""
 
     def __init__(self, folder: Path | None = None) -> None:
         torch.manual_seed(0)
@@ -109,7 +107,6 @@ class MiniLM(Task):
     name = "minilm"
     columns = ("mean cosine", "worst cosine", "same neighbour %")
     free = (0, 1)
-    mixers = r".*\.attention\.output\.dense"
 
     def architecture(self) -> nn.Module:
         """The encoder with its weights, which come in a package."""
@@ -226,7 +223,6 @@ class LanguageModel(Task):
 
     name = "lm"
     columns = ("perplexity", "more than fp32 %")
-    mixers = r"layers\.\d+\.out"
     positions, train_steps = 128, 1000
 
     def architecture(self) -> nn.Module:

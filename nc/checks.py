@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 from nc.errors import ConfigError
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite int or float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is one finite real number, NumPy's included."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require(holds: bool, name: str, what: str, value: object) -> None:  # noqa: FBT001

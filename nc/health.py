@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments
+from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments, weight_axis
 from nc.graph.copying import copy_module
 from nc.graph.observe import observer_key
 from nc.graph.placement import Edge, edge_key
-from nc.graph.qdq import Finding, weight_axis
+from nc.graph.qdq import Finding
 from nc.observers.base import Seen, State
 from nc.observers.histogram import HISTOGRAM, occupied
 from nc.plan import Plan

@@ -12,7 +12,7 @@ from torch import fx
 
 from nc.config import AnyConfig, outer_field
 from nc.distributed import gather
-from nc.errors import CalibrationError, StateError
+from nc.errors import CalibrationError, InputError, StateError
 from nc.graph.capture import Graph
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.observe import observed_module, observer_key, watches_for
@@ -53,6 +53,7 @@ class PreparedModel(torch.nn.Module):
         changes: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        _check_weights(graph, plan)
         self.graph = graph
         self.plan = plan
         self.capabilities = capabilities
@@ -123,7 +124,11 @@ class PreparedModel(torch.nn.Module):
         corrected, watches = self._finish(float_module, module, plan, found)
         example = self.graph.example
         with torch.no_grad():
-            noise_db = worst_sqnr_db(self.graph.module(*example), module(*example))
+            expected = self.graph.module(*example)
+            noise_db = worst_sqnr_db(expected, module(*example))
+            if float_module is not self.graph.module:
+                distance = worst_sqnr_db(expected, float_module(*example))
+                smoothing = (*smoothing, f"smooth_quant: fp32 outputs before and after agree to {distance:.0f} dB")
         return QDQGraph(
             module=module,
             signature=self.graph.signature,
@@ -164,6 +169,20 @@ class PreparedModel(torch.nn.Module):
                 return plan
             decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
             plan = dataclasses.replace(plan, decisions=decisions)
+
+
+def _check_weights(graph: Graph, plan: Plan) -> None:
+    """Raise InputError for weights and biases of int8 operators that are not finite."""
+    names = {d.operator for d in plan.quantized}
+    for node in graph.module.graph.nodes:
+        for source in node.all_input_nodes if node.meta.get("operator") in names else ():
+            value = getattr(graph.module, source.target) if source.op == "get_attr" else None
+            if value is not None and value.is_floating_point() and not bool(value.isfinite().all()):
+                msg = (
+                    f"{source.meta.get('fqn', source.target)!r} of operator {node.meta['operator']!r} holds NaN or infinite values, which "
+                    "have no codes. Repair it, or leave the operator in fp32: config.exclude(...)."
+                )
+                raise InputError(msg)
 
 
 def _has_run(edge: Edge, found: Collected) -> bool:

@@ -11,12 +11,13 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nc.config import AnyConfig, QuantConfig, parts_of
 from nc.errors import NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.capture import Graph
+from nc.graph.catalogue import WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.naming import Operator
 from nc.graph.small import Sizes
@@ -58,12 +59,18 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
         ConfigError: fields of several levels contradict each other.
     """
     for part in parts_of(config):
+        for each in (part, *(rule.config for rule in part.rules)):
+            each.check_values({**each.defaults(), **each.given})
         for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
             _check_matches(key, graph, strict)
     sizes = Sizes(graph)
-    decisions = [_decide(op, config, sizes, capabilities) for op in graph.operators]
+    modules = frozenset(graph.submodules)
+    decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
+    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and op_name(n) in WEIGHTED)
+    mixed = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
+    decisions = [_one_weight_scale(d) if d.operator in mixed else d for d in decisions]
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
     asked = {d.operator for d in decisions if d.spec.quantized and not d.spec.activation.dynamic}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
@@ -73,12 +80,13 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
 
 
-def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities) -> Decision:
+def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
     base = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
-    if not op.quantizable:
-        return Decision(**base, reason=op.reason or "follows its neighbours")
     row = capabilities.row(op.kind)
-    matches = _matches(op, config, row)
+    matches = _matches(op, config, row, modules)
+    if not op.quantizable:
+        rule = matches[0].label if matches and _LEVELS[matches[0].level] == "name" else "-"
+        return Decision(**base, rule=rule, reason=op.reason or "follows its neighbours")
     if not matches:
         return Decision(**base, rule="white_list", reason=_OUTSIDE)
     chosen = matches[0]
@@ -105,19 +113,19 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
 
 
-def _matches(op: Operator, config: AnyConfig, row: OpSupport | None) -> list[_Match]:
+def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
     """Everything that speaks of an operator, the most specific first; of what is equally specific, the last declared first."""
     found: list[_Match] = []
     for part in parts_of(config):
         if part.white_list is None:
             found.append(_Match(0, part, "global"))
         for key in part.white_list or ():
-            level = match_level(key, op)
+            level = match_level(key, op, modules)
             if level is not None:
                 found.append(_Match(_LEVELS.index(level), part, f"{level} {key.text!r}"))
     for part in parts_of(config):
         for rule in part.rules:
-            level = match_level(rule.key, op)
+            level = match_level(rule.key, op, modules)
             if level is not None:
                 found.append(_Match(_LEVELS.index(level), rule.config, f"{level} {rule.key.text!r}"))
     # of several global strategies those come first that have a kernel for this kind of operator
@@ -229,6 +237,16 @@ def _unsmoothed(decision: Decision) -> Decision:
     return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
 
 
+def _one_weight_scale(decision: Decision) -> Decision:
+    """A transposed convolution in groups, whose output channels lie across its weight: kernels take one scale for all of it."""
+    if decision.spec.weight is None or decision.spec.weight.granularity == "per_tensor":
+        return decision
+    field = ("w_granularity", "per_tensor", "kernel")
+    fields = tuple(field if f[0] == field[0] else f for f in decision.fields)
+    weight = dataclasses.replace(decision.spec.weight, granularity="per_tensor")
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields)
+
+
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     """A right-hand side whose products can't saturate, where this CPU needs it."""
     # dynamic kernels take uint8, whatever the codes are called
@@ -240,11 +258,14 @@ def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     return dataclasses.replace(spec, right=dataclasses.replace(spec.activation, reduce_range=True))
 
 
-def match_level(key: Key, op: Operator) -> str | None:
-    """How a key matches an operator: "name", "pattern", "type", or None when it does not."""
+def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> str | None:
+    """How a key matches an operator: "name", "pattern", "type", or None when it does not.
+
+    A string that is the name of one of the model's `modules` means that one, also where it is spelled like a type ("linear").
+    """
     if not key.is_type and key.text in (op.name, op.module_name):
         return "name"
-    if _matches_type(key.text, op):
+    if _matches_type(key.text, op) and (key.is_type or key.text not in modules):
         return "type"
     if not key.is_type and re.fullmatch(key.text, op.name):
         return "pattern"
@@ -262,9 +283,9 @@ def _matches_type(text: str, op: Operator) -> bool:
 
 
 def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
-    if any(match_level(key, op) for op in graph.operators):
+    if any(match_level(key, op, graph.submodules) for op in graph.operators):
         return
-    if key.names_type:
+    if key.names_type and (key.is_type or key.text not in graph.submodules):
         types = sorted(set(_types(graph, fused="&" in key.text)))
         text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
         warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)

@@ -49,7 +49,7 @@ def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.G
     states, seen = dict(found.states), dict(found.seen)
     for name, (low, high) in result.ranges.items():
         states[name, EXTREMES.name] = {"low": low, "high": high}
-        seen[name, EXTREMES.name] = next(iter(found.seen.values()))
+        seen[name, EXTREMES.name] = found.seen[result.sources[name], CHANNEL_EXTREMES.name].stretched(float(low), float(high))
     watches = _watches(result, specs)
     if watches:
         copy, observers = observed_module(result.module, watches)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from nc._version import __version__
-from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, NCError, StateError
+from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, InputError, NCError, StateError
 from nc.observers import Observer
 from nc.observers.base import Key, Seen, State
 
@@ -130,6 +130,9 @@ class Statistics:
         Raises:
             As `load`.
         """
+        if not isinstance(other, (Statistics, str, os.PathLike)):
+            msg = f"merge() takes the statistics of another prepared model, or a file, but got {type(other).__name__}."
+            raise InputError(msg)
         found = ("the other model", other.collected()) if isinstance(other, Statistics) else (str(other), read(other))
         self._become(self.combined([("here", self.collected()), found]))
 
@@ -259,8 +262,9 @@ def _parse(document: dict[str, object], tensors: dict[str, torch.Tensor], where:
 
 
 def _weights(module: fx.GraphModule) -> dict[str, float]:
-    """Mean magnitudes: equal for one model on machines that fold batch norms with other last bits, not for another one."""
-    return {name: float(t.abs().double().mean()) for name, t in module.named_buffers() if t.is_floating_point() and t.numel()}
+    """Mean finite magnitudes: equal for one model on machines that fold batch norms with other last bits, not for another one."""
+    constants = {name: t[t.isfinite()] for name, t in module.named_buffers() if t.is_floating_point()}
+    return {name: float(t.abs().double().mean()) for name, t in constants.items() if t.numel()}
 
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:

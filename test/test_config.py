@@ -13,18 +13,23 @@ from models import FP32, MLP, call
 from torch import nn
 
 from nc import (
+    ArtefactMissingError,
     BiasCorrection,
+    ComposedConfig,
     ConfigError,
     DynamicQuantConfig,
     NCError,
     PatternError,
+    SmoothQuantConfig,
     StaticQuantConfig,
     UnknownFieldError,
     UnsupportedError,
     convert,
+    describe,
     get_default_static_config,
     prepare,
 )
+from nc.config import config_from
 from nc.rules import spec_of
 
 FIELDS = list(StaticQuantConfig.FIELDS)
@@ -131,10 +136,56 @@ def test_fields_can_be_assigned_and_are_checked():
     assert config == StaticQuantConfig(act_sym=True, act_algo="kl")
     config.act_algo = None  # taken back
     assert config == StaticQuantConfig(act_sym=True)
-    for field, value in (("anything", 1), ("act_algo", "magic"), ("act_dtype", "fp32")):
+    for field, value in (("anything", 1), ("act_algo", "magic"), ("act_dtype", "fp64")):
         with pytest.raises(ConfigError):
             setattr(config, field, value)
     assert config == StaticQuantConfig(act_sym=True)
+    config.white_list = ["fc"]
+    assert config == StaticQuantConfig(act_sym=True, white_list=["fc"])
+
+
+def test_fields_that_only_make_sense_together_are_assigned_one_by_one():
+    config = StaticQuantConfig()
+    config.w_dtype = "fp32"
+    with pytest.raises(ConfigError, match="w_dtype='fp32' contradicts act_dtype='uint8'"):  # when it is used
+        describe(nn.Linear(4, 4).eval(), config, torch.randn(2, 4), backend="reference")
+    config.act_dtype = "fp32"
+    assert describe(nn.Linear(4, 4).eval(), config, torch.randn(2, 4), backend="reference").quantized == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StaticQuantConfig(pre=[{"name": "equalization", "iters": 3}]),
+        lambda: StaticQuantConfig(excluded_precisions=[["bf16"]]),
+        lambda: SmoothQuantConfig(auto_alpha_args="abc"),
+        lambda: SmoothQuantConfig(auto_alpha_args={"w_dtype": "fp32", "act_dtype": "fp32"}),
+        lambda: SmoothQuantConfig(alpha=torch.arange(3).numpy()),
+        lambda: StaticQuantConfig.from_dict({1: 2}),
+        lambda: config_from({"global": {}, "algorithm": ["x"]}),
+        lambda: ComposedConfig.from_dict(
+            {"algorithm": "composed", "parts": [{"global": {"act_sym": True}}, {"global": {"act_sym": False}}]}
+        ),
+        lambda: config_from({"static_quant": {"act_sym": True}, "static": {"act_sym": False}}),
+    ],
+)
+def test_odd_values_are_configuration_errors(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ArtefactMissingError, match="to_json_file"):
+        StaticQuantConfig.from_json_file(tmp_path / "none.json")
+
+
+def test_a_json_of_another_strategy_says_so():
+    with pytest.raises(ConfigError, match="'static', but got 1 and 'composed'; read it with the class of that one"):
+        StaticQuantConfig.from_json((StaticQuantConfig() + DynamicQuantConfig()).to_json())
+
+
+def test_neural_compressors_outer_key_is_read_by_the_class_too():
+    assert SmoothQuantConfig.from_dict({"smooth_quant": {"alpha": 0.8}}) == SmoothQuantConfig(alpha=0.8)
 
 
 def test_what_was_not_given_is_not_what_was_given_as_the_default():

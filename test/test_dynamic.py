@@ -221,3 +221,37 @@ def test_as_accurate_as_torchs_own_dynamic_quantization():
         theirs = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     ours = converted(model, x, backend="ipex")
     assert sqnr_db(model(x), ours(x)) > sqnr_db(model(x), theirs(x))
+
+
+class Overwritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        a = self.a(h)
+        h[:, :4] = 5.0
+        return a, self.b(h)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+def test_a_tensor_that_changes_between_two_readers(backend, granularity):
+    model, x = Overwritten().eval(), torch.randn(8, 16)
+    q = quantize(model, DynamicQuantConfig(act_granularity=granularity), example_inputs=x, backend=backend)
+    for expected, got in zip(model(x), q(x), strict=True):
+        assert sqnr_db(expected.detach(), got) > 30
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+def test_single_rows_and_none_at_all(backend, symmetric, granularity):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)).eval()
+    config, row = DynamicQuantConfig(act_granularity=granularity, act_sym=symmetric), torch.randn(16)
+    q = quantize(model, config, example_inputs=row, backend=backend)
+    assert q(row).shape == (4,)
+    assert sqnr_db(q.reference(row), q(row)) > 60
+    q = quantize(model, config, example_inputs=torch.randn(5, 16), backend=backend)
+    assert q(torch.randn(0, 16)).shape == (0, 4)

@@ -282,3 +282,14 @@ def test_nothing_hangs_on_the_users_model():
     quantized(model, X)
     assert (set(vars(model)), {n: set(vars(m)) for n, m in model.named_modules()}) == before
     assert call(model, X).shape == (4, 8)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_weights_that_are_not_finite_are_named(bad, parameter):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    with torch.no_grad():
+        getattr(model[1], parameter)[0] = bad
+    with pytest.raises(InputError, match=rf"'1.{parameter}' of operator '1' holds NaN or infinite values"):
+        prepare(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
+    prepare(model, StaticQuantConfig().exclude("1"), example_inputs=torch.randn(2, 4), backend="reference")

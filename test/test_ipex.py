@@ -18,7 +18,7 @@ from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
 from torch.nn import functional as F
 
-from nc import BackendError, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
+from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
 from nc.backends import cpu
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.layout import at_least_two
@@ -514,3 +514,19 @@ def test_two_conversions_of_one_calibration_are_equal_to_the_last_bit(tmp_path):
     """IPEX replaces torch's layer norm when it is imported: bias correction must not see the one first, then the other."""
     done = subprocess.run([sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr
+
+
+@pytest.mark.parametrize("shape", [[4, 8], [3, 8, 8]])
+@pytest.mark.parametrize("config", [StaticQuantConfig(), DynamicQuantConfig()], ids=["static", "dynamic"])
+def test_layer_norms_over_several_dimensions(shape, config):
+    """IPEX replaces torch's by one that reads past the end of their weights."""
+    model = nn.Sequential(nn.LayerNorm(shape), nn.Linear(8, 8)).eval()
+    with torch.no_grad():
+        model[0].weight.uniform_(0.5, 2)
+        model[0].bias.uniform_(-1, 1)
+    x = torch.randn(2, 5, *shape)
+    with torch.enable_grad():
+        expected = model(x).detach()
+    q = quantized(model, x, config, "ipex")
+    assert worst_db([expected], [q(x)]) > 30
+    assert worst_db([q.reference(x[:1])], [q(x[:1])]) > 60

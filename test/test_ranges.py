@@ -92,3 +92,9 @@ def test_without_samples_there_is_nothing_to_compare(monkeypatch):
     monkeypatch.setattr(nc.prepared, "_SAMPLE_BYTES", 10)
     with pytest.raises(StateError, match='act_algo="auto" compares outputs.*smaller batches'):
         convert(prepared(nn.Sequential(nn.Linear(24, 8)), AUTO, heavy_tailed()))
+
+
+def test_pools_with_two_results():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveMaxPool2d(4), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    assert sqnr_db(call(model, x), convert(prepared(model, AUTO, [x]))(x)) > 30

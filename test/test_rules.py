@@ -534,3 +534,36 @@ def test_no_call_changes_a_configuration(ten):
     prepare(Ten().eval(), config, example_inputs=x, backend="reference")
     describe(Ten().eval(), config, x, backend="reference")
     assert config.to_json() == before
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.other(self.norm(self.linear(x)))
+
+
+def test_the_name_of_a_module_that_is_spelled_like_a_type_means_that_module():
+    x = torch.randn(2, 16)
+    plan = describe(Named().eval(), StaticQuantConfig().exclude("linear"), x, backend="reference")
+    assert [d.operator for d in plan.quantized] == ["other"]
+    plan = describe(Named().eval(), StaticQuantConfig(white_list=["linear"]), x, backend="reference")
+    assert [d.operator for d in plan.quantized] == ["linear"]
+    plan = describe(Named().eval(), StaticQuantConfig().exclude("Linear"), x, backend="reference")
+    assert plan.quantized == ()
+
+
+def test_the_plan_shows_a_name_rule_for_what_has_no_integer_form():
+    plan = describe(
+        Named().eval(), StaticQuantConfig().set_local("norm", StaticQuantConfig(act_sym=True)), torch.randn(2, 16), backend="reference"
+    )
+    assert (plan["norm"].rule, plan["norm"].reason) == ("name 'norm'", "normalisation stays fp32")
+
+
+def test_the_plan_knows_that_grouped_transposed_convolutions_take_one_scale():
+    model = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=4), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3)).eval()
+    plan = describe(model, StaticQuantConfig(), torch.randn(2, 8, 8, 8), backend="reference")
+    assert (plan["0"].spec.weight.granularity, plan["2"].spec.weight.granularity) == ("per_tensor", "per_channel")
+    assert ("w_granularity", "per_tensor", "kernel") in plan["0"].fields

@@ -351,3 +351,76 @@ def test_a_linear_behind_attention_is_smoothed_where_a_rule_names_it(key, smooth
     plan = describe(transformer(), config, data()[0], backend="reference")
     assert (plan["0.o"].spec.smooth is not None) == smoothed
     assert plan["0.q"].spec.smooth is None if key == "0.o" else plan["0.q"].spec.smooth.alpha == 0.6
+
+
+class WideNorm(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(shape), nn.Linear(shape[-1], 8)
+        with torch.no_grad():
+            self.norm.weight.uniform_(0.5, 2)[..., 3] *= 30
+
+    def forward(self, x):
+        return self.fc(self.norm(x))
+
+
+@pytest.mark.parametrize("shape", [[16, 16], [7, 16]])
+def test_nothing_is_folded_into_a_norm_over_several_dimensions(shape):
+    model, x = WideNorm(shape).eval(), torch.randn(4, *shape)
+    with torch.enable_grad():  # IPEX, where it is imported, gets it wrong otherwise
+        expected = model(x).detach()
+    q = quantized(model, SmoothQuantConfig(folding=True), [x])
+    assert sqnr_db(expected, q(x)) > 35
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.norm(x)
+        a = self.a(h)
+        h[:, :4] = 5.0
+        return a, self.b(h)
+
+
+@pytest.mark.parametrize("folding", [False, True])
+def test_a_tensor_that_changes_between_two_readers_is_smoothed_for_each(folding):
+    model, x = InPlace().eval(), torch.randn(8, 16)
+    q = quantized(model, SmoothQuantConfig(scale_sharing=True, folding=folding), [x])
+    for expected, got in zip(call(model, x), q(x), strict=True):
+        assert sqnr_db(expected, got) > 30
+
+
+def test_the_report_says_that_smoothing_changed_nothing_in_fp32():
+    (line,) = [c for c in quantized(transformer(), SmoothQuantConfig(), data()).report().changes if "before and after" in c]
+    assert int(line.split()[-2]) > 100
+
+
+@pytest.mark.parametrize(("limits", "least"), [((0.8, 1.0), 0.8), ((0.0, 1.0), 0.0)])
+def test_auto_stays_within_its_limits(limits, least):
+    model, x = nn.Sequential(nn.Linear(64, 64)).eval(), torch.randn(64, 64)
+    with torch.no_grad():
+        model[0].weight[:, 5] *= 60
+    q = quantized(model, SmoothQuantConfig(alpha="auto", alpha_min=limits[0], alpha_max=limits[1]), [x])
+    assert least <= q.graph.plan["0"].spec.smooth.alpha <= limits[1]
+
+
+def test_the_history_of_each_smoothed_tensor_is_its_own():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x, y):
+            return self.a(torch.sigmoid(x)) + self.b(y)
+
+    x, ys = torch.randn(8, 16), [torch.randn(8, 16).clamp(-2, 2) for _ in range(20)]
+    ys[-1] = ys[-1] * 50
+    prepared = prepare(Two().eval(), SmoothQuantConfig(), example_inputs=(x, x), backend="reference")
+    for y in ys:
+        prepared(x, y)
+    growing = {f.operator: f.value for f in convert(prepared).report().health if f.kind == "still_growing"}
+    assert growing.keys() == {"b"}
+    assert growing["b"] > 0.9

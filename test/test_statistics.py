@@ -11,7 +11,17 @@ import torch
 from models import FP32, MLP, ResidualCNN, prepared_for
 from torch import nn
 
-from nc import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, ConfigError, StateError, StaticQuantConfig, convert, prepare
+from nc import (
+    ArtefactCorruptError,
+    ArtefactMissingError,
+    ArtefactSchemaError,
+    ConfigError,
+    InputError,
+    StateError,
+    StaticQuantConfig,
+    convert,
+    prepare,
+)
 from nc.observers import ALGORITHMS, RangeAlgorithm
 from nc.statistics import read
 
@@ -233,3 +243,31 @@ def test_algorithms_meet_on_one_model(algo, data):
         p(batch)
     scales = {n.args[1] for n in convert(p).graph.module.graph.nodes if n.name.startswith("quantize")}
     assert len(scales) == 2
+
+
+def test_constants_that_are_not_finite(tmp_path):
+    """A causal mask is full of -inf."""
+
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+            self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+        def forward(self, x):
+            h = self.fc(x)
+            return torch.softmax(h @ h.transpose(-1, -2) + self.mask, -1) @ h
+
+    x = torch.randn(2, 8, 16)
+    today, tomorrow = (prepare(Causal().eval(), StaticQuantConfig(), example_inputs=x, backend="reference") for _ in range(2))
+    today.graph.module.load_state_dict(tomorrow.graph.module.state_dict())
+    today(x)
+    today.statistics.save(tmp_path / "s")
+    tomorrow.statistics.load(tmp_path / "s")
+    assert tomorrow.statistics.collected().seen == today.statistics.collected().seen
+
+
+def test_merge_takes_statistics_and_files_only():
+    prepared = prepare(nn.Linear(4, 4).eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
+    with pytest.raises(InputError, match="merge.. takes the statistics of another prepared model"):
+        prepared.statistics.merge(3)

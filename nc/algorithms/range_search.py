@@ -65,12 +65,12 @@ class _Trial(fx.Interpreter):
         value = super().run_node(node)
         for edge in self._edges.get(node, ()):
             args, kwargs = self.fetch_args_kwargs_from_env(node)
-            self._sizes[edge] += _sixth_powers(value)
+            self._sizes[edge] += _sixth_powers(_first(value))
             for name, qp in self._candidates[edge_key(edge)].items():
                 tried = list(args)
                 codes = quantize(args[edge.index], float(qp.scale), qp.zero_point, qp.spec.quant_min, qp.spec.quant_max)
                 tried[edge.index] = dequantize(codes, float(qp.scale), qp.zero_point)
-                self._errors[edge, name] += _sixth_powers(node.target(*tried, **kwargs) - value)
+                self._errors[edge, name] += _sixth_powers(_first(node.target(*tried, **kwargs)) - _first(value))
         return value
 
     def totals(self) -> dict[Key, dict[str, float]]:
@@ -84,3 +84,8 @@ class _Trial(fx.Interpreter):
 def _sixth_powers(values: torch.Tensor) -> float:
     squares = values.double().square()
     return float((squares * squares * squares).sum())
+
+
+def _first(result: Any) -> torch.Tensor:
+    """What an operator computes; pools that say where they found a maximum have that as a second result."""
+    return result[0] if isinstance(result, tuple) else result

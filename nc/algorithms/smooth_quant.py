@@ -17,6 +17,7 @@ from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.constants import add_constant, replace_constant
 from nc.graph.copying import copy_module
+from nc.graph.placement import works_in_place
 from nc.spec import OpSpec
 
 #: Operators whose result scales with constants of theirs, per channel of the last dimension.
@@ -30,12 +31,14 @@ class Smoothed:
     Attributes:
         module: computes what the graph before it computed.
         ranges: name of each node that smoothed operators read now → the smallest and largest value there, fp32 scalars.
+        sources: name of each such node → name of the one that they read before.
         alphas: operator → the alpha that was used.
         folded: operators whose 1/s is part of what is in front of them.
     """
 
     module: fx.GraphModule
     ranges: Mapping[str, Range]
+    sources: Mapping[str, str]
     alphas: Mapping[str, float]
     folded: frozenset[str]
 
@@ -51,22 +54,25 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         batches: flat calibration inputs, for the search where alpha is "auto".
     """
     copy, _ = copy_module(module)
-    units = list(_units(copy, specs, channels))
-    ranges, alphas, folded = {}, {}, set()
+    in_place = works_in_place(copy)  # then a value depends on when it is read
+    units = list(_units(copy, specs, channels, in_place))
+    ranges, sources, alphas, folded = {}, {}, {}, set()
     for unit, alpha in zip(units, find_alphas(copy, units, batches), strict=True):
         scales = unit.scales(alpha)
-        _rewrite(copy, unit, scales)
+        _rewrite(copy, unit, scales, in_place)
         low, high = unit.channels
-        ranges[unit.members[0].args[0].name] = (low / scales).amin().float(), (high / scales).amax().float()
+        read = {node.args[0].name for node in unit.members}
+        ranges |= dict.fromkeys(read, ((low / scales).amin().float(), (high / scales).amax().float()))
+        sources |= dict.fromkeys(read, unit.source.name)
         names = [node.meta["operator"] for node in unit.members]
         alphas |= dict.fromkeys(names, alpha)
         folded |= set(names) if unit.fold else set()
     copy.graph.lint()
     copy.recompile()
-    return Smoothed(copy, ranges, alphas, frozenset(folded))
+    return Smoothed(copy, ranges, sources, alphas, frozenset(folded))
 
 
-def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range]) -> Iterator[Unit]:
+def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range], in_place: bool) -> Iterator[Unit]:
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
         spec = specs.get(node.meta.get("operator"))
@@ -74,7 +80,8 @@ def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
             readers.setdefault(node.args[0], []).append(node)
     for source, nodes in readers.items():
         options = [specs[n.meta["operator"]].smooth for n in nodes]
-        fold = len(set(options)) == 1 and options[0].folding and set(source.users) == set(nodes) and _can_take(source)
+        is_own = set(source.users) == set(nodes) and not in_place
+        fold = len(set(options)) == 1 and options[0].folding and is_own and _can_take(source)
         groups: dict[object, list[fx.Node]] = {}
         for node, own in zip(nodes, options, strict=True):
             groups.setdefault(own if fold or own.scale_sharing else node, []).append(node)
@@ -89,14 +96,15 @@ def _can_take(source: fx.Node) -> bool:
     if op_name(source) not in _TAKERS:
         return False
     constants = _constants_of(source)
-    return "weight" in constants and all(node.op == "get_attr" for node in constants.values())
+    is_per_channel = "weight" in constants and (op_name(source) == "linear" or constants["weight"].meta["val"].dim() == 1)
+    return is_per_channel and all(node.op == "get_attr" for node in constants.values())
 
 
 def _constants_of(source: fx.Node) -> dict[str, fx.Node]:
     return {name: node for name, node in schema_arguments(source).items() if name in ("weight", "bias") and isinstance(node, fx.Node)}
 
 
-def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor) -> None:
+def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place: bool) -> None:
     for node, weight in zip(unit.members, unit.weights, strict=True):
         replace_constant(module, node, "weight", (weight * scales).float())
     if unit.fold:
@@ -106,8 +114,10 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor) -> None:
         return
     first = unit.members[0]
     factor = add_constant(module, first, f"{first.name}_smooth_factor", (1 / scales).float(), f"{first.name}.smooth_factor")
-    with module.graph.inserting_before(first):
-        product = module.graph.call_function(torch.ops.aten.mul.Tensor, (unit.source, factor))
-    product.meta["val"] = unit.source.meta.get("val")
+    product = None
     for node in unit.members:
+        if product is None or in_place:
+            with module.graph.inserting_before(node):
+                product = module.graph.call_function(torch.ops.aten.mul.Tensor, (unit.source, factor))
+            product.meta["val"] = unit.source.meta.get("val")
         node.update_arg(0, product)

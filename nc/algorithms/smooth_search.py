@@ -80,10 +80,11 @@ def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence
 
 
 def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
-    """The alpha with the least error; `init_alpha` where none is better."""
+    """The alpha with the least error; `init_alpha`, if it is within the limits, where none is better."""
+    first = [options.init_alpha] if options.alpha_min <= options.init_alpha <= options.alpha_max else []
     steps = int((options.alpha_max - options.alpha_min) / options.alpha_step + 1e-9)
     grid = (round(options.alpha_min + i * options.alpha_step, 6) for i in range(steps + 1))
-    return min((options.init_alpha, *grid), key=error)  # of equals the first
+    return min((*first, *grid), key=error)  # of equals the first
 
 
 def _unit_error(unit: Unit, alpha: float, rows: torch.Tensor) -> float:

@@ -45,15 +45,17 @@ def statements(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, nam
         return [_recurrent(module, root, node, names)]
     ranges = node.args[0]
     x, y = names[ranges], names[node]
+    # kernels take matrices only: a single row becomes one
+    row, vector = (".unsqueeze(0)", ".squeeze(0)") if node.meta["val"].dim() == 1 else ("", "")
     bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
     weight = quantized_weight(module, node.args[1])
     if _finds_range_itself(ranges):
         constant = bias is None or bias.op == "get_attr"
         packed = _pack(root, node, weight, getattr(module, bias.target) if bias is not None and constant else None)
-        text = f"torch.ops.quantized.linear_dynamic({names[ranges.args[0]]}, {packed}, False)"
+        text = f"torch.ops.quantized.linear_dynamic({names[ranges.args[0]]}{row}, {packed}, False){vector}"
         return [f"{y} = {text}" if constant else f"{y} = {text} + {names[bias]}"]
     packed = _pack(root, node, weight, None)
-    lines = [f"{y} = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32({x}, 1.0, {_MIDDLE}, {packed})"]
+    lines = [f"{y} = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32({x}{row}, 1.0, {_MIDDLE}, {packed}){vector}"]
     if not ranges.args[4]:
         sums = f"w_{node.name}_sums"
         root.register_buffer(sums, weight.dequantize().double().sum(1).float())
@@ -96,7 +98,8 @@ def _rows(node: fx.Node, x: str, y: str) -> list[str]:
     over = "[-1], True" if per_token else f"{list(range(node.meta['val'].dim()))}, True"
     least = f".clamp_min({_LEAST_SCALE})"
     if symmetric:
-        return [f"{y}_scale = ({x}.abs().amax({over}) * {1 / 127}){least}", f"{y} = {x} / {y}_scale"]
+        largest = f"{x}.abs().amax({over})" if per_token else f"(torch.zeros(1) if {x}.numel() == 0 else {x}.abs().amax({over}))"
+        return [f"{y}_scale = ({largest} * {1 / 127}){least}", f"{y} = {x} / {y}_scale"]
     return [
         f"{y}_low = {x}.amin({over}).clamp_max(0.0)",
         f"{y}_scale = (({x}.amax({over}).clamp_min(0.0) - {y}_low) * {1 / (quant_max - quant_min)}){least}",

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nc.checks import require
 from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict, check_keys, check_schema, fields_of, key_from, keys_from
 from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
@@ -109,10 +110,13 @@ class QuantConfig(Document):
         raise AttributeError(msg)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give a field another value, checked as at construction; None takes it back."""
+        """Give a field another value; None takes it back. What fields say together is checked when the configuration is used."""
+        if name == "white_list":
+            self.__dict__["white_list"] = _white_list(value)
+            return
         self._check_name(name)
         others = {k: v for k, v in self.given.items() if k != name}
-        self.__dict__["given"] = type(self)(**others, **{name: value}).given
+        self.__dict__["given"] = others if value is None else {**others, name: self.FIELDS[name].check(name, value)}
 
     def __eq__(self, other: object) -> bool:
         """Equal are configurations of one class that were given the same: one can stand for the other, as a local one too."""
@@ -182,8 +186,10 @@ class QuantConfig(Document):
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
         """
         check_is_dict(data)
+        if set(data) == {cls.alias}:  # Neural Compressor's form
+            return cls.from_dict(data[cls.alias])
         if not {"schema_version", "algorithm", "global", "local"} & set(data):
-            return cls(**data)
+            return cls(**fields_of(data))
         check_schema(data, cls.algorithm)
         required = set() if isinstance(data.get("local"), dict) else {"global"}
         check_keys(data, required, optional={"schema_version", "algorithm", "global", "local", "white_list"})
@@ -263,7 +269,8 @@ class ComposedConfig(Document):
         if not isinstance(data["parts"], (list, tuple)) or not data["parts"]:
             msg = f"Expected parts to be a list of configurations, but got {data['parts']!r}."
             raise ConfigError(msg)
-        return cls(*(part for entry in data["parts"] for part in parts_of(config_from(entry))))
+        first, *others = (config_from(entry) for entry in data["parts"])
+        return sum(others, ComposedConfig(*parts_of(first)))
 
 
 AnyConfig = QuantConfig | ComposedConfig
@@ -296,11 +303,13 @@ def config_from(value: object) -> AnyConfig:
     if isinstance(value, dict) and value.get("algorithm") == ComposedConfig.algorithm:
         return ComposedConfig.from_dict(value)
     if isinstance(value, dict) and "global" in value:
-        return strategies().get(value.get("algorithm"), strategies()["static"]).from_dict(value)
+        algorithm = value.get("algorithm", "static")
+        require(isinstance(algorithm, str) and algorithm in strategies(), "algorithm", f"one of {', '.join(strategies())}", algorithm)
+        return strategies()[algorithm].from_dict(value)
     names = {name: cls for cls in strategies().values() for name in (cls.alias, cls.algorithm)}
     if isinstance(value, dict) and value and set(value) <= set(names):
-        parts = [names[name].from_dict(fields or {"global": {}}) for name, fields in value.items()]
-        return parts[0] if len(parts) == 1 else ComposedConfig(*parts)
+        first, *others = (names[name].from_dict(fields or {"global": {}}) for name, fields in value.items())
+        return sum(others, first)
     msg = (
         f"Expected quant_config to be a configuration ({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
         f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'

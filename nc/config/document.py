@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nc.errors import ConfigError
+from nc.errors import ArtefactMissingError, ConfigError
 from nc.keys import Key, check_pattern
 
 SCHEMA_VERSION = 1
@@ -39,7 +39,15 @@ class Document:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Any:
-        """Read what `to_json_file` wrote."""
+        """Read what `to_json_file` wrote.
+
+        Raises:
+            ArtefactMissingError: there is no such file.
+            ConfigError: as `from_json`.
+        """
+        if not Path(path).is_file():
+            msg = f"{path}: there is no such file; `config.to_json_file(path)` writes one."
+            raise ArtefactMissingError(msg)
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 

@@ -63,7 +63,7 @@ def number(low: float, high: float, *, closed: bool = False) -> Check:
 
 def ratio_or_auto(name: str, value: Any) -> float | str:
     """A number from 0 to 1, or "auto"."""
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return "auto"
     require(is_number(value) and 0.0 <= value <= 1.0, name, 'a number from 0 to 1, or "auto"', value)
     return float(value)
@@ -80,7 +80,7 @@ def range_algorithm(name: str, value: Any) -> str:
 def precisions(name: str, value: Any) -> tuple[str, ...]:
     """Names of precisions."""
     names = (value,) if isinstance(value, str) else value
-    known = isinstance(names, (tuple, list, set, frozenset)) and set(names) <= set(PRECISIONS)
+    known = isinstance(names, (tuple, list, set, frozenset)) and all(name in PRECISIONS for name in names)
     require(known, name, f"names out of {', '.join(map(repr, PRECISIONS))}", value)
     return tuple(sorted(names, key=PRECISIONS.index))
 
@@ -90,7 +90,10 @@ def transforms(known: Mapping[str, type]) -> Check:
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("name") in known:
-            return known[value["name"]](**{k: v for k, v in value.items() if k != "name"})
+            cls, options = known[value["name"]], {k: v for k, v in value.items() if k != "name"}
+            names = [f.name for f in dataclasses.fields(cls)]
+            require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
+            return cls(**options)
         is_known = isinstance(value, tuple(known.values()))
         require(is_known, name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
         return value

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.algorithms import POST, PRE
+from nc.checks import require
 from nc.config.base import QuantConfig
 from nc.config.fields import Field, flag, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
 from nc.errors import ConfigError
@@ -27,6 +28,10 @@ _STATIC = {
     "pre": Field((), transforms(PRE), outer=True),
     "post": Field((POST["bias_correction"](),), transforms(POST), outer=True),
 }
+
+
+#: Fields of SmoothQuant's search for alpha.
+_SEARCH = ("init_alpha", "alpha_min", "alpha_max", "alpha_step", "shared_criterion", "do_blockwise")
 
 
 class StaticQuantConfig(QuantConfig):
@@ -103,7 +108,10 @@ class SmoothQuantConfig(QuantConfig):
     }
 
     def __init__(self, *args: Any, auto_alpha_args: Mapping[str, Any] | None = None, **fields: Any) -> None:
-        super().__init__(*args, **{**(auto_alpha_args or {}), **fields})
+        given = {} if auto_alpha_args is None else auto_alpha_args
+        known = isinstance(given, Mapping) and set(given) <= set(_SEARCH)
+        require(known, "auto_alpha_args", f"a dict with keys out of {', '.join(_SEARCH)}", given)
+        super().__init__(*args, **{**given, **fields})
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:

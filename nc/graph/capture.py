@@ -208,8 +208,14 @@ def _shown(value: Any) -> str:
 
 
 def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
+    """The model's own outputs, also of layer norms over several dimensions.
+
+    IPEX, once imported, computes garbage for those, unless gradients are recorded (docs/ipex.md).
+    """
     args, kwargs = _split_call(parameters, pytree.tree_map(_copy, values))
-    return model(*args, **kwargs)
+    risky = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
+    with torch.set_grad_enabled(risky):
+        return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, model(*args, **kwargs))
 
 
 def _copy(leaf: Any) -> Any:

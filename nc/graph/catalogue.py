@@ -160,3 +160,16 @@ def schema_arguments(node: fx.Node) -> dict[str, object]:
         elif argument.has_default_value():
             values[argument.name] = argument.default_value
     return values
+
+
+def weight_axis(node: fx.Node) -> int | None:
+    """The output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
+    name = op_name(node)
+    if name not in WEIGHTED or not name.startswith("conv_transpose"):
+        return 0
+    return 1 if groups_of(node) == 1 else None
+
+
+def groups_of(node: fx.Node) -> int:
+    """Groups of a convolution; 1 for what has none."""
+    return schema_arguments(node).get("groups", 1)

@@ -105,6 +105,29 @@ def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | N
     return None
 
 
+def flat_layer_norms(module: fx.GraphModule) -> None:
+    """A layer norm over several dimensions becomes one over their product: IPEX's kernel reads past the end of weights of several."""
+    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default and len(n.args[1]) > 1]:
+        a = schema_arguments(node)
+        x, shape = a["input"], list(a["normalized_shape"])
+        with module.graph.inserting_before(node):
+            flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
+            weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
+        with module.graph.inserting_after(node):
+            back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
+        back.meta["val"] = node.meta["val"]
+        sizes = [*node.meta["val"].shape[: -len(shape)], math.prod(shape)]
+        flat.meta["val"] = node.meta["val"] = node.meta["val"].new_empty(sizes)
+        for weight in [w for w in weights if w is not None]:
+            weight.meta["val"] = weight.args[0].meta["val"].new_empty([math.prod(shape)])
+            value = constant_value(module, weight)
+            if value is not None:
+                fqn = fqn_of(weight)
+                weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
+
+
 def pool_strides(module: fx.GraphModule) -> None:
     """A pool without a stride steps by its window; written out, since IPEX can't fuse an empty stride."""
     for node in module.graph.nodes:
@@ -301,6 +324,7 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     own_inputs,
     functionalise,
     views,
+    flat_layer_norms,
     flattens,
     pool_strides,
     decompose_attention,

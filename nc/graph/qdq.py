@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph import recurrent
-from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments
+from nc.graph.catalogue import groups_of, op_name, schema_arguments, weight_axis
 from nc.graph.constants import add_constant
 from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
@@ -103,7 +103,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         # each reader has a dequantize of its own, so that an engine can fuse every one of them
         reader.update_arg(edge.index, dequantized)
         codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
-    _insert_dynamic(graph, plan)
+    _insert_dynamic(graph, plan, in_place)
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
@@ -111,7 +111,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
             _make_dynamic(copy, node, plan[node.meta["operator"]].spec, weights)
         else:
             spec = specs[node.meta["operator"]]
-            node.update_arg(1, _quantized(copy, node, node.args[1], spec, weight_axis(node), weights, _groups(node)))
+            node.update_arg(1, _quantized(copy, node, node.args[1], spec, weight_axis(node), weights, groups_of(node)))
     used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
@@ -122,15 +122,15 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     return copy
 
 
-def _insert_dynamic(graph: fx.Graph, plan: Plan) -> None:
-    """Let dynamic operators read their inputs through codes; those that read one tensor alike share them."""
+def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
+    """Let dynamic operators read their inputs through codes; those that read one tensor alike share them, unless it may change between."""
     specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.activation.dynamic}
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         source, spec = node.args[0], specs[node.meta["operator"]]
         if recurrent.is_recurrent(node):
             continue  # its function finds the ranges
-        if (source, spec) not in shared:
+        if (source, spec) not in shared or in_place:
             with graph.inserting_before(node):
                 args = (source, spec.granularity == "per_token", spec.quant_min, spec.quant_max, spec.symmetric)
                 shared[source, spec] = graph.call_function(quantize_dequantize_dynamic, args)
@@ -183,15 +183,3 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _We
     node.target = recurrent.FUNCTIONS[op_name(node)]
     node.args = (a["input"], a["hx"], params, *options, spec.activation.quant_min, spec.activation.quant_max)
     node.kwargs = {}
-
-
-def weight_axis(node: fx.Node) -> int | None:
-    """The output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
-    name = op_name(node)
-    if name not in WEIGHTED or not name.startswith("conv_transpose"):
-        return 0
-    return 1 if _groups(node) == 1 else None
-
-
-def _groups(node: fx.Node) -> int:
-    return schema_arguments(node).get("groups", 1)

@@ -86,6 +86,14 @@ class Seen:
                 growth.append((self.batches + batch, *extremes))
         return Seen(total, tuple(growth))
 
+    def stretched(self, low: float, high: float) -> Seen:
+        """The same history of a tensor whose extremes are these at its end."""
+        if not self.growth:
+            return self
+        _, last_low, last_high = self.growth[-1]
+        below, above = low / last_low if last_low else 1.0, high / last_high if last_high else 1.0
+        return Seen(self.batches, tuple((batch, a * below, b * above) for batch, a, b in self.growth))
+
     def extremes(self, batches: int) -> tuple[float, float] | None:
         """Smallest and largest value of the first `batches` (at least 1); None when that is not known."""
         return next(((low, high) for batch, low, high in reversed(self.growth) if batch <= batches), None)
