@@ -13,7 +13,11 @@ from nc.backends import choose_backend, cpu
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, StateError, UnsupportedError
 from nc.graph import store
+from nc.graph.catalogue import WEIGHTED, groups_of, op_name, weight_axis
+from nc.graph.qdq import QDQGraph
+from nc.numerics.weights import pairs_fit
 from nc.quantized import QuantizedModel
+from nc.spec import FLOAT, Capabilities
 
 
 def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
@@ -86,6 +90,8 @@ def load(
         _check_cpu(stored.plan.isa, stored.directory)
     graph = stored.graph()
     del stored  # it holds the weights once more
+    if engine.name != REFERENCE:
+        _check_sums(graph, engine.capabilities())
     return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
 
 
@@ -144,3 +150,26 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
             'numbers. Convert the model again on this CPU, or load it with backend="reference" (slow).'
         )
         raise UnsupportedError(msg)
+
+
+def _check_sums(graph: QDQGraph, capabilities: Capabilities) -> None:
+    """Raise UnsupportedError for an operator whose products kernels would add up with saturation: it may be for another engine or CPU."""
+    specs = {d.operator: (d.kind, d.spec) for d in graph.plan.quantized}
+    for node in graph.module.graph.nodes:
+        kind, spec = specs.get(node.meta.get("operator"), ("", FLOAT))
+        dtype = spec.activation and ("uint8" if spec.activation.dynamic else spec.activation.dtype)
+        if (kind, dtype) not in capabilities.narrow_sums:
+            continue
+        if spec.weight is None:
+            fits = spec.right is not None and spec.right.reduce_range
+        elif spec.weight.paired or op_name(node) not in WEIGHTED:
+            fits = spec.weight.paired
+        else:
+            fits = pairs_fit(getattr(graph.module, node.args[1].args[0].target), weight_axis(node), groups_of(node))
+        if not fits:
+            msg = (
+                f"Operator {node.meta['operator']!r} was quantized for an engine or CPU that adds its products in 32 bits; here they would "
+                f"saturate. Quantize the model again for backend {capabilities.backend!r} on a CPU such as this one, or load it with "
+                'backend="reference".'
+            )
+            raise UnsupportedError(msg)

@@ -170,7 +170,7 @@ def test_results_stay_in_eval_mode():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_unknown_backend(step):
-    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, reference"):
+    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, native, reference"):
         step(MLP().eval(), CONFIG, example_inputs=X, backend="tpu")
 
 

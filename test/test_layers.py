@@ -65,9 +65,12 @@ INSIDE = {
         ("nc.observers",),
     ),
     "nc.backends": (
-        ("nc.backends.base", "nc.backends.cpu", "nc.backends.dynamic"),
+        ("nc.backends.base", "nc.backends.cpu", "nc.backends.dynamic", "nc.backends.verify"),
         ("nc.backends.reference", "nc.backends.torchscript"),
         ("nc.backends",),
+        ("nc.backends.native.codes", "nc.backends.native.fuse"),
+        ("nc.backends.native.lower",),
+        ("nc.backends.native",),
         (
             "nc.backends.ipex.gate",
             "nc.backends.ipex.layout",
@@ -84,7 +87,7 @@ INSIDE = {
 }
 #: Modules that may import inside functions, and what, with the reason.
 DEFERRED = {
-    "nc.backends": ("nc.backends.ipex",),  # an engine is loaded when somebody asks for it
+    "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.cli": ("nc",),  # `--help` must not wait for torch

@@ -129,15 +129,23 @@ def extreme_codes(shape, axis, groups):
     return codes.reshape(shape).to(torch.int8).contiguous()
 
 
-@pytest.mark.ipex
-@pytest.mark.skipif(bool(available_backends()["ipex"]), reason="needs IPEX")
+def engine(name):
+    why = available_backends()[name]
+    return pytest.param(
+        name, marks=[*([pytest.mark.ipex] if name == "ipex" else []), pytest.mark.skipif(bool(why), reason=why or "it can run")]
+    )
+
+
+@pytest.mark.parametrize("backend", [engine("ipex"), engine("native")])
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
-def test_the_engine_is_exact_at_the_limit(name, dtype, monkeypatch):
+def test_the_engine_is_exact_at_the_limit(name, dtype, backend, monkeypatch):
     """Every activation at an end of its range, every pair of weights at the limit: a sum of 16 bits that saturated would show."""
     build, shape = NETS[name]
-    if dtype == "int8" and name not in ("linear", "long linear"):
+    if backend == "ipex" and dtype == "int8" and name not in ("linear", "long linear"):
         pytest.skip("oneDNN halves the weights of convolutions of int8 activations itself")
+    if backend == "native" and name.startswith("transposed"):
+        pytest.skip("stock PyTorch has no int8 kernel for it")
 
     def quantize_weight(weight, spec, axis, groups=1):
         codes = extreme_codes(weight.shape, axis, groups)
@@ -147,7 +155,7 @@ def test_the_engine_is_exact_at_the_limit(name, dtype, monkeypatch):
     monkeypatch.setattr(qdq, "quantize_weight", quantize_weight)
     x = torch.where(torch.rand(shape) < 0.9, 2.0, -1.0)
     model = Function(lambda self, x: self.layer(x), layer=build()).eval()
-    prepared = prepare(model, StaticQuantConfig(act_dtype=dtype, post=()), example_inputs=x, backend="ipex")
+    prepared = prepare(model, StaticQuantConfig(act_dtype=dtype, post=()), example_inputs=x, backend=backend)
     prepared(x)
     q = convert(prepared, isolate="never")
     assert q.report().ran_int8 == 1

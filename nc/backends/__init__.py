@@ -6,8 +6,8 @@ from nc.backends.base import Backend
 from nc.backends.reference import ReferenceBackend
 from nc.errors import BackendUnavailableError, ConfigError, UnknownBackendError
 
-#: In the order in which "auto" tries them. The reference computes in fp32, so "auto" never takes it silently.
-BUILT_IN = ("ipex", "reference")
+#: "auto" takes neither the reference, which computes in fp32, nor the native one, which has no dynamic kernels yet, unasked.
+BUILT_IN = ("ipex", "native", "reference")
 AUTO = ("ipex",)
 
 _REGISTERED: dict[str, Backend] = {}
@@ -48,6 +48,10 @@ def get_backend(name: str) -> Backend:
             from nc.backends.ipex import IpexBackend
 
             return IpexBackend()
+        case "native":
+            from nc.backends.native import NativeBackend
+
+            return NativeBackend()
         case _ if name in _REGISTERED:
             return _REGISTERED[name]
         case _:

@@ -33,11 +33,28 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
     return codes, scale
 
 
+def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1) -> bool:
+    """Whether kernels that add two products in 16 bits compute a weight's sums without saturation, whatever the activations.
+
+    Args:
+        codes: int8.
+        axis: as for `quantize_weight`.
+        groups: as for `quantize_weight`.
+    """
+    values = _inputs_last(codes.float(), axis, groups)
+    return torch.equal(pairs.limit_pairs(values), values)
+
+
+def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:
+    """The input channels of each group as the last dimension."""
+    # transposed: [inputs, outputs, ...], the inputs of all groups behind each other
+    split = weight.reshape(groups, -1, *weight.shape[1:]) if axis != 0 else weight
+    return split.movedim(1, -1)
+
+
 def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale with pairs along the input channels of each group."""
-    transposed = axis != 0  # [inputs, outputs, ...], the inputs of all groups behind each other
-    split = weight.reshape(groups, -1, *weight.shape[1:]) if transposed else weight
-    last = split.movedim(1, -1)  # the input channels of a group come last
+    last = _inputs_last(weight, axis, groups)
     flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
     shrink = clip.SHRINK if spec.algo == "mse" else ()
     codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)

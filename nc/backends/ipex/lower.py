@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +17,13 @@ from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import quiet
 from nc.backends.torchscript import Script, script
-from nc.errors import ConfigError, NCWarning, VerificationError
+from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 
-#: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
-#: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and
-#: two independent errors are 3 dB further apart than each is from fp32; 2 dB more for chance.
-TOLERANCE_DB = 20.0
-CHANCE_DB = 5.0
-FLOOR_DB = 5.0
 #: Run 1 profiles, run 2 optimizes and compiles, run 3 is the first that only computes.
 _WARM_UP = 3
 
@@ -40,8 +33,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
 
     Args:
         graph: the quantized model.
-        verify: "raise" or "warn" when an output is further from the reference's than `TOLERANCE_DB`, or `CHANCE_DB` more than the
-            reference is from fp32 where that is more; "off" measures nothing.
+        verify: see `nc.backends.verify`.
         isolate: "always" makes the first fused run in a child process with a time limit, "auto" does so for graphs with patterns that
             the test suite does not run, "never" trusts the fuser.
 
@@ -49,8 +41,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         VerificationError: the engine disagrees with the reference; names the first operator that does.
         BackendError: the fuser crashed or hung in the child process, or TorchScript can't express the graph.
     """
-    _check("verify", verify, ("raise", "warn", "off"))
-    _check("isolate", isolate, ("auto", "always", "never"))
+    check_option("verify", verify, ("raise", "warn", "off"))
+    check_option("isolate", isolate, ("auto", "always", "never"))
     module, _ = copy_module(graph.module)
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
@@ -61,16 +53,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     if isolate == "always" or (isolate == "auto" and not familiar):
         first_run_in_child(frozen, inputs)
     outputs = _warm_up(frozen, inputs)
-    sqnr = None
-    if verify != "off":
-        with torch.no_grad():
-            sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
-        required = max(FLOOR_DB, min(TOLERANCE_DB, graph.noise_db - CHANCE_DB))
-        if sqnr < required:
-            text = _disagreement(module, inputs, sqnr, required)
-            if verify == "raise":
-                raise VerificationError(text)
-            warnings.warn(text, NCWarning, stacklevel=4)
+    sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs))
     operators = {n.name: n.meta["operator"] for n in graph.module.graph.nodes if "operator" in n.meta}
     operator_at = {line: operators[node] for line, node in scripted.lines.items() if node in operators}
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
@@ -95,12 +78,6 @@ class _Runner:
             return self._frozen(*[t.contiguous() for t in inputs])
 
 
-def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        msg = f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}."
-        raise ConfigError(msg)
-
-
 def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:
     with quiet():
         scripted = script(module)
@@ -112,16 +89,6 @@ def _warm_up(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -
         for _ in range(_WARM_UP):
             outputs = frozen(*inputs)
     return outputs
-
-
-def _disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], sqnr: float, required: float) -> str:
-    first = first_disagreement(module, inputs)
-    where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
-    advice = f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' if first else ""
-    return (
-        f"IPEX computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least {required:.0f}. "
-        f'{where}{advice}. verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
-    )
 
 
 def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> str:

@@ -1,0 +1,70 @@
+"""Stock PyTorch: the int8 operators that its oneDNN ships, called one by one. Needs nothing but torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nc.backends import cpu
+from nc.backends.base import EngineModel
+from nc.backends.native import lower
+from nc.errors import BackendUnavailableError
+from nc.graph.qdq import QDQGraph
+from nc.spec import Capabilities, OpSupport
+
+NAME = "native"
+_ACTIVATIONS = ("uint8", "int8")
+_NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
+
+OPS = (
+    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
+)
+#: Without VNNI. Codes of int8 activations are shifted to uint8, so they saturate alike.
+_NARROW_SUMS = frozenset((row.kind, dtype) for row in OPS if row.kind != "add" for dtype in _ACTIVATIONS)
+
+
+class NativeBackend:
+    """See the module text."""
+
+    name = NAME
+
+    def why_unavailable(self) -> str:
+        """What this torch or CPU lacks; "" when it can run."""
+        missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
+        if missing:
+            return f"torch {torch.__version__} has no onednn::{missing[0]}: pip install 'torch>=2.8'."
+        if "avx2" not in cpu.features():
+            return 'this CPU lacks AVX2, which oneDNN\'s int8 kernels need; use backend="reference".'
+        return ""
+
+    def capabilities(self) -> Capabilities:
+        """What the kernels take; on CPUs without VNNI weights are such that 16-bit pair sums can't saturate."""
+        wide = cpu.accumulates_wide()
+        return Capabilities(
+            backend=NAME,
+            ops=OPS,
+            narrow_sums=frozenset() if wide else _NARROW_SUMS,
+            isa=tuple(f for f in cpu.WIDE_ACCUMULATION if f in cpu.features())[:1] if wide else ("avx2",),
+            fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
+        )
+
+    def start(self) -> None:
+        """Nothing to import.
+
+        Raises:
+            BackendUnavailableError: it can't run here.
+        """
+        why = self.why_unavailable()
+        if why:
+            msg = f"Backend 'native' can't run here: {why}"
+            raise BackendUnavailableError(msg)
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """See `lower.lower`; raises BackendUnavailableError when it can't run here."""
+        self.start()
+        return lower.lower(graph, **options)

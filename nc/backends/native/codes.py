@@ -1,0 +1,88 @@
+"""Rewrites that leave a QDQ graph with unsigned codes, quantized as early as that changes nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, op_name, schema_arguments
+from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+
+#: int8 codes and their zero points, as uint8.
+_SHIFT = 128
+
+
+def quantize(x: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+    """uint8 codes of fp32 values, in the memory format of `x`."""
+    return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8).int_repr()
+
+
+def dequantize(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+    """fp32 values of uint8 codes."""
+    return torch._make_per_tensor_quantized_tensor(q, scale, zero_point).dequantize()
+
+
+def unsigned(module: fx.GraphModule) -> None:
+    """Activations with int8 codes get the same codes plus 128: convolution kernels take uint8 only."""
+    for node in module.graph.nodes:
+        if node.target is quantize_per_tensor and node.args[3] < 0:
+            x, scale, zero_point, low, high = node.args
+            node.args = (x, scale, zero_point + _SHIFT, low + _SHIFT, high + _SHIFT)
+            for user in list(node.users):
+                user.args = (node, scale, zero_point + _SHIFT)
+
+
+def hoist(module: fx.GraphModule) -> None:
+    """Quantize in front of what only moves or joins values, where all that reads those reads one kind of codes."""
+    for node in reversed(list(module.graph.nodes)):
+        if op_name(node) not in MOVES | JOINS or op_name(node) == "getitem" or not is_float_tensor(node):
+            continue
+        found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
+        if len(found) != 1 or None in found:
+            continue
+        (qparams,) = found
+        sources = node.args[0] if op_name(node) in JOINS else [node.args[0]]
+        if not all(is_float_tensor(source) for source in sources):
+            continue
+        for source in dict.fromkeys(sources):
+            with module.graph.inserting_before(node):
+                codes = module.graph.call_function(quantize_per_tensor, (source, *qparams))
+            codes.meta["val"] = source.meta.get("val")
+            node.replace_input_with(source, codes)
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            module.graph.erase_node(user)
+
+
+def pool_codes(module: fx.GraphModule) -> None:
+    """Maximum pools between two quantizations with one scale work on the codes themselves."""
+    for node in [n for n in module.graph.nodes if op_name(n) == "max_pool2d"]:
+        source, users = node.args[0], list(node.users)
+        if source.target is not dequantize_per_tensor or not all(
+            u.target is quantize_per_tensor and u.args[1:3] == source.args[1:] for u in users
+        ):
+            continue
+        a = schema_arguments(node)
+        sizes = [[*a[key]] * (2 if len(a[key]) == 1 else 1) for key in ("kernel_size", "stride", "padding", "dilation")]
+        # ATen's own takes uint8 too, but counts the elements of a large image in 8 bits
+        node.target, node.args, node.kwargs = torch.ops.quantized.max_pool2d.default, (source.args[0], *sizes, a["ceil_mode"]), {}
+        for user in users:
+            user.replace_all_uses_with(node)
+            module.graph.erase_node(user)
+        if not source.users:
+            module.graph.erase_node(source)
+
+
+def remaining(module: fx.GraphModule) -> tuple[int, int]:
+    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels; returns how many of each there are."""
+    counts = [0, 0]
+    for node in module.graph.nodes:
+        if node.target is quantize_per_tensor:
+            x, scale, zero_point, low, high = node.args
+            if (low, high) == (0, 255):
+                node.target, node.args = quantize, (x, scale, zero_point)
+            counts[0] += 1
+        elif node.target is dequantize_per_tensor and node.args[0].op != "get_attr":
+            node.target = dequantize
+            counts[1] += 1
+    return counts[0], counts[1]

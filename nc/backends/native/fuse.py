@@ -1,0 +1,251 @@
+"""An int8 operator of a QDQ graph, what follows it and the quantization of its result → one call of a oneDNN kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+
+onednn = torch.ops.onednn
+_CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "conv1d": onednn.qconv1d_pointwise.default,
+    "conv2d": onednn.qconv2d_pointwise.default,
+    "conv3d": onednn.qconv3d_pointwise.default,
+}
+#: Activations that a kernel computes on its way out.
+_ACTIVATIONS = {
+    "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
+    "conv1d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
+    "conv2d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
+    "conv3d": frozenset(),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Activation:
+    """A unary post-operation as oneDNN's operators name it."""
+
+    name: str = "none"
+    arguments: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """What becomes one call.
+
+    Attributes:
+        anchor: the linear or convolution.
+        add: the addition behind it, or None.
+        other: what is added.
+        activation: applied last.
+        nodes: everything from the anchor to the last node, in order.
+        codes: scale and zero point of the result where all that reads it reads these codes; None where it is fp32.
+    """
+
+    anchor: fx.Node
+    add: fx.Node | None
+    other: fx.Node | None
+    activation: Activation
+    nodes: tuple[fx.Node, ...]
+    codes: tuple[float, int] | None
+
+
+def fuse(module: fx.GraphModule) -> None:
+    """Replace every linear and convolution that reads codes; weights are packed, and leave the graph as plain codes."""
+    for node in list(module.graph.nodes):
+        kind = kind_of_node(node)
+        if (kind == "linear" or kind in _CONVOLUTIONS) and _reads_codes(node):
+            _replace(module, region_of(node))
+    for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
+        module.graph.erase_node(node)
+    for node in [n for n in module.graph.nodes if n.op == "get_attr" and not n.users]:
+        module.graph.erase_node(node)
+    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
+    for name in [name for name in module._buffers if name not in used]:
+        del module._buffers[name]
+
+
+def region_of(anchor: fx.Node) -> Region:
+    """The longest region that a kernel can compute from this operator on."""
+    kind = kind_of_node(anchor)
+    known = _ACTIVATIONS[kind]
+    nodes, add, other = [anchor], None, None
+    user = _only_user(anchor)
+    if user is not None and _is_sum(user, anchor) and kind in ("linear", "conv2d"):
+        add, other = user, user.args[1] if user.args[0] is anchor else user.args[0]
+        nodes.append(user)
+        known = frozenset({"relu"})
+    activation = Activation()
+    user = _only_user(nodes[-1])
+    found = activation_of(user) if user is not None else None
+    if found is not None and found.name in known:
+        activation = found
+        nodes.append(user)
+    codes = _codes_behind(nodes[-1])
+    if other is not None and codes is not None and other.target is not dequantize_per_tensor:
+        codes = None  # kernels add codes to codes, and fp32 to fp32
+    return Region(anchor, add, other, activation, tuple(nodes), codes)
+
+
+def activation_of(node: fx.Node) -> Activation | None:
+    """An elementwise operator as a post-operation; None when there is none like it."""
+    name = op_name(node)
+    if name in ("relu", "hardswish", "tanh"):
+        return Activation(name)
+    if name == "silu":
+        return Activation("swish")
+    if name == "gelu":
+        return Activation("gelu", algorithm=schema_arguments(node)["approximate"])
+    if name == "relu6":
+        return Activation("hardtanh", (0.0, 6.0))
+    if name == "leaky_relu":
+        return Activation("leaky_relu", (float(schema_arguments(node)["negative_slope"]),))
+    if name == "hardtanh":
+        a = schema_arguments(node)
+        return Activation("hardtanh", (float(a["min_val"]), float(a["max_val"])))
+    if name == "clamp":
+        a = schema_arguments(node)
+        limits = a["min"], a["max"]
+        return Activation("hardtanh", tuple(map(float, limits))) if all(isinstance(v, (int, float)) for v in limits) else None
+    return None
+
+
+def _reads_codes(node: fx.Node) -> bool:
+    x, weight = node.args[:2]
+    is_weight = weight.target in (dequantize_per_channel, dequantize_per_tensor) and weight.args[0].op == "get_attr"
+    return is_weight and x.target is dequantize_per_tensor and x.args[0].op != "get_attr"
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_sum(node: fx.Node, side: fx.Node) -> bool:
+    """Whether a node adds another tensor of the same shape."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return False
+    a, b = node.args[:2]
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return False
+    shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), torch.Tensor)]
+    dtypes = {n.meta["val"].dtype for n in (a, b) if isinstance(n.meta.get("val"), torch.Tensor)}
+    return len(shapes) == 2 and shapes[0] == shapes[1] and dtypes == {torch.float32}
+
+
+def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
+    """Scale and zero point of the codes that all users read; None when some read fp32, or other codes."""
+    found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
+    if len(found) != 1 or None in found:
+        return None
+    scale, zero_point, low, high = next(iter(found))
+    return (scale, zero_point) if (low, high) == (0, 255) else None
+
+
+def _replace(module: fx.GraphModule, region: Region) -> None:
+    last = region.nodes[-1]
+    with module.graph.inserting_before(last):
+        call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region)
+    call.meta.update(val=last.meta.get("val"), operators=[n.meta["operator"] for n in region.nodes if "operator" in n.meta])
+    if region.codes is None:
+        last.replace_all_uses_with(call)
+    else:
+        for user in list(last.users):
+            user.replace_all_uses_with(call)
+            module.graph.erase_node(user)
+    for node in reversed(region.nodes):
+        module.graph.erase_node(node)
+
+
+def _output(region: Region) -> tuple[float, int, torch.dtype]:
+    return (1.0, 0, torch.float32) if region.codes is None else (*region.codes, torch.uint8)
+
+
+def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
+    a = schema_arguments(region.anchor)
+    codes, scales = _weight(module, a["weight"])
+    packed = _constant(module, f"{region.anchor.name}_packed", onednn.qlinear_prepack(codes, None))
+    q, x_scale, x_zero_point = a["input"].args
+    w = packed, *_scales(module, region, scales)
+    post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
+    if region.other is None:
+        arguments = (q, x_scale, x_zero_point, *w, a["bias"], *_output(region), *post)
+        return module.graph.call_function(onednn.qlinear_pointwise.default, arguments)
+    other, scale, zero_point = _added(module, region)
+    binary = "add" if region.codes is None else "sum"
+    arguments = (q, x_scale, x_zero_point, *w, other, a["bias"], *_output(region), scale, zero_point, binary, 1.0, *post)
+    return module.graph.call_function(onednn.qlinear_pointwise.binary, arguments)
+
+
+def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
+    a = schema_arguments(region.anchor)
+    codes, scales = _weight(module, a["weight"])
+    dims = codes.dim() - 2
+    sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
+    q, x_scale, x_zero_point = a["input"].args
+    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], None)
+    w = _constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
+    post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
+    if region.other is None:
+        arguments = (q, x_scale, x_zero_point, *w, a["bias"], *sizes, a["groups"], *_output(region), *post)
+        return module.graph.call_function(_CONVOLUTIONS[op_name(region.anchor)], arguments)
+    other, scale, zero_point = _added(module, region)
+    arguments = (
+        q,
+        x_scale,
+        x_zero_point,
+        *w,
+        other,
+        a["bias"],
+        *sizes,
+        a["groups"],
+        *_output(region),
+        scale,
+        zero_point,
+        "sum",
+        1.0,
+        *post,
+    )
+    return module.graph.call_function(onednn.qconv2d_pointwise.binary, arguments)
+
+
+def _added(module: fx.GraphModule, region: Region) -> tuple[fx.Node, float, int]:
+    """The other side of a sum, in a form that the kernel may overwrite, with its scale and zero point."""
+    is_linear = kind_of_node(region.anchor) == "linear"
+    other, scale, zero_point = region.other, 1.0, 0
+    if region.codes is not None:
+        other, scale, zero_point = other.args
+    if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
+        return module.graph.call_method("contiguous", (other,)), scale, zero_point
+    return module.graph.call_function(writable, (other, not is_linear)), scale, zero_point
+
+
+def writable(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """A copy for a kernel that adds to it in place."""
+    return x.clone(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def _weight(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 codes, and one fp32 scale for each output."""
+    codes = getattr(module, node.args[0].target)
+    if node.target is dequantize_per_tensor:
+        return codes, torch.full((codes.shape[0],), node.args[1])
+    return codes, getattr(module, node.args[1].target)
+
+
+def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:
+    name = region.anchor.name
+    zero_points = torch.zeros(len(scales), dtype=torch.int64)
+    return _constant(module, f"{name}_scales", scales), _constant(module, f"{name}_zero_points", zero_points)
+
+
+def _constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, value)
+    return module.graph.get_attr(name)

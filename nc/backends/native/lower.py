@@ -1,0 +1,74 @@
+"""QDQ graph → graph of oneDNN calls, run by PyTorch as it is; verified against the QDQ graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.base import EngineModel, EngineReport, OpRun
+from nc.backends.native.codes import hoist, pool_codes, remaining, unsigned
+from nc.backends.native.fuse import fuse
+from nc.backends.verify import check_option, verify_outputs
+from nc.graph.copying import copy_module
+from nc.graph.qdq import QDQGraph
+from nc.plan import Decision
+
+
+def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> EngineModel:
+    """An engine model of `graph`.
+
+    Args:
+        graph: the quantized model.
+        verify: see `nc.backends.verify`.
+        isolate: as for other engines; nothing here compiles, so nothing runs in a child.
+
+    Raises:
+        VerificationError: the kernels compute something else than the graph.
+    """
+    check_option("verify", verify, ("raise", "warn", "off"))
+    check_option("isolate", isolate, ("auto", "always", "never"))
+    bytes_ = sum(t.numel() * t.element_size() for t in graph.module.buffers())
+    module, _ = copy_module(graph.module)
+    unsigned(module)
+    hoist(module)
+    fuse(module)
+    pool_codes(module)
+    outside = remaining(module)
+    module.graph.lint()
+    module.recompile()
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        with torch.no_grad():
+            return module(*inputs)
+
+    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", lambda: "")
+
+    def report() -> EngineReport:
+        executed = _executed(module)
+        return EngineReport(
+            backend="native",
+            ops=tuple(_op_run(d, executed) for d in graph.plan.decisions),
+            quantize_outside=outside[0],
+            dequantize_outside=outside[1],
+            weight_bytes=bytes_,
+            sqnr_db=sqnr,
+        )
+
+    return EngineModel(run=run, report=report)
+
+
+def _op_run(decision: Decision, executed: frozenset[str]) -> OpRun:
+    if not decision.spec.quantized:
+        return OpRun(operator=decision.operator, ran="fp32", reason=decision.reason)
+    if decision.operator in executed:
+        return OpRun(operator=decision.operator, ran="int8")
+    return OpRun(operator=decision.operator, ran="fp32", reason="no kernel fits it there: it runs in fp32, between dequantize and quantize")
+
+
+def _executed(module: fx.GraphModule) -> frozenset[str]:
+    """Names of the operators that the int8 kernels of the graph compute."""
+    kernels = (n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
+    return frozenset(name for node in kernels for name in node.meta["operators"])

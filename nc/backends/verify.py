@@ -1,0 +1,66 @@
+"""Is an engine's output that of the quantized graph? The one threshold for all engines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.errors import ConfigError, NCWarning, VerificationError
+from nc.graph.qdq import QDQGraph
+from nc.numerics.metrics import worst_sqnr_db
+
+#: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
+#: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and
+#: two independent errors are 3 dB further apart than each is from fp32; 2 dB more for chance.
+TOLERANCE_DB = 20.0
+CHANCE_DB = 5.0
+FLOOR_DB = 5.0
+
+
+def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError for a word that an option does not know."""
+    if value not in allowed:
+        msg = f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}."
+        raise ConfigError(msg)
+
+
+def verify_outputs(graph: QDQGraph, outputs: Sequence[Any], verify: str, engine: str, first: Callable[[], str]) -> float | None:
+    """Compare an engine's outputs on the example inputs with the graph's own.
+
+    Args:
+        graph: the quantized model.
+        outputs: what the engine gives for its example.
+        verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than the graph is from fp32 where
+            that is more; "off" measures nothing.
+        engine: how it is called in messages.
+        first: finds the name of the first operator that differs, "" when none does.
+
+    Returns:
+        dB; None when nothing was measured.
+
+    Raises:
+        VerificationError: they are too far apart.
+    """
+    if verify == "off":
+        return None
+    with torch.no_grad():
+        sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
+    required = max(FLOOR_DB, min(TOLERANCE_DB, graph.noise_db - CHANCE_DB))
+    if sqnr < required:
+        text = _disagreement(engine, first(), sqnr, required)
+        if verify == "raise":
+            raise VerificationError(text)
+        warnings.warn(text, NCWarning, stacklevel=5)
+    return sqnr
+
+
+def _disagreement(engine: str, first: str, sqnr: float, required: float) -> str:
+    where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
+    advice = f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' if first else ""
+    return (
+        f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least "
+        f'{required:.0f}. {where}{advice}. verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
+    )

@@ -1,0 +1,133 @@
+"""The native backend: the common suite on the int8 operators of stock PyTorch."""
+
+import pytest
+import torch
+from models import MLP, Function, ResidualCNN, quantized, worst_db
+from suites.backend_suite import MODELS, BackendSuite
+from torch import nn
+from torch.nn import functional as F
+
+from nc import BackendUnavailableError, StaticQuantConfig, UnsupportedError, VerificationError, available_backends, load
+from nc.backends import cpu
+from nc.backends.native import fuse, lower
+
+pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+
+
+class TestNative(BackendSuite):
+    backend = "native"
+    without_kernel = ("matmul", "conv_transpose2d")
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_what_was_asked_runs_in_int8(self, converted, name):
+        _, q = converted(name)
+        report = q.report()
+        assert {op.operator for op in report.not_int8} == set()
+        assert report.sqnr_db >= self.agreement
+
+    def test_a_residual_block_stays_in_codes(self, converted):
+        q = converted("residual")[1]
+        report = q.report()
+        assert report.quantize_outside <= 2  # the input, and the pooled features
+        assert report.dequantize_outside <= 1  # in front of the average pool
+
+
+def kernels(monkeypatch, model, inputs, config=None):
+    """The quantized model, and the oneDNN operators that its graph calls."""
+    found = []
+    fuse = lower.fuse
+
+    def spy(module):
+        fuse(module)
+        found.extend(n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
+
+    monkeypatch.setattr(lower, "fuse", spy)
+    return quantized(model.eval(), inputs, config, "native"), found
+
+
+ACTIVATIONS = [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid, lambda x: x.clamp(-1, 1)]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize(("make", "shape"), [(lambda: nn.Linear(8, 8), (4, 8)), (lambda: nn.Conv2d(8, 8, 3, padding=1), (2, 8, 6, 6))])
+def test_activations_are_computed_by_the_kernel_or_behind_it(act, make, shape, monkeypatch):
+    model = Function(lambda self, x: self.b(act(self.a(x))), a=make(), b=make())
+    x = torch.randn(shape)
+    q, (first, _) = kernels(monkeypatch, model, x)
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+    dtype = next(a for a in first.args if isinstance(a, torch.dtype))
+    fused = first.args[-3] != "none"
+    assert fused == (act not in (torch.sigmoid, *(() if len(shape) == 2 else (F.gelu, F.leaky_relu, torch.tanh))))
+    assert dtype == (torch.uint8 if fused else torch.float32)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["read again", "read once"])
+def test_what_is_added_to_in_place_is_not_lost(same, monkeypatch):
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        z = F.relu(self.b(y) + y)
+        return self.c(z) + (y if same else 0)
+
+    model = Function(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 8, 3, padding=1), c=nn.Conv2d(8, 8, 1))
+    x = torch.randn(2, 3, 8, 8)
+    q, found = kernels(monkeypatch, model, x)
+    assert any("binary" in n.target._overloadname for n in found)
+    for _ in range(2):
+        assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+def test_the_image_may_be_large():
+    """ATen's max pool of uint8 counts elements in 8 bits."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    q = quantized(model, x, None, "native")
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+def test_what_has_no_kernel_stays_fp32_and_says_so():
+    x = torch.randn(2, 8, 6, 6)
+    report = quantized(nn.Sequential(nn.ConvTranspose2d(8, 8, 3), nn.ReLU()).eval(), x, None, "native").report()
+    assert [(op.asked, op.ran, op.reason) for op in report.ops][0] == (
+        "fp32",
+        "fp32",
+        "backend 'native' has no int8 kernel for conv_transpose2d",
+    )
+
+
+@pytest.mark.parametrize("other", [engine for engine in ("ipex", "reference") if not available_backends()[engine]])
+def test_an_artefact_of_another_engine_runs_here_or_is_refused(tmp_path, other):
+    """Never wrong numbers: where this CPU adds products in 16 bits, what the reference was quantized for would saturate."""
+    x = torch.randn(2, 3, 8, 8)
+    q = quantized(ResidualCNN().eval(), x, None, other)
+    q.save(tmp_path / "a")
+    if other == "reference" and not cpu.accumulates_wide():
+        with pytest.raises(UnsupportedError, match=r"'stem' was quantized for an engine or CPU that adds its products in 32 bits"):
+            load(tmp_path / "a", backend="native")
+        return
+    native = load(tmp_path / "a", backend="native")
+    assert worst_db([q(x)], [native(x)]) > 30
+    assert native.report().ran_int8 == native.report().asked_int8 == 5
+
+
+def test_weights_that_can_not_saturate_are_taken_as_they_are(tmp_path):
+    model = MLP().eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.abs().clamp(min=0.01) * torch.tensor([1.0, -1.0]).repeat(parameter.shape[-1])[: parameter.shape[-1]]
+    x = torch.randn(4, 16)
+    q = quantized(model, x, StaticQuantConfig(post=()), "reference")
+    q.save(tmp_path / "a")
+    native = load(tmp_path / "a", backend="native")
+    assert worst_db([q(x)], [native(x)]) > 60
+
+
+def test_wrong_numbers_are_noticed(monkeypatch):
+    real = fuse._codes_behind
+    monkeypatch.setattr(fuse, "_codes_behind", lambda node: real(node) and (0.5, 7))
+    with pytest.raises(VerificationError, match="The native backend computes something else than the quantized graph"):
+        quantized(MLP().eval(), torch.randn(4, 16), None, "native")
+
+
+def test_a_torch_without_the_operators(monkeypatch):
+    monkeypatch.setattr("nc.backends.native._NEEDED", ("qlinear_prepack", "no_such_operator"))
+    with pytest.raises(BackendUnavailableError, match="has no onednn::no_such_operator: pip install 'torch>=2.8'"):
+        quantized(MLP().eval(), torch.randn(4, 16), None, "native")
