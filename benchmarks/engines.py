@@ -39,21 +39,12 @@ def ipex_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     return _traced(ipex.quantization.convert(prepared), inputs)
 
 
-def nc_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
-    """This project: prepare, one calibration batch, convert."""
+def nc_int8(model: torch.nn.Module, inputs: dict[str, Any], backend: str = "ipex", smooth: bool = False) -> Run:
+    """This project: prepare, one calibration batch, convert; SmoothQuant's scales are folded where that is possible."""
     import nc
 
-    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs)
-    prepared(**inputs)
-    quantized = nc.convert(prepared)
-    return lambda: quantized(**inputs)
-
-
-def nc_smooth(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
-    """SmoothQuant of this project, scales folded where that is possible."""
-    import nc
-
-    prepared = nc.prepare(model, nc.SmoothQuantConfig(folding=True), example_inputs=inputs)
+    config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig()
+    prepared = nc.prepare(model, config, example_inputs=inputs, backend=backend)
     prepared(**inputs)
     quantized = nc.convert(prepared)
     return lambda: quantized(**inputs)
@@ -103,7 +94,8 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "ipex-fp32": ipex_fp32,
     "ipex-int8": ipex_int8,
     "nc-int8": nc_int8,
-    "nc-smooth": nc_smooth,
+    "nc-smooth": functools.partial(nc_int8, smooth=True),
+    "nc-native": functools.partial(nc_int8, backend="native"),
     "nc-dynamic": nc_dynamic,
     "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
     "torch-dynamic": torch_dynamic,
