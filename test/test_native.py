@@ -131,3 +131,46 @@ def test_a_torch_without_the_operators(monkeypatch):
     monkeypatch.setattr("nc.backends.native._NEEDED", ("qlinear_prepack", "no_such_operator"))
     with pytest.raises(BackendUnavailableError, match="has no onednn::no_such_operator: pip install 'torch>=2.8'"):
         quantized(MLP().eval(), torch.randn(4, 16), None, "native")
+
+
+SEQUENCES = {
+    "a single row": ((nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), (16,), 2),
+    "an image without a batch": ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), (3, 8, 8), 0),
+    "a row of samples without a batch": ((nn.Conv1d(3, 8, 3), nn.ReLU()), (3, 8), 0),
+    "uneven padding": ((nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same")), (2, 3, 8, 8), 1),
+    "circular padding": ((nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv2d(8, 8, 3)), (2, 3, 8, 8), 2),
+    "dilated depthwise": ((nn.Conv2d(8, 8, 3, groups=8, dilation=2), nn.ReLU6(), nn.Conv2d(8, 8, 1)), (2, 8, 9, 9), 2),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_odd_shapes_run_in_int8_or_say_why_not(name):
+    layers, shape, int8 = SEQUENCES[name]
+    x = torch.randn(shape)
+    q = quantized(nn.Sequential(*layers).eval(), x, None, "native")
+    report = q.report()
+    assert report.ran_int8 == int8
+    assert all("no kernel fits it there" in op.reason for op in report.not_int8)
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 8, 8)])
+def test_no_rows_at_all(shape):
+    model = nn.Sequential(nn.Linear(16, 4)) if len(shape) == 1 else nn.Sequential(nn.Conv2d(3, 4, 3))
+    q = quantized(model.eval(), torch.randn(3, *shape), None, "native")
+    empty = torch.randn(0, *shape)
+    assert q(empty).shape == q.reference(empty).shape
+
+
+def test_values_that_change_after_a_view_was_taken():
+    def forward(self, x):
+        h = self.a(x)
+        view = h.view(-1, 4, 4)
+        h[:, :4] = 5.0
+        y = self.b(view.reshape(-1, 16))
+        h.add_(1)
+        return y, self.b(h)
+
+    x = torch.randn(4, 16)
+    q = quantized(Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), x, None, "native")
+    assert worst_db(q.reference(x), q(x)) > 60

@@ -27,7 +27,9 @@ def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(msg)
 
 
-def verify_outputs(graph: QDQGraph, outputs: Sequence[Any], verify: str, engine: str, first: Callable[[], str]) -> float | None:
+def verify_outputs(
+    graph: QDQGraph, outputs: Sequence[Any], verify: str, engine: str, first: Callable[[], str] | None = None
+) -> float | None:
     """Compare an engine's outputs on the example inputs with the graph's own.
 
     Args:
@@ -36,7 +38,7 @@ def verify_outputs(graph: QDQGraph, outputs: Sequence[Any], verify: str, engine:
         verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than the graph is from fp32 where
             that is more; "off" measures nothing.
         engine: how it is called in messages.
-        first: finds the name of the first operator that differs, "" when none does.
+        first: finds the name of the first operator that differs, "" when none does; None: nobody looks for it.
 
     Returns:
         dB; None when nothing was measured.
@@ -50,17 +52,19 @@ def verify_outputs(graph: QDQGraph, outputs: Sequence[Any], verify: str, engine:
         sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
     required = max(FLOOR_DB, min(TOLERANCE_DB, graph.noise_db - CHANCE_DB))
     if sqnr < required:
-        text = _disagreement(engine, first(), sqnr, required)
+        text = _disagreement(engine, None if first is None else first(), sqnr, required)
         if verify == "raise":
             raise VerificationError(text)
         warnings.warn(text, NCWarning, stacklevel=5)
     return sqnr
 
 
-def _disagreement(engine: str, first: str, sqnr: float, required: float) -> str:
-    where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
-    advice = f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))' if first else ""
+def _disagreement(engine: str, first: str | None, sqnr: float, required: float) -> str:
+    where = ""
+    if first is not None:
+        where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
+        where += f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")). ' if first else ". "
     return (
         f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least "
-        f'{required:.0f}. {where}{advice}. verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
+        f'{required:.0f}. {where}verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
     )

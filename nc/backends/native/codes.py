@@ -7,6 +7,7 @@ from torch import fx
 
 from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.placement import works_in_place
 
 #: int8 codes and their zero points, as uint8.
 _SHIFT = 128
@@ -33,7 +34,12 @@ def unsigned(module: fx.GraphModule) -> None:
 
 
 def hoist(module: fx.GraphModule) -> None:
-    """Quantize in front of what only moves or joins values, where all that reads those reads one kind of codes."""
+    """Quantize in front of what only moves or joins values, where all that reads those reads one kind of codes.
+
+    Not where operators work in place: there a value depends on when it is read.
+    """
+    if works_in_place(module):
+        return
     for node in reversed(list(module.graph.nodes)):
         if op_name(node) not in MOVES | JOINS or op_name(node) == "getitem" or not is_float_tensor(node):
             continue

@@ -59,8 +59,7 @@ class Region:
 def fuse(module: fx.GraphModule) -> None:
     """Replace every linear and convolution that reads codes; weights are packed, and leave the graph as plain codes."""
     for node in list(module.graph.nodes):
-        kind = kind_of_node(node)
-        if (kind == "linear" or kind in _CONVOLUTIONS) and _reads_codes(node):
+        if (op_name(node) == "linear" or _is_convolution(node)) and _reads_codes(node):
             _replace(module, region_of(node))
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
@@ -114,6 +113,13 @@ def activation_of(node: fx.Node) -> Activation | None:
         limits = a["min"], a["max"]
         return Activation("hardtanh", tuple(map(float, limits))) if all(isinstance(v, (int, float)) for v in limits) else None
     return None
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    """Whether a convolution has a batch, and numbers for its padding: kernels take nothing else."""
+    if op_name(node) not in _CONVOLUTIONS or node.target._overloadname != "default":
+        return False
+    return node.args[0].meta["val"].dim() == node.args[1].meta["val"].dim()
 
 
 def _reads_codes(node: fx.Node) -> bool:

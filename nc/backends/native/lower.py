@@ -44,7 +44,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         with torch.no_grad():
             return module(*inputs)
 
-    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", lambda: "")
+    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend")
 
     def report() -> EngineReport:
         executed = _executed(module)
