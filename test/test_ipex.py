@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
-from nc.backends import cpu
+from nc.backends import cpu, verify
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.layout import at_least_two
 from nc.backends.ipex.lints import LINTS, apply_lints
@@ -287,7 +287,7 @@ def test_the_prepared_model_survives_a_failed_conversion(broken, monkeypatch):
 def test_an_output_of_garbage_without_an_operator_to_blame(monkeypatch):
     """The last resort of the message: every prefix is right, the whole is not."""
     monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs: "")
-    monkeypatch.setattr(lower, "worst_sqnr_db", lambda expected, got: -3.0)
+    monkeypatch.setattr(verify, "worst_sqnr_db", lambda expected, got: -3.0)
     with pytest.raises(VerificationError, match="No single operator differs"):
         convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="never")
 
