@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nc.backends.base import Backend
+from nc.backends.base import Backend, check_available
 from nc.backends.reference import ReferenceBackend
 from nc.errors import BackendUnavailableError, ConfigError, UnknownBackendError
 
@@ -71,10 +71,7 @@ def choose_backend(name: str = "auto") -> Backend:
     """
     if name != "auto":
         backend = get_backend(name)
-        why = backend.why_unavailable()
-        if why:
-            msg = f"Backend {name!r} can't run here: {why}"
-            raise BackendUnavailableError(msg)
+        check_available(backend)
         return backend
     reasons = []
     for candidate in (*AUTO, *_REGISTERED):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
 
@@ -93,3 +94,11 @@ class Backend(Protocol):
             BackendUnavailableError: the engine can't run here.
             VerificationError: the engine computes something else than the graph.
         """
+
+
+def check_available(backend: Backend) -> None:
+    """Raise BackendUnavailableError, with what to do, when a backend can't run here."""
+    why = backend.why_unavailable()
+    if why:
+        msg = f"Backend {backend.name!r} can't run here: {why}"
+        raise BackendUnavailableError(msg)

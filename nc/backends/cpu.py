@@ -30,3 +30,8 @@ def features() -> tuple[str, ...]:
 def accumulates_wide() -> bool:
     """Whether u8 x s8 products are summed without saturation (VNNI or AMX)."""
     return any(name in features() for name in WIDE_ACCUMULATION)
+
+
+def relied_on() -> tuple[str, ...]:
+    """The feature that the numbers of int8 kernels rely on: the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate."""
+    return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))

@@ -11,8 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel
-from nc.errors import BackendUnavailableError
+from nc.backends.base import EngineModel, check_available
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
 
@@ -61,12 +60,11 @@ class IpexBackend:
 
     def capabilities(self) -> Capabilities:
         """What the fuser takes; on CPUs without VNNI one side of each product is such that 16-bit pair sums can't saturate."""
-        wide = cpu.accumulates_wide()
         return Capabilities(
             backend=NAME,
             ops=OPS,
-            narrow_sums=frozenset() if wide else _NARROW_SUMS,
-            isa=tuple(f for f in cpu.WIDE_ACCUMULATION if f in cpu.features())[:1] if wide else ("avx2",),
+            narrow_sums=frozenset() if cpu.accumulates_wide() else _NARROW_SUMS,
+            isa=cpu.relied_on(),
             fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
         )
 
@@ -76,10 +74,7 @@ class IpexBackend:
         Raises:
             BackendUnavailableError: IPEX can't run here.
         """
-        why = self.why_unavailable()
-        if why:
-            msg = f"Backend 'ipex' can't run here: {why}"
-            raise BackendUnavailableError(msg)
+        check_available(self)
         from nc.backends.ipex.quiet import import_ipex
 
         import_ipex()

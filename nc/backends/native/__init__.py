@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel
+from nc.backends.base import EngineModel, check_available
 from nc.backends.native import lower
-from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
 
@@ -44,12 +43,11 @@ class NativeBackend:
 
     def capabilities(self) -> Capabilities:
         """What the kernels take; on CPUs without VNNI weights are such that 16-bit pair sums can't saturate."""
-        wide = cpu.accumulates_wide()
         return Capabilities(
             backend=NAME,
             ops=OPS,
-            narrow_sums=frozenset() if wide else _NARROW_SUMS,
-            isa=tuple(f for f in cpu.WIDE_ACCUMULATION if f in cpu.features())[:1] if wide else ("avx2",),
+            narrow_sums=frozenset() if cpu.accumulates_wide() else _NARROW_SUMS,
+            isa=cpu.relied_on(),
             fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
         )
 
@@ -59,10 +57,7 @@ class NativeBackend:
         Raises:
             BackendUnavailableError: it can't run here.
         """
-        why = self.why_unavailable()
-        if why:
-            msg = f"Backend 'native' can't run here: {why}"
-            raise BackendUnavailableError(msg)
+        check_available(self)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """See `lower.lower`; raises BackendUnavailableError when it can't run here."""
