@@ -157,6 +157,7 @@ def test_fields_that_only_make_sense_together_are_assigned_one_by_one():
     "make",
     [
         lambda: StaticQuantConfig(pre=[{"name": "equalization", "iters": 3}]),
+        lambda: StaticQuantConfig(pre=[{"name": ["equalization"]}]),
         lambda: StaticQuantConfig(excluded_precisions=[["bf16"]]),
         lambda: SmoothQuantConfig(auto_alpha_args="abc"),
         lambda: SmoothQuantConfig(auto_alpha_args={"w_dtype": "fp32", "act_dtype": "fp32"}),

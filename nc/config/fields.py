@@ -89,7 +89,7 @@ def transforms(known: Mapping[str, type]) -> Check:
     """Transforms in the order in which they are applied: objects of a class in `known`, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("name") in known:
+        if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
             cls, options = known[value["name"]], {k: v for k, v in value.items() if k != "name"}
             names = [f.name for f in dataclasses.fields(cls)]
             require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
