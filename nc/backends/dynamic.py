@@ -1,4 +1,4 @@
-"""Dynamic linears, LSTMs and GRUs in TorchScript: FBGEMM's kernels, which round activations to codes while they pack them.
+"""Dynamic linears, LSTMs and GRUs: FBGEMM's kernels in PyTorch, which round activations to codes while they pack them.
 
 Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their scales first, so that one
 scale, 1, holds for all, and the products are multiplied afterwards. With a zero point z per row, `sum w (q - z)` is
@@ -8,7 +8,8 @@ scale, 1, holds for all, and the products are multiplied afterwards. With a zero
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -21,47 +22,37 @@ from nc.process import LOCK
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
-
-
 _RECURRENT = {function: name for name, function in FUNCTIONS.items()}
+_aten = torch.ops.aten
+_quantized = torch.ops.quantized
 
 
-def is_dynamic(node: fx.Node) -> bool:
-    """Whether a node finds ranges in each call, or computes with them."""
-    return node.target is quantize_dequantize_dynamic or node.target in _RECURRENT or (op_name(node) == "linear" and _reads_dynamic(node))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the kernel rounds: the input in units of `scale`, shifted by `shift`, the zero point minus 128 (None: by nothing)."""
+
+    values: fx.Node
+    scale: fx.Node
+    shift: fx.Node | None
 
 
-def is_packed(node: fx.Node) -> bool:
-    """Whether a node dequantizes a weight that only dynamic linears read: they have it packed."""
-    weight = node.target in (dequantize_per_channel, dequantize_per_tensor)
-    return weight and bool(node.users) and all(is_dynamic(user) for user in node.users)
-
-
-def statements(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> list[str]:
-    """TorchScript for one such node; packed weights become attributes of `root`."""
-    if node.target is quantize_dequantize_dynamic:
-        return [] if _finds_range_itself(node) else _rows(node, names[node.args[0]], names[node])
-    if node.target in _RECURRENT:
-        return [_recurrent(module, root, node, names)]
-    ranges = node.args[0]
-    x, y = names[ranges], names[node]
-    # kernels take matrices only: a single row becomes one
-    row, vector = (".unsqueeze(0)", ".squeeze(0)") if node.meta["val"].dim() == 1 else ("", "")
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-    weight = quantized_weight(module, node.args[1])
-    if _finds_range_itself(ranges):
-        constant = bias is None or bias.op == "get_attr"
-        packed = _pack(root, node, weight, getattr(module, bias.target) if bias is not None and constant else None)
-        text = f"torch.ops.quantized.linear_dynamic({names[ranges.args[0]]}{row}, {packed}, False){vector}"
-        return [f"{y} = {text}" if constant else f"{y} = {text} + {names[bias]}"]
-    packed = _pack(root, node, weight, None)
-    lines = [f"{y} = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32({x}{row}, 1.0, {_MIDDLE}, {packed}){vector}"]
-    if not ranges.args[4]:
-        sums = f"w_{node.name}_sums"
-        root.register_buffer(sums, weight.dequantize().double().sum(1).float())
-        lines.append(f"{y} = torch.addcmul({y}, {x}_shift, self.{sums}, value=-1.0)")
-    product = f"torch.addcmul({names[bias]}, {y}, {x}_scale)" if bias is not None else f"{y} * {x}_scale"
-    return [*lines, f"{y} = {product}"]
+def replace_dynamic(module: fx.GraphModule) -> None:
+    """Replace what finds ranges in each call, and what computes with them, by calls of kernels; weights leave the graph packed."""
+    rows: dict[fx.Node, _Rows] = {}
+    for node in [n for n in module.graph.nodes if _is_dynamic(n)]:
+        with module.graph.inserting_before(node):
+            if node.target is quantize_dequantize_dynamic:
+                if not _finds_range_itself(node):
+                    rows[node] = _rows(module.graph.call_function, node)
+                continue
+            new = _recurrent(module, node) if node.target in _RECURRENT else _linear(module, node, rows)
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+    functions = (quantize_dequantize_dynamic, dequantize_per_channel, dequantize_per_tensor)
+    for node in reversed(module.graph.nodes):
+        if not node.users and (node.target in functions or node.op == "get_attr"):
+            module.graph.erase_node(node)
 
 
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
@@ -76,10 +67,20 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 def packed_bytes(module: fx.GraphModule) -> int:
-    """Bytes of the weights of dynamic linears: codes, and one fp32 scale and sum per output."""
-    names = {n.args[0].target for n in module.graph.nodes if is_packed(n)}
+    """Bytes of the weights of dynamic operators in a QDQ graph: codes, and one fp32 scale and sum per output."""
+    names = {n.args[0].target for n in module.graph.nodes if _is_packed(n)}
     weights = {name: getattr(module, name) for name in names}
     return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    return node.target is quantize_dequantize_dynamic or node.target in _RECURRENT or (op_name(node) == "linear" and _reads_dynamic(node))
+
+
+def _is_packed(node: fx.Node) -> bool:
+    """Whether a node dequantizes a weight that only dynamic operators read."""
+    weight = node.target in (dequantize_per_channel, dequantize_per_tensor)
+    return weight and bool(node.users) and all(_is_dynamic(user) for user in node.users)
 
 
 def _reads_dynamic(node: fx.Node) -> bool:
@@ -92,23 +93,53 @@ def _finds_range_itself(ranges: fx.Node) -> bool:
     return not per_token and not symmetric
 
 
-def _rows(node: fx.Node, x: str, y: str) -> list[str]:
-    """`y_scale`, `y_shift` (zero point minus 128) and `y`, what the kernel rounds: x in units of the scale, shifted."""
-    _, per_token, quant_min, quant_max, symmetric = node.args
-    over = "[-1], True" if per_token else f"{list(range(node.meta['val'].dim()))}, True"
-    least = f".clamp_min({_LEAST_SCALE})"
+def _rows(call: Callable[..., fx.Node], node: fx.Node) -> _Rows:
+    x, per_token, quant_min, quant_max, symmetric = node.args
+    over = ([-1] if per_token else [*range(node.meta["val"].dim())], True)
     if symmetric:
-        largest = f"{x}.abs().amax({over})" if per_token else f"(torch.zeros(1) if {x}.numel() == 0 else {x}.abs().amax({over}))"
-        return [f"{y}_scale = ({largest} * {1 / 127}){least}", f"{y} = {x} / {y}_scale"]
-    return [
-        f"{y}_low = {x}.amin({over}).clamp_max(0.0)",
-        f"{y}_scale = (({x}.amax({over}).clamp_min(0.0) - {y}_low) * {1 / (quant_max - quant_min)}){least}",
-        f"{y}_shift = torch.clamp(torch.round({y}_low / {y}_scale).neg(), 0.0, 255.0) - {float(_MIDDLE)}",
-        f"{y} = torch.addcdiv({y}_shift, {x}, {y}_scale)",
-    ]
+        # a zero more changes no maximum, and there is one to be found when there are no rows
+        padded = x if per_token else call(_aten.constant_pad_nd.default, (call(_aten.reshape.default, (x, [-1])), [0, 1]))
+        largest = call(_aten.amax.default, (call(_aten.abs.default, (padded,)), *(over if per_token else ([0], True))))
+        scale = call(_aten.clamp_min.default, (call(_aten.mul.Tensor, (largest, 1 / 127)), _LEAST_SCALE))
+        return _Rows(call(_aten.div.Tensor, (x, scale)), scale, None)
+    low = call(_aten.clamp_max.default, (call(_aten.amin.default, (x, *over)), 0.0))
+    high = call(_aten.clamp_min.default, (call(_aten.amax.default, (x, *over)), 0.0))
+    step = call(_aten.mul.Tensor, (call(_aten.sub.Tensor, (high, low)), 1 / (quant_max - quant_min)))
+    scale = call(_aten.clamp_min.default, (step, _LEAST_SCALE))
+    zero_point = call(_aten.neg.default, (call(_aten.round.default, (call(_aten.div.Tensor, (low, scale)),)),))
+    shift = call(_aten.sub.Tensor, (call(_aten.clamp.default, (zero_point, 0.0, 255.0)), float(_MIDDLE)))
+    return _Rows(call(_aten.addcdiv.default, (shift, x, scale)), scale, shift)
 
 
-def _recurrent(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -> fx.Node:
+    ranges, weight = node.args[0], quantized_weight(module, node.args[1])
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+
+    def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        result = module.graph.call_function(target, args, kwargs)
+        result.meta.update(node.meta)
+        return result
+
+    def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: object) -> fx.Node:
+        if node.meta["val"].dim() > 1:
+            return call(target, x, *args)
+        return call(_aten.squeeze.dim, call(target, call(_aten.unsqueeze.default, x, 0), *args), 0)  # kernels take matrices only
+
+    if _finds_range_itself(ranges):
+        constant = bias is None or bias.op == "get_attr"
+        packed = _pack(module, node, weight, getattr(module, bias.target) if bias is not None and constant else None)
+        y = kernel(_quantized.linear_dynamic.default, ranges.args[0], packed, False)
+        return y if constant else call(_aten.add.Tensor, y, bias)
+    x = rows[ranges]
+    packed = _pack(module, node, weight, None)
+    y = kernel(_quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default, x.values, 1.0, _MIDDLE, packed)
+    if x.shift is not None:
+        sums = _attribute(module, f"{node.name}_sums", weight.dequantize().double().sum(1).float())
+        y = call(_aten.addcmul.default, y, x.shift, sums, value=-1.0)
+    return call(_aten.mul.Tensor, y, x.scale) if bias is None else call(_aten.addcmul.default, bias, y, x.scale)
+
+
+def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     x, hx, params, has_biases, num_layers, bidirectional, batch_first, _, _ = node.args
     each = 4 if has_biases else 2
     cells = []
@@ -116,22 +147,30 @@ def _recurrent(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, nam
         matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
         biases = [getattr(module, p.target) for p in params[i + 2 : i + each]] or [torch.zeros(len(w)) for w in matrices]
         with _fbgemm():
-            packed = [torch.ops.quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
-        cells.append(f"w_{node.name}_{i}")
-        setattr(root, cells[-1], torch.ops.quantized.make_quantized_cell_params_dynamic(*packed, *biases, False))
-    state = f"[{', '.join(names[h] for h in hx)}]" if isinstance(hx, (list, tuple)) else names[hx]
-    arguments = [names[x], state, f"[{', '.join(f'self.{name}' for name in cells)}]", True, num_layers, 0.0, False]
-    arguments += [bidirectional, batch_first]
-    kind = _RECURRENT[node.target]
-    options = ", dtype=torch.qint8, use_dynamic=True" if kind == "lstm" else ""
-    return f"{names[node]} = torch.ops.aten.quantized_{kind}({', '.join(map(str, arguments))}{options})"
+            packed = [_quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
+        cell = _quantized.make_quantized_cell_params_dynamic(*packed, *biases, False)
+        cells.append(_attribute(module, f"{node.name}_{i}", cell))
+    options = (True, num_layers, 0.0, False, bidirectional, batch_first)
+    if _RECURRENT[node.target] == "gru":
+        return module.graph.call_function(_aten.quantized_gru.input, (x, hx, cells, *options))
+    kinds = {"dtype": torch.qint8, "use_dynamic": True}
+    return module.graph.call_function(_aten.quantized_lstm.input, (x, hx, cells, *options), kinds)
 
 
-def _pack(root: torch.nn.Module, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
-    name = f"w_{node.name}"
+def _pack(module: fx.GraphModule, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:
     with _fbgemm():
-        setattr(root, name, torch.ops.quantized.linear_prepack(weight, bias))
-    return f"self.{name}"
+        packed = _quantized.linear_prepack(weight, bias)
+    return _attribute(module, f"{node.name}_packed", packed)
+
+
+def _attribute(module: fx.GraphModule, name: str, value: object) -> fx.Node:
+    while hasattr(module, name):
+        name += "_"
+    if isinstance(value, torch.Tensor):
+        module.register_buffer(name, value)
+    else:
+        setattr(module, name, value)
+    return module.graph.create_node("get_attr", name)  # `get_attr` warns of what is no tensor
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
-from nc.backends import dynamic
+from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
+from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.graph.placement import works_in_place
 
@@ -72,43 +73,43 @@ class Script:
 
     Attributes:
         module: TorchScript module; tensors in, a tuple of outputs back.
-        lines: source line → name of the fx node that it computes.
+        operators: source line → name of the operator that it computes, or a part of it.
         source: the text, for debugging.
     """
 
     module: torch.jit.ScriptModule
-    lines: Mapping[int, str]
+    operators: Mapping[int, str]
     source: str
 
 
 def script(module: fx.GraphModule) -> Script:
-    """Script a flat fx module.
+    """Script a flat fx module, which stays as it is.
 
     Int8 weights become quantized constants, so that nothing keeps a fp32 copy; sizes stay free.
 
     Raises:
         BackendError: TorchScript can't express an operator; names it.
     """
+    module, _ = copy_module(module)
     explicit_clamps(module)
+    replace_dynamic(module)
     # a class of its own: TorchScript shares types between modules with equal attributes, and a type has one forward
     root = type("QuantizedGraph", (torch.nn.Module,), {})()
     names: dict[fx.Node, str] = {}
     inputs: list[str] = []
-    body: list[tuple[str, str]] = []
+    body: list[tuple[fx.Node, str]] = []
     for node in module.graph.nodes:
         names[node] = _identifier(node.name)
         if node.op == "placeholder":
             inputs.append(names[node])
         elif node.op == "get_attr":
             if _is_plain_constant(node):
-                root.register_buffer(f"c_{node.target}", getattr(module, node.target))
+                _set(root, f"c_{node.target}", getattr(module, node.target))
                 names[node] = f"self.c_{node.target}"
         elif node.op == "output":
-            body.append((node.name, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
-        elif dynamic.is_dynamic(node):
-            body += [(node.name, text) for text in dynamic.statements(module, root, node, names)]
-        elif not dynamic.is_packed(node):
-            body.append((node.name, f"{names[node]} = {_call(module, root, node, names)}"))
+            body.append((node, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
+        else:
+            body.append((node, f"{names[node]} = {_call(module, root, node, names)}"))
     head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
     source = "\n".join([head, *(f"    {text}" for _, text in body)]) + "\n"
     scripted = torch.jit.script(root.eval())
@@ -117,7 +118,7 @@ def script(module: fx.GraphModule) -> Script:
     except RuntimeError as error:
         msg = f"TorchScript can't express this graph: {str(error).strip()}"
         raise BackendError(msg) from error
-    return Script(scripted, {i + 2: name for i, (name, _) in enumerate(body)}, source)
+    return Script(scripted, {i + 2: node.meta["operator"] for i, (node, _) in enumerate(body) if "operator" in node.meta}, source)
 
 
 def explicit_clamps(module: fx.GraphModule) -> None:
@@ -140,6 +141,14 @@ def explicit_clamps(module: fx.GraphModule) -> None:
         node.args = (*node.args[:3], *_FULL_RANGES[quant_min < 0])
 
 
+def _set(root: torch.nn.Module, name: str, value: object) -> None:
+    """A constant of the script: a tensor, or a packed weight."""
+    if isinstance(value, torch.Tensor):
+        root.register_buffer(name, value)
+    else:
+        setattr(root, name, value)
+
+
 def _is_plain_constant(node: fx.Node) -> bool:
     """A constant that the script reads as it is; int8 codes and their scales are merged into quantized tensors instead."""
     return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
@@ -156,7 +165,7 @@ def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: M
             return f"{names[source]}.dequantize()"
         attribute = f"c_{source.target}_q{node.args[2]}"
         if not hasattr(root, attribute):
-            root.register_buffer(attribute, dynamic.quantized_weight(module, node))
+            root.register_buffer(attribute, quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"
     arguments = [_text(a, names) for a in node.args]
     if node.target is operator.getitem:

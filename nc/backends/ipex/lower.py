@@ -54,14 +54,12 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         first_run_in_child(frozen, inputs)
     outputs = _warm_up(frozen, inputs)
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs))
-    operators = {n.name: n.meta["operator"] for n in graph.module.graph.nodes if "operator" in n.meta}
-    operator_at = {line: operators[node] for line, node in scripted.lines.items() if node in operators}
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
 
     def report() -> EngineReport:
         executed = executed_graph(run, inputs)
-        return build_report(graph, executed, operator_at, rewrites, sqnr, "ipex", weight_bytes)
+        return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes)
 
     return EngineModel(run=run, report=report, script=frozen)
 

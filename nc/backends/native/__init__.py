@@ -17,10 +17,12 @@ _ACTIVATIONS = ("uint8", "int8")
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
 
 OPS = (
-    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True),
+    OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 #: Without VNNI. Codes of int8 activations are shifted to uint8, so they saturate alike.

@@ -41,15 +41,13 @@ class Region:
 
     Attributes:
         anchor: the linear or convolution.
-        add: the addition behind it, or None.
-        other: what is added.
+        other: what the addition behind it adds, or None.
         activation: applied last.
         nodes: everything from the anchor to the last node, in order.
         codes: scale and zero point of the result where all that reads it reads these codes; None where it is fp32.
     """
 
     anchor: fx.Node
-    add: fx.Node | None
     other: fx.Node | None
     activation: Activation
     nodes: tuple[fx.Node, ...]
@@ -63,21 +61,16 @@ def fuse(module: fx.GraphModule) -> None:
             _replace(module, region_of(node))
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
-    for node in [n for n in module.graph.nodes if n.op == "get_attr" and not n.users]:
-        module.graph.erase_node(node)
-    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
-    for name in [name for name in module._buffers if name not in used]:
-        del module._buffers[name]
 
 
 def region_of(anchor: fx.Node) -> Region:
     """The longest region that a kernel can compute from this operator on."""
     kind = kind_of_node(anchor)
     known = _ACTIVATIONS[kind]
-    nodes, add, other = [anchor], None, None
+    nodes, other = [anchor], None
     user = _only_user(anchor)
     if user is not None and _is_sum(user, anchor) and kind in ("linear", "conv2d"):
-        add, other = user, user.args[1] if user.args[0] is anchor else user.args[0]
+        other = user.args[1] if user.args[0] is anchor else user.args[0]
         nodes.append(user)
         known = frozenset({"relu"})
     activation = Activation()
@@ -89,7 +82,7 @@ def region_of(anchor: fx.Node) -> Region:
     codes = _codes_behind(nodes[-1])
     if other is not None and codes is not None and other.target is not dequantize_per_tensor:
         codes = None  # kernels add codes to codes, and fp32 to fp32
-    return Region(anchor, add, other, activation, tuple(nodes), codes)
+    return Region(anchor, other, activation, tuple(nodes), codes)
 
 
 def activation_of(node: fx.Node) -> Activation | None:

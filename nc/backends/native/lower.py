@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
+from nc.backends.dynamic import packed_bytes, replace_dynamic
 from nc.backends.native.codes import hoist, pool_codes, remaining, unsigned
 from nc.backends.native.fuse import fuse
 from nc.backends.verify import check_option, verify_outputs
@@ -30,14 +31,15 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     check_option("isolate", isolate, ("auto", "always", "never"))
-    bytes_ = sum(t.numel() * t.element_size() for t in graph.module.buffers())
     module, _ = copy_module(graph.module)
+    packed = packed_bytes(module)
+    replace_dynamic(module)
     unsigned(module)
     hoist(module)
     fuse(module)
     pool_codes(module)
     outside = remaining(module)
-    module.graph.lint()
+    _drop_unused(module)
     module.recompile()
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -53,7 +55,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
             ops=tuple(_op_run(d, executed) for d in graph.plan.decisions),
             quantize_outside=outside[0],
             dequantize_outside=outside[1],
-            weight_bytes=bytes_,
+            weight_bytes=packed + sum(t.numel() * t.element_size() for t in module.buffers()),
             sqnr_db=sqnr,
         )
 
@@ -70,5 +72,25 @@ def _op_run(decision: Decision, executed: frozenset[str]) -> OpRun:
 
 def _executed(module: fx.GraphModule) -> frozenset[str]:
     """Names of the operators that the int8 kernels of the graph compute."""
-    kernels = (n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
-    return frozenset(name for node in kernels for name in node.meta["operators"])
+    found: set[str] = set()
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "onednn":
+            found.update(node.meta["operators"])
+        elif _is_dynamic_kernel(node):
+            found.add(node.meta["operator"])
+    return frozenset(found)
+
+
+def _is_dynamic_kernel(node: fx.Node) -> bool:
+    """Whether a node is what `replace_dynamic` makes of a dynamic operator."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.startswith(("quantized::linear", "aten::quantized_"))
+
+
+def _drop_unused(module: fx.GraphModule) -> None:
+    """Constants that nothing reads any more: codes of packed weights."""
+    for node in [n for n in module.graph.nodes if n.op == "get_attr" and not n.users]:
+        module.graph.erase_node(node)
+    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
+    for name in [name for name in module._buffers if name not in used]:
+        del module._buffers[name]
