@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nc.backends import choose_backend, cpu
+from nc.backends import choose_backend, cpu, why_chosen
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, StateError, UnsupportedError
 from nc.graph import store
@@ -66,7 +66,7 @@ def load(
         original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
-        backend: the engine to run on: "auto", "ipex", "reference" or a registered one.
+        backend: the engine to run on: "auto", "ipex", "native", "reference" or a registered one.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
             "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
@@ -92,7 +92,7 @@ def load(
     del stored  # it holds the weights once more
     if engine.name != REFERENCE:
         _check_sums(graph, engine.capabilities())
-    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
+    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name, why_chosen(backend, engine.name))
 
 
 def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:

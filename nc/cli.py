@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -90,7 +91,7 @@ def main() -> None:
 @click.option("--calib", type=_FILE, required=True, help="Calibration data: .npz, one array per argument of forward.")
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
 @click.option("--config", type=_FILE, help="A configuration as to_json_file writes it (default: the default static config).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex or reference.")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(
     "--example",
@@ -240,7 +241,7 @@ def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex or reference.")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
 @_command
 def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     """Time the artefact in DIR on the example inputs in it.
@@ -286,7 +287,7 @@ def doctor(folder: Path | None) -> None:
 
     With DIR, also whether this CPU has the features that the artefact in it relies on.
     """
-    from nc.backends import available_backends, choose_backend
+    from nc.backends import available_backends, choose_backend, why_chosen
     from nc.errors import BackendUnavailableError
 
     console = _console()
@@ -298,13 +299,14 @@ def doctor(folder: Path | None) -> None:
 
     table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
     for name, why in available_backends().items():
-        table.add_row(name, "no" if why else "yes", why or _remark(name))
+        table.add_row(name, "no" if why else "yes", escape(why or _remark(name)))
     console.print(table)
     console.print()
 
     healthy = True
     try:
-        click.echo(f'backend="auto" picks {choose_backend("auto").name}.')
+        chosen = choose_backend("auto").name
+        click.echo(f'backend="auto" picks {chosen}. {why_chosen("auto", chosen)}')
     except BackendUnavailableError as error:
         healthy = False
         click.echo(f'backend="auto" picks nothing. {error}')
@@ -337,7 +339,7 @@ def _remark(backend: str) -> str:
 
     if backend == "reference":
         return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
-    if backend == "ipex" and not cpu.accumulates_wide():
+    if backend in ("ipex", "native") and not cpu.accumulates_wide():
         return "this CPU has neither VNNI nor AMX: pairs of weights give way where their 16-bit sums would saturate"
     return ""
 

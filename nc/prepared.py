@@ -39,6 +39,7 @@ class PreparedModel(torch.nn.Module):
         graph: the captured model.
         plan: the decisions; `print(prepared.plan)` shows them.
         backend: name of the backend that `convert` will use by default.
+        chosen: why "auto" took it; "" when it was asked for.
         quant_config: the configuration.
     """
 
@@ -51,6 +52,7 @@ class PreparedModel(torch.nn.Module):
         quant_config: AnyConfig,
         *,
         changes: Sequence[str] = (),
+        chosen: str = "",
     ) -> None:
         super().__init__()
         _check_weights(graph, plan)
@@ -58,6 +60,7 @@ class PreparedModel(torch.nn.Module):
         self.plan = plan
         self.capabilities = capabilities
         self.backend = backend
+        self.chosen = chosen
         self.quant_config = quant_config
         self._post = outer_field(quant_config, "post")
         self._changes = tuple(changes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nc.backends import choose_backend, get_backend
+from nc.backends import choose_backend, get_backend, why_chosen
 from nc.backends.base import Backend
 from nc.config import AnyConfig, config_from, outer_field
 from nc.errors import ConfigError, InputError, NCWarning, StateError
@@ -41,7 +41,7 @@ def prepare(
         inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
             afterwards would then change the prepared model too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: the engine to plan for: "auto", "ipex", "reference" or a registered one.
+        backend: the engine to plan for: "auto", "ipex", "native", "reference" or a registered one.
         dynamic_shapes: as for `torch.export.export`, by argument name; None frees every dimension that the model leaves free, but not
             height and width of images for models with tokens (layer norm, attention, embeddings).
         strict: a rule whose name matches nothing raises; False makes it a warning.
@@ -67,7 +67,8 @@ def prepare(
     changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes)
+    chosen = why_chosen(backend, engine.name)
+    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes, chosen=chosen)
 
 
 def convert(
@@ -108,7 +109,8 @@ def convert(
     engine = choose_backend(backend) if backend is not None else get_backend(model.backend)
     engine.start()
     graph = model.quantized_graph(engine.capabilities())
-    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name)
+    chosen = model.chosen if backend is None else why_chosen(backend, engine.name)
+    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name, chosen)
 
 
 def quantize(

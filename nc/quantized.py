@@ -34,13 +34,15 @@ class QuantizedModel(torch.nn.Module):
         graph: the QDQ graph that was lowered.
         engine: the lowered model.
         backend: name of the backend.
+        chosen: why "auto" took it; "" when it was asked for.
     """
 
-    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str) -> None:
+    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "") -> None:
         super().__init__()
         self.graph = graph
         self.engine = engine
         self.backend = backend
+        self.chosen = chosen
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +56,7 @@ class QuantizedModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         """A model of its own around the same engine: nothing in that ever changes."""
-        return QuantizedModel(self.graph, self.engine, self.backend)
+        return QuantizedModel(self.graph, self.engine, self.backend, self.chosen)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stays in eval mode: there is nothing to train."""
@@ -62,7 +64,7 @@ class QuantizedModel(torch.nn.Module):
 
     def report(self) -> Report:
         """What really runs, operator by operator, read from the engine; `print` shows a table."""
-        return build(self.graph, self.engine.report())
+        return build(self.graph, self.engine.report(), self.chosen)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
         """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back.

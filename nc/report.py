@@ -38,6 +38,7 @@ class Report:
 
     Attributes:
         backend: name of the engine.
+        chosen: why "auto" took it; "" when it was asked for.
         ops: one entry per operator, in execution order.
         groups: fused int8 groups, None where the engine has no such thing.
         quantize_outside: quantize nodes that run on their own.
@@ -55,6 +56,7 @@ class Report:
     """
 
     backend: str
+    chosen: str
     ops: tuple[OpReport, ...]
     groups: int | None
     quantize_outside: int
@@ -92,6 +94,8 @@ class Report:
     def summary(self) -> str:
         """A few lines: the numbers without the operators."""
         lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
+        if self.chosen:
+            lines.append(self.chosen)
         if self.groups is not None:
             lines.append(
                 f"{self.groups} fused int8 groups; outside them {self.quantize_outside} quantize and "
@@ -126,7 +130,7 @@ class Report:
         return f"{format_table(rows)}\n\n{self.summary()}"
 
 
-def build(graph: QDQGraph, engine: EngineReport) -> Report:
+def build(graph: QDQGraph, engine: EngineReport, chosen: str = "") -> Report:
     """Put the plan and the engine's own account side by side."""
     runs = {run.operator: run for run in engine.ops}
     ops = []
@@ -138,6 +142,7 @@ def build(graph: QDQGraph, engine: EngineReport) -> Report:
         ops.append(OpReport(operator=decision.operator, kind=decision.kind, asked=asked, ran=ran, rule=decision.rule, reason=reason))
     return Report(
         backend=engine.backend,
+        chosen=chosen,
         ops=tuple(ops),
         groups=engine.groups,
         quantize_outside=engine.quantize_outside,

@@ -66,9 +66,9 @@ INSIDE = {
     ),
     "nc.backends": (
         ("nc.backends.base", "nc.backends.cpu", "nc.backends.dynamic", "nc.backends.verify"),
-        ("nc.backends.reference", "nc.backends.torchscript"),
+        ("nc.backends.reference", "nc.backends.table", "nc.backends.torchscript"),
         ("nc.backends",),
-        ("nc.backends.native.codes", "nc.backends.native.fuse"),
+        ("nc.backends.native.attention", "nc.backends.native.codes", "nc.backends.native.fuse"),
         ("nc.backends.native.lower",),
         ("nc.backends.native",),
         (

@@ -38,8 +38,7 @@ class Case:
 
 def vision(name, **options):
     def build():
-        import torchvision
-
+        torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed: its models can't be tested")
         return settle(getattr(torchvision.models, name)(**options))
 
     return build

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from nc import BackendUnavailableError, StaticQuantConfig, UnsupportedError, VerificationError, available_backends, load
 from nc.backends import cpu
 from nc.backends.native import fuse, lower
+from nc.graph.catalogue import op_name
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 
@@ -43,6 +44,69 @@ def kernels(monkeypatch, model, inputs, config=None):
 
     monkeypatch.setattr(lower, "fuse", spy)
     return quantized(model.eval(), inputs, config, "native"), found
+
+
+def test_codes_that_nobody_needs_any_more_are_added_to_without_a_copy(monkeypatch):
+    """In a chain of residual blocks each block's input is read last by the block's own sum."""
+
+    def forward(self, x):
+        y = F.relu(self.stem(x))
+        for first, second in self.blocks:
+            y = F.relu(second(F.relu(first(y))) + y)
+        return self.head(y)
+
+    convolutions = nn.ModuleList(nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)) for _ in range(3))
+    model = Function(forward, stem=nn.Conv2d(3, 8, 3, padding=1), blocks=convolutions, head=nn.Conv2d(8, 4, 1))
+    keeps, real = [], fuse.writable
+    monkeypatch.setattr(fuse, "writable", lambda x, format_, keep: (keeps.append(keep), real(x, format_, keep))[1])
+    x = torch.randn(2, 3, 8, 8)
+    q, _ = kernels(monkeypatch, model, x)
+    assert keeps == [False] * 3
+    for shape in ((2, 3, 8, 8), (1, 3, 1, 1), (3, 3, 5, 7)):
+        x = torch.randn(shape)
+        assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+@pytest.mark.parametrize("bias", [None, "mask", "mask and position"])
+@pytest.mark.parametrize("scale", ["div", "mul", "none"])
+def test_attention_is_one_call(bias, scale):
+    def forward(self, x, mask):
+        q, k, v = (self.linears[i](x).unflatten(-1, (4, 8)).transpose(1, 2) for i in range(3))
+        scores = q @ k.transpose(-1, -2)
+        scores = scores / 3.0 if scale == "div" else scores * 0.25 if scale == "mul" else scores
+        if bias is not None:
+            scores = scores + mask[:, None, None]
+        if bias == "mask and position":
+            scores = self.position + scores
+        return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    model = Function(forward, linears=nn.ModuleList(nn.Linear(32, 32) for _ in range(4)))
+    model.register_buffer("position", torch.randn(4, 5, 5))
+    mask = torch.zeros(3, 5)
+    mask[1, 3:] = torch.finfo(torch.float32).min
+    q = quantized(model.eval(), (torch.randn(3, 5, 32), mask), None, "native")
+    assert names_of(q).count("scaled_dot_product_attention") == 1
+    assert not {"softmax", "matmul"} & set(names_of(q))
+    x = torch.randn(2, 5, 32)
+    assert worst_db([q.reference(x, mask[:2])], [q(x, mask[:2])]) > 60
+
+
+def test_scores_that_the_model_returns_are_computed():
+    def forward(self, x):
+        y = self.a(x)
+        weights = (y @ y.transpose(-1, -2)).softmax(-1)
+        return weights @ y, weights
+
+    x = torch.randn(2, 3, 5, 16)
+    q = quantized(Function(forward, a=nn.Linear(16, 16)).eval(), x, None, "native")
+    assert "scaled_dot_product_attention" not in names_of(q)
+    assert worst_db(q.reference(x), q(x)) > 60
+
+
+def names_of(q):
+    """Names of the operators that the lowered graph calls."""
+    (module,) = [c.cell_contents for c in q.engine.run.__closure__ if isinstance(c.cell_contents, torch.fx.GraphModule)]
+    return [op_name(n) for n in module.graph.nodes]
 
 
 ACTIVATIONS = [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid, lambda x: x.clamp(-1, 1)]

@@ -6,9 +6,9 @@ from nc.backends.base import Backend, check_available
 from nc.backends.reference import ReferenceBackend
 from nc.errors import BackendUnavailableError, ConfigError, UnknownBackendError
 
-#: "auto" takes neither the reference, which computes in fp32, nor the native one, which has no dynamic kernels yet, unasked.
 BUILT_IN = ("ipex", "native", "reference")
-AUTO = ("ipex",)
+#: What "auto" tries, in this order; not the reference, which computes in fp32.
+AUTO = ("ipex", "native")
 
 _REGISTERED: dict[str, Backend] = {}
 
@@ -73,16 +73,26 @@ def choose_backend(name: str = "auto") -> Backend:
         backend = get_backend(name)
         check_available(backend)
         return backend
-    reasons = []
     for candidate in (*AUTO, *_REGISTERED):
         backend = get_backend(candidate)
-        why = backend.why_unavailable()
-        if not why:
+        if not backend.why_unavailable():
             return backend
-        reasons.append(f"{candidate}: {why}")
     msg = (
         "No int8 engine can run here. "
-        + " ".join(reasons)
+        + _why_not((*AUTO, *_REGISTERED))
         + ' To compute the quantized model without an engine, slowly and in fp32, say backend="reference".'
     )
     raise BackendUnavailableError(msg)
+
+
+def why_chosen(name: str, chosen: str) -> str:
+    """Why `choose_backend(name)` takes the backend called `chosen`: what comes before it can't run here; "" when it was asked for."""
+    if name != "auto":
+        return ""
+    candidates = (*AUTO, *_REGISTERED)
+    before = candidates[: candidates.index(chosen)]
+    return f'"auto" takes the first of {", ".join(candidates)} that can run here' + (f"; {_why_not(before)}" if before else "")
+
+
+def _why_not(names: tuple[str, ...]) -> str:
+    return " ".join(f"{name}: {get_backend(name).why_unavailable()}" for name in names)

@@ -18,6 +18,11 @@ from nc.errors import InputError
 Dim = int | str
 
 
+def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """What a structure holds; torch renamed it after 2.8."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of the model's `forward`.
@@ -136,7 +141,7 @@ class Signature:
         return [p.name for p in self.parameters if p.captured]
 
     def _explain_structure(self, values: dict[str, Any]) -> None:
-        expected = dict(zip(self.in_spec.context, self.in_spec.children_specs, strict=True))
+        expected = dict(zip(self.in_spec.context, children(self.in_spec), strict=True))
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:

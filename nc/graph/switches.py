@@ -120,8 +120,11 @@ def _broadcast_masks() -> Iterator[None]:
 
         return mask
 
-    masks._vmap_for_bhqkv = broadcast
+    # makes indexing something that vmap understands: torch 2.13 exports that as a control-flow operator
+    indexing = getattr(masks, "TransformGetItemToIndex", contextlib.nullcontext)
+    masks._vmap_for_bhqkv, masks.TransformGetItemToIndex = broadcast, contextlib.nullcontext
     try:
         yield
     finally:
+        masks.TransformGetItemToIndex = indexing
         masks._vmap_for_bhqkv = original

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph import values
+from nc.graph.signature import children
 
 _LEAF = "*"
 _PLAIN: dict[str, type] = {"tuple": tuple, "list": list}
@@ -96,7 +97,7 @@ def encode(spec: pytree.TreeSpec, where: str) -> values.Json:
     if spec.is_leaf():
         return _LEAF
     cls, context = spec.type, spec.context
-    items = [encode(child, where) for child in spec.children_specs]
+    items = [encode(child, where) for child in children(spec)]
     for name, plain in _PLAIN.items():
         if cls is plain:
             return {"type": name, "items": items}

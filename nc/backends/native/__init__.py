@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from nc.backends import cpu
 from nc.backends.base import EngineModel, check_available
 from nc.backends.native import lower
 from nc.graph.qdq import QDQGraph
+from nc.process import LOCK
 from nc.spec import Capabilities, OpSupport
 
 NAME = "native"
@@ -21,8 +23,8 @@ OPS = (
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True),
-    OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True),
+    OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
+    OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 #: Without VNNI. Codes of int8 activations are shifted to uint8, so they saturate alike.
@@ -54,12 +56,15 @@ class NativeBackend:
         )
 
     def start(self) -> None:
-        """Nothing to import.
+        """Nothing to import; torch 2.13 announces, at the first tensor with codes, that these will go, which users can do nothing about.
 
         Raises:
             BackendUnavailableError: it can't run here.
         """
         check_available(self)
+        with LOCK, warnings.catch_warnings():  # torch says it once per process
+            warnings.simplefilter("ignore")
+            torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """See `lower.lower`; raises BackendUnavailableError when it can't run here."""

@@ -221,12 +221,26 @@ def _added(module: fx.GraphModule, region: Region) -> tuple[fx.Node, float, int]
         other, scale, zero_point = other.args
     if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
         return module.graph.call_method("contiguous", (other,)), scale, zero_point
-    return module.graph.call_function(writable, (other, not is_linear)), scale, zero_point
+    format_ = torch.contiguous_format if is_linear else torch.channels_last
+    keep = region.codes is None or not _is_free(other, region)
+    return module.graph.call_function(writable, (other, format_, keep)), scale, zero_point
 
 
-def writable(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """A copy for a kernel that adds to it in place."""
-    return x.clone(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+def _is_free(codes: fx.Node, region: Region) -> bool:
+    """Whether nothing needs the codes that a region adds once it has run: a kernel made them, and only kernels in front of it read them."""
+    before = [user for user in codes.users if user is not region.other and user.users]
+    own = is_kernel(codes) and len(region.other.users) == 1
+    return own and all(is_kernel(user) and user < region.nodes[-1] for user in before)
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node calls a kernel of oneDNN."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "onednn"
+
+
+def writable(x: torch.Tensor, memory_format: torch.memory_format, keep: bool) -> torch.Tensor:
+    """What a kernel may add to in place: a copy, or `x` itself where it need not be kept."""
+    return x.clone(memory_format=memory_format) if keep else x.contiguous(memory_format=memory_format)
 
 
 def _weight(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,9 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes, replace_dynamic
+from nc.backends.native.attention import recompose
 from nc.backends.native.codes import hoist, pool_codes, remaining, unsigned
-from nc.backends.native.fuse import fuse
+from nc.backends.native.fuse import fuse, is_kernel
 from nc.backends.verify import check_option, verify_outputs
 from nc.graph.copying import copy_module
 from nc.graph.qdq import QDQGraph
@@ -34,6 +35,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     module, _ = copy_module(graph.module)
     packed = packed_bytes(module)
     replace_dynamic(module)
+    recompose(module)
     unsigned(module)
     hoist(module)
     fuse(module)
@@ -74,7 +76,7 @@ def _executed(module: fx.GraphModule) -> frozenset[str]:
     """Names of the operators that the int8 kernels of the graph compute."""
     found: set[str] = set()
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "onednn":
+        if is_kernel(node):
             found.update(node.meta["operators"])
         elif _is_dynamic_kernel(node):
             found.add(node.meta["operator"])

@@ -1,0 +1,107 @@
+"""Attention whose products stay fp32 → `scaled_dot_product_attention`, which never writes the scores to memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.placement import works_in_place
+
+_aten = torch.ops.aten
+_PRODUCTS = ("matmul", "bmm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """`softmax(factor * query @ key.T + biases) @ value`.
+
+    Attributes:
+        query: fp32, [batch, heads, rows, size].
+        key: fp32, [batch, heads, columns, size].
+        value: fp32, [batch, heads, columns, size].
+        factor: what the scores are multiplied by.
+        biases: what is added to them.
+        inner: what becomes superfluous, from the softmax back to the first product.
+    """
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    factor: float
+    biases: tuple[fx.Node, ...]
+    inner: tuple[fx.Node, ...]
+
+
+def recompose(module: fx.GraphModule) -> None:
+    """Replace every attention of four dimensions by one call.
+
+    Not where operators work in place: there a value depends on when it is read.
+    """
+    if works_in_place(module):
+        return
+    for node in list(module.graph.nodes):
+        found = attention_of(node)
+        if found is None:
+            continue
+        with module.graph.inserting_before(node):
+            bias = None
+            for term in found.biases:
+                bias = term if bias is None else module.graph.call_function(_aten.add.Tensor, (bias, term))
+            arguments = (found.query, found.key, found.value, bias)
+            call = module.graph.call_function(_aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
+        call.meta.update(node.meta)
+        node.replace_all_uses_with(call)
+        for old in (node, *found.inner):
+            module.graph.erase_node(old)
+
+
+def attention_of(node: fx.Node) -> Attention | None:
+    """The attention whose last product a node is; None when it is none, or something else reads its scores."""
+    if op_name(node) not in _PRODUCTS or not _is_4d(node) or not _is_own(node.args[0], "softmax"):
+        return None
+    softmax, value = node.args
+    options = schema_arguments(softmax)
+    if options["dim"] not in (-1, 3) or options.get("dtype") not in (None, torch.float32):
+        return None
+    factor, biases, inner, scores = 1.0, [], [softmax], softmax.args[0]
+    while _is_own(scores, "add", "mul", "div"):
+        inner.append(scores)
+        left, right = scores.args[:2]
+        if op_name(scores) != "add":
+            if not isinstance(right, (int, float)):
+                return None
+            factor = factor * right if op_name(scores) == "mul" else factor / right
+            scores = left
+        elif factor != 1.0 or scores.kwargs.get("alpha", 1) != 1:
+            return None  # the factor would hold for the bias too
+        else:
+            scores, bias = (left, right) if _holds_product(left) else (right, left)
+            biases.append(bias)
+    if not _is_own(scores, *_PRODUCTS) or not _is_4d(scores) or not all(isinstance(bias, fx.Node) for bias in biases):
+        return None
+    query, key = scores.args
+    if op_name(key) != "transpose" or {dim % 4 for dim in key.args[1:]} != {2, 3}:
+        return None
+    inner += [scores, key] if len(key.users) == 1 else [scores]
+    return Attention(query, key.args[0], value, factor, tuple(biases), tuple(inner))
+
+
+def _holds_product(node: object) -> bool:
+    """Whether a side of an addition leads back to the scores rather than to a mask."""
+    while _is_own(node, "add", "mul", "div"):
+        if op_name(node) == "add":
+            return any(_holds_product(side) for side in node.args[:2])
+        node = node.args[0]
+    return _is_own(node, *_PRODUCTS)
+
+
+def _is_own(node: object, *names: str) -> bool:
+    """Whether a node is one of these operators, and only one other reads it."""
+    return isinstance(node, fx.Node) and op_name(node) in names and len(node.users) == 1
+
+
+def _is_4d(node: fx.Node) -> bool:
+    return node.meta["val"].dim() == 4

@@ -1,0 +1,35 @@
+"""Operators × backends × dtypes as a Markdown table, from the backends' own capability data: docs/backends.md holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nc.backends.base import Backend
+from nc.keys import KIND_NAMES
+from nc.spec import OpSupport
+
+
+def support_table(backends: Sequence[Backend]) -> str:
+    """One row per operator that some backend computes in integers, one column per backend; limits as numbered notes below."""
+    capabilities = [backend.capabilities() for backend in backends]
+    notes: list[str] = []
+    lines = ["| operator | " + " | ".join(f"`{c.backend}`" for c in capabilities) + " |", "|---" * (len(capabilities) + 1) + "|"]
+    for kind, names in KIND_NAMES.items():
+        cells = [_cell(c.row(kind), notes) for c in capabilities]
+        lines.append(f"| {names[0]} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))])
+
+
+def _cell(row: OpSupport | None, notes: list[str]) -> str:
+    if row is None:
+        return "fp32"
+    parts = []
+    if row.activations:
+        parts.append(f"static {', '.join(row.activations)}")
+    if row.dynamic:
+        parts.append(f"dynamic {', '.join(row.dynamic)}".replace("_", " "))
+    if row.weights:
+        parts.append(f"weights {', '.join(row.weights)}")
+    if row.note and row.note not in notes:
+        notes.append(row.note)
+    return "; ".join(parts) + (f" ({notes.index(row.note) + 1})" if row.note else "")
