@@ -65,8 +65,10 @@ INSIDE = {
         ("nc.observers",),
     ),
     "nc.backends": (
-        ("nc.backends.base", "nc.backends.cpu", "nc.backends.dynamic", "nc.backends.verify"),
-        ("nc.backends.reference", "nc.backends.torchscript"),
+        ("nc.backends.cpu", "nc.backends.dynamic", "nc.backends.spawn", "nc.backends.verbose", "nc.backends.verify"),
+        ("nc.backends.profile",),
+        ("nc.backends.base", "nc.backends.nodes"),
+        ("nc.backends.profiling", "nc.backends.reference", "nc.backends.torchscript"),
         ("nc.backends",),
         ("nc.backends.native.codes", "nc.backends.native.fuse"),
         ("nc.backends.native.lower",),
