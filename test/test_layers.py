@@ -82,7 +82,7 @@ INSIDE = {
             "nc.backends.ipex.proof",
             "nc.backends.ipex.familiar",
         ),
-        ("nc.backends.ipex.child", "nc.backends.ipex.isolate"),
+        ("nc.backends.ipex.child", "nc.backends.ipex.isolate", "nc.backends.ipex.timing"),
         ("nc.backends.ipex.lower",),
         ("nc.backends.ipex",),
     ),
