@@ -1,5 +1,6 @@
 """Which kernels ran, and for how long: the stream of oneDNN, the shares, and the process that measures."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -135,30 +136,39 @@ def test_a_profile_survives_json():
 
 
 @pytest.fixture
-def nothing_left(tmp_path, monkeypatch, capfd):
-    """Working and temporary directory, which a profile leaves empty; and it prints nothing."""
-    work, temporary = tmp_path / "work", tmp_path / "temporary"
-    work.mkdir()
-    temporary.mkdir()
-    monkeypatch.chdir(work)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    capfd.readouterr()
-    yield
-    assert list(work.iterdir()) == list(temporary.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
+def leaves_nothing(tmp_path, monkeypatch, capfd):
+    """A block inside leaves the working and the temporary directory empty, of this process and its children, and prints nothing."""
+
+    @contextlib.contextmanager
+    def block():
+        folders = [tmp_path / "work", tmp_path / "temporary"]
+        for folder in folders:
+            folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.chdir(folders[0])
+            patch.setattr(tempfile, "tempdir", str(folders[1]))
+            patch.setenv("TMPDIR", str(folders[1]))
+            capfd.readouterr()
+            yield
+        assert [[*folder.iterdir()] for folder in folders] == [[], []]
+        assert capfd.readouterr() == ("", "")
+
+    return block
 
 
-def test_the_stream_goes_nowhere_else(nothing_left):
-    with verbose.captured() as lines:
+def test_the_stream_goes_nowhere_else(leaves_nothing):
+    with leaves_nothing(), verbose.captured() as lines:
         convolve()
     assert lines
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", [ResidualCNN, MLP])
-def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, nothing_left):
+def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leaves_nothing):
     x = torch.randn_like(IMAGE if model is ResidualCNN else ROWS)
-    report = quantized(model(), x, backend=backend).report(profile_inputs=x)
+    q = quantized(model(), x, backend=backend)
+    with leaves_nothing():
+        report = q.report(profile_inputs=x)
     kernels = {name: k for step in report.profile.steps for name in step.operators for k in step.kernels if k.computes_on_codes}
     weighted = [op for op in report.ops if op.kind in ("conv2d", "linear")]
     assert len(weighted) == (4 if model is ResidualCNN else 2)
@@ -276,18 +286,18 @@ def test_a_registered_backend_is_profiled_where_it_can_be_imported(monkeypatch, 
 @pytest.mark.parametrize(
     ("code", "text"), [(-11, "crashed .signal 11."), (1, "failed: RuntimeError: no"), (0, "failed: it ended without a result")]
 )
-def test_a_child_that_ends_badly(code, text, monkeypatch, simulated, nothing_left):
+def test_a_child_that_ends_badly(code, text, monkeypatch, simulated, leaves_nothing):
     done = subprocess.CompletedProcess([], code, stdout="", stderr="Traceback\nRuntimeError: no\n" if code == 1 else "")
     monkeypatch.setattr(profiling, "run_module", lambda *_, **__: done)
-    with pytest.raises(BackendError, match=text):
+    with leaves_nothing(), pytest.raises(BackendError, match=text):
         simulated.report(profile_inputs=ROWS)
 
 
-def test_a_child_that_does_not_end(simulated, nothing_left):
-    with pytest.raises(BackendError, match="did not end within 0 s"):
+def test_a_child_that_does_not_end(simulated, leaves_nothing):
+    with leaves_nothing(), pytest.raises(BackendError, match="did not end within 0 s"):
         profiling.profile_in_child(simulated.graph, ReferenceBackend(), [ROWS], time_limit_s=0.01)
 
 
-def test_the_child_says_what_is_wrong(simulated, nothing_left):
-    with pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"):
+def test_the_child_says_what_is_wrong(simulated, leaves_nothing):
+    with leaves_nothing(), pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"):
         profiling.profile_in_child(simulated.graph, ReferenceBackend(), [torch.zeros(4, 3)])

@@ -62,7 +62,7 @@ def profile_in_child(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.T
                 str(os.getpid()),
                 folder=directory,
                 time_limit_s=time_limit_s,
-                environment=dict([TIMESTAMPS]),
+                environment={**dict([TIMESTAMPS]), "TMPDIR": directory},  # what torch writes there goes with it
             )
         except subprocess.TimeoutExpired as error:
             msg = f"Profiling backend {backend.name!r} did not end within {time_limit_s:.0f} s. Profile smaller inputs."
