@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,13 @@ def test_marks_stand_in_order_with_what_onednn_prints():
     found = parse(lines)
     assert [entry for entry in found if isinstance(entry, int)] == [7, 8]
     assert "convolution" in [k.primitive for k in found[1 : found.index(8)]]
+
+
+def test_the_standard_output_comes_back(capfd):
+    with verbose.captured() as lines:
+        os.write(1, b"inside")
+    os.write(1, b"after")
+    assert (lines, capfd.readouterr().out) == (["inside"], "after")
 
 
 # ---- the shares ----
