@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nc.backends import get_backend
 from nc.backends.base import EngineModel
+from nc.backends.profiling import profile_in_child
+from nc.errors import InputError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.store import write
 from nc.report import Report, build
@@ -62,9 +66,27 @@ class QuantizedModel(torch.nn.Module):
         """Stays in eval mode: there is nothing to train."""
         return super().train(False)
 
-    def report(self) -> Report:
-        """What really runs, operator by operator, read from the engine; `print` shows a table."""
-        return build(self.graph, self.engine.report(), self.chosen)
+    def report(self, profile_inputs: Any = None) -> Report:
+        """What really runs, operator by operator, read from the engine; `print` shows a table.
+
+        Args:
+            profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords) to time the engine on, in a process of its own: the
+                report then names the kernel of each operator and its share of the time.
+
+        Raises:
+            InputError: the inputs do not fit what was captured.
+            UnsupportedError: the backend can't be profiled.
+            ArtefactError: the model holds something that an artefact, which takes it to that process, can't.
+            BackendError: that process failed.
+        """
+        if profile_inputs is None:
+            return build(self.graph, self.engine.report(), self.chosen)
+        inputs = self.graph.signature.bind(*as_call(profile_inputs))
+        if self.engine.profile is None:
+            msg = f"Backend {self.backend!r} can't be profiled: its engine models have no `profile` (nc.backends.base.EngineModel)."
+            raise UnsupportedError(msg)
+        profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
+        return build(self.graph, self.engine.report(), self.chosen, profile)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
         """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back.
@@ -79,3 +101,19 @@ class QuantizedModel(torch.nn.Module):
     def reference(self) -> ReferenceModule:
         """The QDQ graph as a plain module: what every engine is checked against."""
         return ReferenceModule(self.graph)
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of inputs given as one value.
+
+    Raises:
+        InputError: it is neither a tensor, a tuple, a list nor a dict.
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    msg = f"Expected profile_inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
+    raise InputError(msg)

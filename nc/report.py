@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport
+from nc.backends.profile import Profile
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
 
@@ -22,6 +23,8 @@ class OpReport:
         ran: "int8" or "fp32", from what the engine executes.
         rule: the rule that decided what was asked.
         reason: why it is fp32, or what was rewritten; "" when there is nothing to say.
+        kernel: the kernel that computed it; "" when nothing was profiled, or nothing that was timed computes it.
+        share: its part of the profiled time, from 0 to 1; None when it has no kernel of its own, or nothing was profiled.
     """
 
     operator: str
@@ -30,6 +33,8 @@ class OpReport:
     ran: str
     rule: str
     reason: str
+    kernel: str = ""
+    share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +58,7 @@ class Report:
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the numbers rely on.
         details: what else the backend had to say.
+        profile: every call that the engine makes, with its kernels and its time; None when nothing was profiled.
     """
 
     backend: str
@@ -71,6 +77,7 @@ class Report:
     rewrites: tuple[str, ...]
     isa: tuple[str, ...]
     details: Mapping[str, Any]
+    profile: Profile | None = None
 
     @property
     def asked_int8(self) -> int:
@@ -113,6 +120,8 @@ class Report:
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         lines += [f"{key}: {value}" for key, value in self.details.items()]
+        if self.profile is not None:
+            lines.append(self.profile.summary())
         return "\n".join(lines)
 
     def _health(self) -> list[str]:
@@ -125,21 +134,36 @@ class Report:
 
     def __str__(self) -> str:
         """All operators as a table, then the summary."""
-        rows = [("operator", "type", "asked", "ran", "why")]
-        rows += [(op.operator, op.kind, op.asked, op.ran, op.reason) for op in self.ops]
+        head = ("operator", "type", "asked", "ran", "share", "kernel", "why")
+        rows = [head] + [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
+        if self.profile is None:
+            rows = [(*row[:4], row[-1]) for row in rows]
         return f"{format_table(rows)}\n\n{self.summary()}"
 
 
-def build(graph: QDQGraph, engine: EngineReport, chosen: str = "") -> Report:
-    """Put the plan and the engine's own account side by side."""
+def build(graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None) -> Report:
+    """Put the plan, the engine's own account and what was measured side by side."""
     runs = {run.operator: run for run in engine.ops}
+    kernels = profile.kernels() if profile is not None else {}
     ops = []
     for decision in graph.plan.decisions:
         run = runs.get(decision.operator)
         asked = "int8" if decision.spec.quantized or decision.operator in graph.notes else "fp32"
         reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
         ran = run.ran if run else "unknown"
-        ops.append(OpReport(operator=decision.operator, kind=decision.kind, asked=asked, ran=ran, rule=decision.rule, reason=reason))
+        kernel, share = kernels.get(decision.operator, ("", None))
+        ops.append(
+            OpReport(
+                operator=decision.operator,
+                kind=decision.kind,
+                asked=asked,
+                ran=ran,
+                rule=decision.rule,
+                reason=reason,
+                kernel=kernel,
+                share=share,
+            )
+        )
     return Report(
         backend=engine.backend,
         chosen=chosen,
@@ -157,4 +181,9 @@ def build(graph: QDQGraph, engine: EngineReport, chosen: str = "") -> Report:
         rewrites=engine.rewrites,
         isa=graph.plan.isa,
         details=engine.details,
+        profile=profile,
     )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

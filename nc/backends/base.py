@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nc.backends.profile import Profile
 from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
@@ -66,11 +67,14 @@ class EngineModel:
         run: flat input tensors → flat outputs; safe to call from several threads.
         report: builds the proof of what runs.
         script: the TorchScript module, where the engine has one.
+        profile: flat input tensors → the kernels that run and their times. It takes over the standard output of the process, so it is
+            called in one of its own, on a model lowered there; None: the engine can't be profiled.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
     report: Callable[[], EngineReport]
     script: torch.jit.ScriptModule | None = None
+    profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
 
 
 class Backend(Protocol):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
+from nc.backends.nodes import profile_nodes
 from nc.graph.catalogue import RECURRENT, WEIGHTED
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
 from nc.keys import KIND_NAMES
 from nc.spec import Capabilities, OpSupport
 
 NAME = "reference"
+_CONVERTERS = frozenset({quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, quantize_dequantize_dynamic})
 _NOTE = "simulated: integers are dequantized and computed in fp32"
 
 
@@ -58,4 +62,4 @@ class ReferenceBackend:
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
-        return EngineModel(run=run, report=report)
+        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, _CONVERTERS))

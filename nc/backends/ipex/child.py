@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from pathlib import Path
 
 import torch
 
 from nc.backends.ipex.quiet import import_ipex
-
-_PR_SET_PDEATHSIG = 1
+from nc.backends.spawn import end_with_parent
 
 
 def main(folder: str, threads: str, parent: str) -> None:
     """Load FOLDER/model.pt and run it three times on FOLDER/inputs.pt; end with the process PARENT, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it ended before the line above
+    if not end_with_parent(int(parent)):
         return
     torch.set_num_threads(int(threads))
     import_ipex()

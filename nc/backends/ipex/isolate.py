@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from nc.backends.ipex import child
 from nc.backends.ipex.familiar import FAMILIAR
 from nc.backends.ipex.patterns import patterns
+from nc.backends.spawn import run_module
 from nc.errors import BackendError
 
 TIME_LIMIT_S = 300.0
-#: The child imports from where this process does. The user's working directory is not among that: it may be the folder of an artefact,
-#: and nothing that lies there may run.
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from nc.backends.ipex.child import main
-main(*sys.argv[2:])
-"""
-
-
-def _search_path() -> list[str]:
-    root, here = str(Path(__file__).resolve().parents[3]), Path.cwd()
-    paths = [p for p in sys.path if p and Path(p).resolve() != here]
-    return paths if root in paths else [*paths, root]
 
 
 def is_familiar(module: fx.GraphModule) -> bool:
@@ -55,14 +41,7 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
         torch.save(list(inputs), folder / "inputs.pt")
         arguments = [directory, str(torch.get_num_threads()), str(os.getpid())]
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", _CHILD, json.dumps(_search_path()), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=time_limit_s,
-                check=False,
-                cwd=directory,
-            )
+            done = run_module(child.__name__, *arguments, folder=directory, time_limit_s=time_limit_s)
         except subprocess.TimeoutExpired as error:
             msg = f"IPEX did not finish fusing this graph within {time_limit_s:.0f} s in a child process. {_ADVICE}"
             raise BackendError(msg) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from nc.backends.ipex.layout import at_least_two, make_row_major
 from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import quiet
+from nc.backends.ipex.timing import profile_script
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
@@ -61,7 +63,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         executed = executed_graph(run, inputs)
         return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes)
 
-    return EngineModel(run=run, report=report, script=frozen)
+    return EngineModel(run=run, report=report, script=frozen, profile=functools.partial(profile_script, run, operator_at))
 
 
 class _Runner:

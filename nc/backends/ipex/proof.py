@@ -54,7 +54,7 @@ def build_report(
         elif kind == "aten::dequantize":
             outside_dq += not inside and not _is_constant(node)
         elif _COMPUTE.search(kind.split("::")[-1]):
-            operator = operator_at.get(_line_of(node), "")
+            operator = operator_at.get(line_of(node), "")
             seen.add(operator)
             if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
                 int8.add(operator)
@@ -97,7 +97,8 @@ def _walk(block: torch._C.Graph | torch._C.Block, inside: bool) -> Iterator[tupl
             yield from _walk(inner, inside)
 
 
-def _line_of(node: torch._C.Node) -> int:
+def line_of(node: torch._C.Node) -> int:
+    """The line of the script that a node comes from; 0 where it has none."""
     match = _LINE.search(node.sourceRange())
     return int(match.group(1)) if match else 0
 

@@ -23,6 +23,10 @@ def dequantize(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
     return torch._make_per_tensor_quantized_tensor(q, scale, zero_point).dequantize()
 
 
+#: What the quantize and dequantize nodes of a lowered graph call.
+CONVERTERS = frozenset({quantize, dequantize, quantize_per_tensor, dequantize_per_tensor})
+
+
 def unsigned(module: fx.GraphModule) -> None:
     """Activations with int8 codes get the same codes plus 128: convolution kernels take uint8 only."""
     for node in module.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes, replace_dynamic
 from nc.backends.native.attention import recompose
-from nc.backends.native.codes import hoist, pool_codes, remaining, unsigned
+from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.fuse import fuse, is_kernel
+from nc.backends.nodes import profile_nodes
 from nc.backends.verify import check_option, verify_outputs
 from nc.graph.copying import copy_module
 from nc.graph.qdq import QDQGraph
@@ -61,7 +63,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
             sqnr_db=sqnr,
         )
 
-    return EngineModel(run=run, report=report)
+    return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, module, CONVERTERS))
 
 
 def _op_run(decision: Decision, executed: frozenset[str]) -> OpRun:

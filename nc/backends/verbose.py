@@ -1,0 +1,116 @@
+"""What oneDNN says of the kernels that it runs: its verbose stream, captured and taken apart.
+
+oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from: whoever listens does so in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import torch
+
+#: Has oneDNN print when each call began; it reads the variable once, before it prints anything.
+TIMESTAMPS = ("ONEDNN_VERBOSE_TIMESTAMP", "1")
+_MARK = "nc_mark,"
+_TENSOR = re.compile(r"(?:^| )(src\d*|wei|dst)[:_](?:\d+:)?([a-z]+\d+)")
+_CODES = ("u8", "s8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One primitive that oneDNN ran.
+
+    Attributes:
+        primitive: what it computes: "convolution", "matmul", "reorder", …
+        implementation: the code that computes it, e.g. "jit_uni_int8:avx2"; "" where oneDNN does not say.
+        reads: dtypes of its inputs and weights as oneDNN names them: ("u8", "s8").
+        writes: dtype of its result.
+        ms: what oneDNN measured, while it printed too.
+        start: ms on a clock of its own when it began; 0.0 where the stream has no such column.
+    """
+
+    primitive: str
+    implementation: str
+    reads: tuple[str, ...]
+    writes: str
+    ms: float
+    start: float = 0.0
+
+    @property
+    def computes_on_codes(self) -> bool:
+        """Whether it does arithmetic on 8-bit codes."""
+        return self.primitive != "reorder" and self.reads[:1] in [(dtype,) for dtype in _CODES]
+
+    def __str__(self) -> str:
+        """As the report shows it: "convolution jit_uni_int8:avx2 (u8, s8 -> u8)"."""
+        return f"{self.primitive} {self.implementation} ({', '.join(self.reads)} -> {self.writes})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Partition:
+    """One partition of oneDNN Graph, which runs one or more primitives.
+
+    Attributes:
+        kernels: its primitives, in order.
+    """
+
+    kernels: tuple[Kernel, ...]
+
+
+def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
+    """The executions and marks of a stream, in order; other lines say nothing.
+
+    A partition's line follows those of its primitives, and of primitives that ran just before it: when they began tells them apart.
+    """
+    found: list[Kernel | Partition | int] = []
+    for line in lines:
+        if line.startswith(_MARK):
+            found.append(int(line.removeprefix(_MARK)))
+            continue
+        fields = line.strip().split(",")
+        if not fields[0].endswith("_verbose") or "exec" not in fields:
+            continue
+        at = fields.index("exec")
+        start = float(fields[2]) if re.fullmatch(r"\d+\.\d+", fields[2]) else 0.0
+        if fields[at - 1] == "graph":
+            inside = []
+            while found and isinstance(found[-1], Kernel) and found[-1].start >= start:
+                inside.insert(0, found.pop())
+            found.append(Partition(tuple(inside)))
+        else:
+            tensors = dict(_TENSOR.findall(fields[at + 5]))
+            writes = tensors.pop("dst", "?")
+            found.append(Kernel(fields[at + 2], fields[at + 3], tuple(tensors.values()), writes, float(fields[-1]), start))
+    return found
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """The lines that oneDNN prints inside, complete once the block ends; takes the standard output of the process over."""
+    lines: list[str] = []
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryFile() as sink:
+        libc.fflush(None)
+        saved = os.dup(1)
+        os.dup2(sink.fileno(), 1)
+        try:
+            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+                yield lines
+        finally:
+            libc.fflush(None)
+            os.dup2(saved, 1)
+            os.close(saved)
+        sink.seek(0)
+        lines += sink.read().decode(errors="replace").splitlines()
+
+
+def mark(number: int) -> None:
+    """Put a number into the stream, by the C library's buffer: that keeps it in order with what oneDNN prints."""
+    ctypes.CDLL(None).printf(f"{_MARK}{number}\n".encode())
