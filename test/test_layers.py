@@ -24,7 +24,7 @@ LEVELS = (
     ("nc.config", "nc.graph.small"),
     ("nc.rules",),
     ("nc.graph.qdq", "nc.graph.observe"),
-    ("nc.graph.operators",),
+    ("nc.graph.operators", "nc.graph.narrow"),
     ("nc.graph.serial",),
     ("nc.graph.store",),
     ("nc.backends", "nc.health"),
