@@ -45,7 +45,7 @@ def test_a_limit_hides_features(monkeypatch, name, value, features, relied_on):
     assert cpu.accumulates_wide() is (relied_on != "avx2")
     hidden = features != ALL
     assert cpu.limits() == ((f"{name}={value}",) if hidden else ())
-    assert cpu.why_narrow() == (f" ({name}={value})" if hidden else "")
+    assert cpu.why_narrow() == (f" (limited by {name}={value})" if hidden else "")
 
 
 def test_of_both_variables_onednn_reads_the_newer(monkeypatch):

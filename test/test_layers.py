@@ -33,7 +33,7 @@ LEVELS = (
     ("nc.quantized", "nc.export"),
     ("nc.quantize", "nc.artefact"),
     ("nc",),
-    ("nc.bench", "nc.cli_inputs"),
+    ("nc.bench", "nc.cli_inputs", "nc.cli_doctor"),
     ("nc.cli",),
     ("nc.__main__",),
 )

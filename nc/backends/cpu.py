@@ -89,8 +89,8 @@ def fbgemm_accumulates_wide() -> bool:
 
 
 def why_narrow() -> str:
-    """What hides features that this CPU has, in brackets and with a space in front; "" when nothing does."""
-    return f" ({', '.join(limits())})" if limits() and features() != detected() else ""
+    """What hides features that this CPU has, as text to append; "" when nothing does."""
+    return f" (limited by {', '.join(limits())})" if limits() and features() != detected() else ""
 
 
 def relied_on() -> tuple[str, ...]:
