@@ -5,19 +5,19 @@ from __future__ import annotations
 import io
 import os
 import uuid
+import warnings
 from pathlib import Path
 
 import torch
 
 from nc.backends import choose_backend, cpu, why_chosen
+from nc.backends.base import Backend
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import ConfigError, StateError, UnsupportedError
+from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph import store
-from nc.graph.catalogue import WEIGHTED, groups_of, op_name, weight_axis
+from nc.graph.narrow import named, narrow
 from nc.graph.qdq import QDQGraph
-from nc.numerics.weights import pairs_fit
 from nc.quantized import QuantizedModel
-from nc.spec import FLOAT, Capabilities
 
 
 def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
@@ -61,6 +61,9 @@ def load(
     artefact is executed: its graph may only call operators of a fixed list. Outputs come back in the
     structure that they were captured with; see `nc.graph.tree` for classes that do not exist here.
 
+    Where the engine adds products in 16 bits on this CPU, layers whose sums could saturate are quantized anew
+    from their int8 codes, with an `NCWarning`; the files stay as they are.
+
     Args:
         model_name_or_path: the directory that `save` wrote.
         original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
@@ -76,7 +79,7 @@ def load(
         ArtefactCorruptError: a file is truncated or altered.
         ArtefactSchemaError: a newer version wrote it, or it is not an artefact.
         ArtefactOperatorError: it holds an operator that is not on the list.
-        UnsupportedError: its numbers rely on CPU features that this CPU lacks.
+        UnsupportedError: its numbers rely on CPU features that this CPU lacks, and that nothing makes up for.
         UnknownBackendError, BackendUnavailableError: as for `prepare`.
         VerificationError: the engine computes something else than the reference.
         ConfigError: another format or device.
@@ -90,9 +93,9 @@ def load(
         _check_cpu(stored.plan.isa, stored.directory)
     graph = stored.graph()
     del stored  # it holds the weights once more
-    if engine.name != REFERENCE:
-        _check_sums(graph, engine.capabilities())
-    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name, why_chosen(backend, engine.name))
+    graph = _narrowed(graph, engine)
+    lowered = engine.lower(graph, verify=verify, isolate=isolate)
+    return QuantizedModel(graph, lowered, engine.name, why_chosen(backend, engine.name))
 
 
 def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:
@@ -141,35 +144,24 @@ def _checked(q_model: QuantizedModel, step: str) -> QuantizedModel:
 
 def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
     """Raise UnsupportedError when this CPU lacks a feature that the artefact's integer ranges rely on."""
-    have = cpu.features()
-    missing = [f for f in isa if f not in have and not (f in cpu.WIDE_ACCUMULATION and cpu.accumulates_wide())]
+    missing = cpu.missing(isa)
     if missing:
         msg = (
             f"{str(directory)!r} was quantized for CPUs with {', '.join(isa)}; this one lacks "
-            f"{', '.join(missing)} (it has {', '.join(have) or 'none that matter'}) and would compute other "
+            f"{', '.join(missing)} (it has {', '.join(cpu.features()) or 'none that matter'}) and would compute other "
             'numbers. Convert the model again on this CPU, or load it with backend="reference" (slow).'
         )
         raise UnsupportedError(msg)
 
 
-def _check_sums(graph: QDQGraph, capabilities: Capabilities) -> None:
-    """Raise UnsupportedError for an operator whose products kernels would add up with saturation: it may be for another engine or CPU."""
-    specs = {d.operator: (d.kind, d.spec) for d in graph.plan.quantized}
-    for node in graph.module.graph.nodes:
-        kind, spec = specs.get(node.meta.get("operator"), ("", FLOAT))
-        dtype = spec.activation and ("uint8" if spec.activation.dynamic else spec.activation.dtype)
-        if (kind, dtype) not in capabilities.narrow_sums:
-            continue
-        if spec.weight is None:
-            fits = spec.right is not None and spec.right.reduce_range
-        elif spec.weight.paired or op_name(node) not in WEIGHTED:
-            fits = spec.weight.paired
-        else:
-            fits = pairs_fit(getattr(graph.module, node.args[1].args[0].target), weight_axis(node), groups_of(node))
-        if not fits:
-            msg = (
-                f"Operator {node.meta['operator']!r} was quantized for an engine or CPU that adds its products in 32 bits; here they would "
-                f"saturate. Quantize the model again for backend {capabilities.backend!r} on a CPU such as this one, or load it with "
-                'backend="reference".'
-            )
-            raise UnsupportedError(msg)
+def _narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
+    """The graph with sums that can't saturate on this engine and CPU; warns when codes had to change for that."""
+    graph, names = narrow(graph, engine.capabilities())
+    if names:
+        text = (
+            f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}, where {len(names)} of "
+            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized anew from their int8 codes, "
+            "which costs some accuracy (see the report). To avoid that convert the model on such a CPU, from fp32. The files are unchanged."
+        )
+        warnings.warn(text, NCWarning, stacklevel=3)
+    return graph

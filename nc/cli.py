@@ -285,9 +285,11 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
 def doctor(folder: Path | None) -> None:
     """Say what this machine can run, and what to do about what it can't.
 
-    With DIR, also whether this CPU has the features that the artefact in it relies on.
+    With DIR, also whether this CPU has the features that the artefact in it relies on, and which of its layers
+    `load` would quantize anew here because 16-bit sums of products could saturate.
     """
     from nc.backends import available_backends, choose_backend, why_chosen
+    from nc.cli_doctor import tell_whether_it_runs_here
     from nc.errors import BackendUnavailableError
 
     console = _console()
@@ -311,27 +313,10 @@ def doctor(folder: Path | None) -> None:
         healthy = False
         click.echo(f'backend="auto" picks nothing. {error}')
     if folder is not None:
-        healthy &= _fits(folder)
+        click.echo()
+        healthy &= tell_whether_it_runs_here(folder, console)
     if not healthy:
         sys.exit(1)
-
-
-def _fits(folder: Path) -> bool:
-    """Whether this CPU has what an artefact relies on; says so."""
-    from nc.backends import cpu
-
-    needed = _contents(folder)["cpu_features"]
-    # any instruction set that sums in 32 bits computes the same numbers as any other
-    wide = cpu.WIDE_ACCUMULATION if cpu.accumulates_wide() else ()
-    missing = [feature for feature in needed if feature not in (*cpu.features(), *wide)]
-    if missing:
-        click.echo(
-            f"{folder} relies on {', '.join(needed)}, and this CPU lacks {', '.join(missing)}. Quantize the "
-            'model on this CPU, or load it with backend="reference" (slow, fp32).'
-        )
-    else:
-        click.echo(f"{folder} fits this CPU: it relies on {', '.join(needed) or 'nothing in particular'}.")
-    return not missing
 
 
 def _remark(backend: str) -> str:
@@ -340,7 +325,8 @@ def _remark(backend: str) -> str:
     if backend == "reference":
         return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
     if backend in ("ipex", "native") and not cpu.accumulates_wide():
-        return "this CPU has neither VNNI nor AMX: pairs of weights give way where their 16-bit sums would saturate"
+        why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
+        return f"{why}: pairs of weights give way where their 16-bit sums would saturate"
     return ""
 
 
@@ -351,7 +337,7 @@ def _machine() -> list[tuple[str, str]]:
 
     rows = [
         ("CPU", cpu_model()),
-        ("features", ", ".join(cpu.features()) or "none of those that matter here"),
+        ("features", (", ".join(cpu.features()) or "none of those that matter here") + cpu.why_narrow()),
         ("cores", f"{os.cpu_count()} in the machine, {len(os.sched_getaffinity(0))} for this process"),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),

@@ -249,13 +249,7 @@ def _one_weight_scale(decision: Decision) -> Decision:
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     """A right-hand side whose products can't saturate, where this CPU needs it."""
-    # dynamic kernels take uint8, whatever the codes are called
-    dtype = "uint8" if spec.activation is not None and spec.activation.dynamic else spec.activation and spec.activation.dtype
-    if (kind, dtype) not in capabilities.narrow_sums:
-        return spec
-    if spec.weight is not None:
-        return dataclasses.replace(spec, weight=dataclasses.replace(spec.weight, paired=True))
-    return dataclasses.replace(spec, right=dataclasses.replace(spec.activation, reduce_range=True))
+    return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec
 
 
 def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> str | None:

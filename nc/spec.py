@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -126,6 +126,12 @@ class OpSpec:
         """How the activation at one argument position is quantized."""
         return self.right if index == 1 and self.right is not None else self.activation
 
+    def narrow(self) -> OpSpec:
+        """The same for a kernel that adds pairs of products in 16 bits, none of which can then saturate; see `Capabilities.narrow_sums`."""
+        if self.weight is not None:
+            return replace(self, weight=replace(self.weight, paired=True))
+        return replace(self, right=replace(self.input(1), reduce_range=True))
+
 
 FLOAT = OpSpec()
 
@@ -173,8 +179,9 @@ class Capabilities:
     Attributes:
         backend: its name.
         ops: one row per operator kind with an integer kernel.
-        narrow_sums: (kind, activation dtype) of operators whose kernels add pairs of products in 16 bits, with saturation, on this CPU
-            (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input takes 7 bits.
+        narrow_sums: (kind, activation dtype, or "dynamic") of operators whose kernels add pairs of products in 16 bits, with saturation,
+            on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input
+            takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
     """
 
@@ -187,3 +194,9 @@ class Capabilities:
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""
         return next((row for row in self.ops if row.kind == kind), None)
+
+    def sums_narrow(self, kind: str, spec: OpSpec) -> bool:
+        """Whether the kernel that runs an operator is one of `narrow_sums`."""
+        if spec.activation is None:
+            return False
+        return (kind, "dynamic" if spec.activation.dynamic else spec.activation.dtype) in self.narrow_sums

@@ -1,5 +1,6 @@
 """`python -m nc`: what each command prints, and one clear line with exit code 2 for what can't be done."""
 
+import dataclasses
 import importlib.metadata
 import json
 import pathlib
@@ -17,6 +18,7 @@ from nc import StaticQuantConfig, available_backends, bench, cli_inputs
 from nc.artefact import load
 from nc.backends import cpu
 from nc.cli import main
+from nc.graph import store
 
 MODELS = """
 import torch
@@ -331,7 +333,9 @@ def test_bench_compares_the_engine_with_the_simulation(run):
         "int8 on ipex",
         "simulation in eager PyTorch (not the fp32 model)",
     ]
-    assert run("doctor", "out").stdout.splitlines()[-1].startswith("out fits this CPU: it relies on ")
+    fits, none = run("doctor", "out").stdout.splitlines()[-2:]
+    assert fits.startswith("out fits this CPU: it relies on ")
+    assert none == "load would change none of its 2 quantized layers here."
 
 
 def test_candidates_take_turns_after_their_warm_up():
@@ -399,14 +403,28 @@ def test_doctor_works_without_a_usable_ipex(monkeypatch, ipex, reason):
 def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch):
     assert quantize(run).exit_code == 0
     assert "out fits this CPU: it relies on nothing in particular" in run("doctor", "out").stdout
-    monkeypatch.setattr("nc.cli._contents", lambda folder: {"cpu_features": ["amx_int8", "avx9"]})
+    plan = store.read("out").plan
+    monkeypatch.setattr(store.Stored, "plan", dataclasses.replace(plan, isa=("amx_int8", "avx9")))
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512_vnni"))
     result = run("doctor", "out")
     assert result.exit_code == 1
-    # every instruction set that sums in 32 bits gives the numbers of every other
+    # how products are summed is proven layer by layer
     assert "relies on amx_int8, avx9, and this CPU lacks avx9." in result.stdout
+
+
+def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
+    assert quantize(run).exit_code == 0
+    monkeypatch.setattr("nc.cli_doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""})
     monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
-    assert "this CPU lacks amx_int8, avx9." in run("doctor", "out").stdout
+    result = run("doctor", "out")
+    assert result.exit_code == run("doctor").exit_code  # load succeeds
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["layer", "type", "ipex", "native"] in rows
+    assert ["2", "linear", *2 * ["weights", "anew,", "in", "pairs"]] in rows
+    assert "load would quantize 2 of 2 quantized layers anew, from their int8 codes" in result.stdout
+    assert "relies on nothing in particular" in result.stdout
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "amx_int8"))
+    assert "load would change none of its 2 quantized layers here." in run("doctor", "out").stdout
 
 
 def test_the_module_runs_as_a_process():

@@ -235,8 +235,14 @@ def test_narrow_sums_without_vnni(monkeypatch, features, wide):
 
     monkeypatch.setattr(cpu, "features", lambda: features)
     capabilities = get_backend("ipex").capabilities()
-    assert bool(capabilities.narrow_sums) is not wide
+    assert (("linear", "uint8") in capabilities.narrow_sums) is not wide
+    assert (("conv2d", "int8") in get_backend("native").capabilities().narrow_sums) is not wide
+    assert ("conv2d", "int8") not in capabilities.narrow_sums
     assert capabilities.isa == ((features[-1],) if wide else ("avx2",))
+    # dynamic kernels are FBGEMM's, which does not use the VNNI of AVX2
+    assert (("linear", "dynamic") in capabilities.narrow_sums) is ("avx512_vnni" not in features)
+    monkeypatch.setenv("FBGEMM_ENABLE_INSTRUCTIONS", "avx512")
+    assert ("lstm", "dynamic") in get_backend("ipex").capabilities().narrow_sums
 
 
 @pytest.mark.ipex

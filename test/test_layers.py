@@ -24,7 +24,7 @@ LEVELS = (
     ("nc.config", "nc.graph.small"),
     ("nc.rules",),
     ("nc.graph.qdq", "nc.graph.observe"),
-    ("nc.graph.operators",),
+    ("nc.graph.operators", "nc.graph.narrow"),
     ("nc.graph.serial",),
     ("nc.graph.store",),
     ("nc.backends", "nc.health"),
@@ -33,7 +33,7 @@ LEVELS = (
     ("nc.quantized", "nc.export"),
     ("nc.quantize", "nc.artefact"),
     ("nc",),
-    ("nc.bench", "nc.cli_inputs"),
+    ("nc.bench", "nc.cli_inputs", "nc.cli_doctor"),
     ("nc.cli",),
     ("nc.__main__",),
 )

@@ -1,5 +1,7 @@
 """The native backend: the common suite on the int8 operators of stock PyTorch."""
 
+import contextlib
+
 import pytest
 import torch
 from models import MLP, Function, ResidualCNN, quantized, worst_db
@@ -7,7 +9,7 @@ from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
 from torch.nn import functional as F
 
-from nc import BackendUnavailableError, StaticQuantConfig, UnsupportedError, VerificationError, available_backends, load
+from nc import BackendUnavailableError, NCWarning, StaticQuantConfig, VerificationError, available_backends, load
 from nc.backends import cpu
 from nc.backends.native import fuse, lower
 from nc.graph.catalogue import op_name
@@ -159,17 +161,16 @@ def test_what_has_no_kernel_stays_fp32_and_says_so():
 
 
 @pytest.mark.parametrize("other", [engine for engine in ("ipex", "reference") if not available_backends()[engine]])
-def test_an_artefact_of_another_engine_runs_here_or_is_refused(tmp_path, other):
-    """Never wrong numbers: where this CPU adds products in 16 bits, what the reference was quantized for would saturate."""
+def test_an_artefact_of_another_engine_runs_here(tmp_path, other):
+    """Never wrong numbers: where this CPU adds products in 16 bits, what the reference was quantized for would saturate and is changed."""
     x = torch.randn(2, 3, 8, 8)
     q = quantized(ResidualCNN().eval(), x, None, other)
     q.save(tmp_path / "a")
-    if other == "reference" and not cpu.accumulates_wide():
-        with pytest.raises(UnsupportedError, match=r"'stem' was quantized for an engine or CPU that adds its products in 32 bits"):
-            load(tmp_path / "a", backend="native")
-        return
-    native = load(tmp_path / "a", backend="native")
+    changes = other == "reference" and not cpu.accumulates_wide()
+    with pytest.warns(NCWarning, match="4 of 5 quantized layers could saturate") if changes else contextlib.nullcontext():
+        native = load(tmp_path / "a", backend="native")
     assert worst_db([q(x)], [native(x)]) > 30
+    assert worst_db([native.reference(x)], [native(x)]) > 60
     assert native.report().ran_int8 == native.report().asked_int8 == 5
 
 

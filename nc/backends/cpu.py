@@ -1,9 +1,17 @@
-"""What this CPU can do: instruction sets that decide which integer kernels are right and fast."""
+"""What this CPU can do, and what kernels may use of it: instruction sets that decide which integer kernels are right and fast.
+
+Nothing is known of kernels here: whatever is sure to sum in 32 bits counts as wide, everything else as narrow, so a mistake costs
+accuracy and never correctness.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from nc.spec import Capabilities, OpSupport
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
 _FLAGS = {
@@ -18,20 +26,99 @@ _FLAGS = {
 #: Any of these multiplies u8 x s8 into 32 bits; without them pair sums saturate at 16 bits.
 WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
 
+_AVX512 = ("avx2", "avx512f")
+#: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which all include VNNI.
+_ONEDNN_LIMITS = {
+    "sse41": (),
+    "avx": (),
+    "avx2": ("avx2",),
+    "avx2_vnni": ("avx2", "avx_vnni"),
+    "avx2_vnni_2": ("avx2", "avx_vnni"),
+    "avx512_core": _AVX512,
+    "avx512_core_vnni": (*_AVX512, "avx512_vnni"),
+    "avx512_core_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "avx512_core_fp16": (*_AVX512, "avx512_vnni", "avx_vnni", "avx512_bf16"),
+    "avx10_1_512": (*_AVX512, "avx512_vnni", "avx_vnni", "avx512_bf16"),
+}
+#: oneDNN takes the first that is not empty.
+_ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+#: Values of FBGEMM_ENABLE_INSTRUCTIONS without VNNI.
+_FBGEMM_NARROW = ("AVX2", "AVX512", "AVX512_256")
+
+
+def _onednn_limit() -> str:
+    """The variable that limits oneDNN, as "NAME=value"; "" when none does."""
+    name = next((name for name in _ONEDNN_VARIABLES if os.environ.get(name)), "")
+    return f"{name}={os.environ[name]}" if name and os.environ[name].lower() in _ONEDNN_LIMITS else ""
+
+
+#: oneDNN reads its variable once, at its first use: whatever was set when the process started may still hold.
+_AT_START = _onednn_limit()
+
 
 @functools.cache
-def features() -> tuple[str, ...]:
+def detected() -> tuple[str, ...]:
     """Names of the features that this CPU has, in the order of the table above."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     flags = set(next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), []))
     return tuple(name for flag, name in _FLAGS.items() if flag in flags)
 
 
+def limits() -> tuple[str, ...]:
+    """Environment variables that keep oneDNN from features, as "NAME=value"."""
+    return tuple(dict.fromkeys(limit for limit in (_AT_START, _onednn_limit()) if limit))
+
+
+def features() -> tuple[str, ...]:
+    """Names of the features that this CPU has and oneDNN may use."""
+    allowed = [_ONEDNN_LIMITS[limit.split("=", 1)[1].lower()] for limit in limits()]
+    return tuple(name for name in detected() if all(name in names for names in allowed))
+
+
 def accumulates_wide() -> bool:
-    """Whether u8 x s8 products are summed without saturation (VNNI or AMX)."""
+    """Whether oneDNN sums u8 x s8 products without saturation (VNNI or AMX)."""
     return any(name in features() for name in WIDE_ACCUMULATION)
+
+
+def fbgemm_accumulates_wide() -> bool:
+    """The same for FBGEMM, which knows the VNNI of AVX-512 only.
+
+    It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets them, and is never wrong.
+    """
+    return "avx512_vnni" in features() and os.environ.get("FBGEMM_ENABLE_INSTRUCTIONS", "").upper() not in _FBGEMM_NARROW
+
+
+def why_narrow() -> str:
+    """What hides features that this CPU has, as text to append; "" when nothing does."""
+    return f" (limited by {', '.join(limits())})" if limits() and features() != detected() else ""
 
 
 def relied_on() -> tuple[str, ...]:
     """The feature that the numbers of int8 kernels rely on: the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate."""
     return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))
+
+
+def missing(needed: Iterable[str]) -> tuple[str, ...]:
+    """What an artefact relies on and this CPU lacks.
+
+    How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`), `nc.graph.narrow` sees to it.
+    """
+    return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
+
+
+def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[str] = frozenset()) -> Capabilities:
+    """What a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
+
+    Args:
+        backend: its name.
+        ops: its table.
+        halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't saturate.
+    """
+    narrow: set[tuple[str, str]] = set()
+    if not accumulates_wide():
+        narrow |= {(row.kind, dtype) for row in ops for dtype in row.activations if row.kind != "add"}
+        narrow -= {(kind, "int8") for kind in halved}
+    if not fbgemm_accumulates_wide():
+        narrow |= {(row.kind, "dynamic") for row in ops if row.dynamic}
+    fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
+    return Capabilities(backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add)

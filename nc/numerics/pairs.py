@@ -18,6 +18,19 @@ _LIMIT = 127
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
 
+def largest_pair(codes: torch.Tensor) -> int:
+    """The largest sum, without its sign, of those codes of a pair that have one sign.
+
+    Args:
+        codes: whole numbers of any dtype, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
+    """
+    if not codes.numel():
+        return 0
+    even = torch.nn.functional.pad(codes.float(), (0, codes.shape[-1] % 2))
+    pairs = even.reshape(*even.shape[:-1], -1, 2)
+    return int(max(pairs.clamp(min=0).sum(-1).max(), -pairs.clamp(max=0).sum(-1).min()))
+
+
 def limit_pairs(values: torch.Tensor) -> torch.Tensor:
     """Codes of values that are in units of the scale.
 

@@ -33,16 +33,16 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
     return codes, scale
 
 
-def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1) -> bool:
-    """Whether kernels that add two products in 16 bits compute a weight's sums without saturation, whatever the activations.
+def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = pairs.PAIR_LIMIT) -> bool:
+    """Whether the codes of one sign in every pair of input channels add up to a limit at most.
 
     Args:
         codes: int8.
         axis: as for `quantize_weight`.
         groups: as for `quantize_weight`.
+        limit: what kernels that add two products in 16 bits take, whatever the activations; more if those have fewer codes.
     """
-    values = _inputs_last(codes.float(), axis, groups)
-    return torch.equal(pairs.limit_pairs(values), values)
+    return pairs.largest_pair(_inputs_last(codes, axis, groups)) <= limit
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:

@@ -34,10 +34,8 @@ OPS = (
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 
-#: Without VNNI. Convolutions of int8 activations are not among them: for those oneDNN itself halves the weights.
-_NARROW_SUMS = frozenset(
-    {(row.kind, "uint8") for row in OPS if row.kind != "add"} | {("linear", "int8"), ("matmul", "int8")},
-)
+#: For int8 activations oneDNN itself halves the weights of these.
+_HALVED = frozenset(row.kind for row in OPS if row.kind.startswith("conv"))
 
 
 class IpexBackend:
@@ -59,14 +57,8 @@ class IpexBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the fuser takes; on CPUs without VNNI one side of each product is such that 16-bit pair sums can't saturate."""
-        return Capabilities(
-            backend=NAME,
-            ops=OPS,
-            narrow_sums=frozenset() if cpu.accumulates_wide() else _NARROW_SUMS,
-            isa=cpu.relied_on(),
-            fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
-        )
+        """What the fuser takes, and torch's dynamic kernels."""
+        return cpu.capabilities(NAME, OPS, halved=_HALVED)
 
     def start(self) -> None:
         """Import IPEX, which registers its fusion pass, and a layer norm for fp32 whose last digits are others than torch's.

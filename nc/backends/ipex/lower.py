@@ -63,7 +63,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         executed = executed_graph(run, inputs)
         return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes)
 
-    return EngineModel(run=run, report=report, script=frozen, profile=functools.partial(profile_script, run, operator_at))
+    return EngineModel(run=run, report=report, script=frozen, profile=functools.partial(profile_script, run, scripted.operators))
 
 
 class _Runner:

@@ -27,8 +27,6 @@ OPS = (
     OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
-#: Without VNNI. Codes of int8 activations are shifted to uint8, so they saturate alike.
-_NARROW_SUMS = frozenset((row.kind, dtype) for row in OPS if row.kind != "add" for dtype in _ACTIVATIONS)
 
 
 class NativeBackend:
@@ -46,14 +44,8 @@ class NativeBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the kernels take; on CPUs without VNNI weights are such that 16-bit pair sums can't saturate."""
-        return Capabilities(
-            backend=NAME,
-            ops=OPS,
-            narrow_sums=frozenset() if cpu.accumulates_wide() else _NARROW_SUMS,
-            isa=cpu.relied_on(),
-            fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}),
-        )
+        """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
+        return cpu.capabilities(NAME, OPS)
 
     def start(self) -> None:
         """Nothing to import; torch 2.13 announces, at the first tensor with codes, that these will go, which users can do nothing about.
