@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nc.backends import choose_backend, cpu, why_chosen
-from nc.backends.base import Backend
+from nc.backends.base import Backend, lower
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph import store
@@ -54,6 +54,7 @@ def load(
     backend: str = "auto",
     verify: str = "raise",
     isolate: str = "auto",
+    compile: bool = False,  # noqa: A002
 ) -> QuantizedModel:
     """Load a saved model; the class of the user's model is not needed.
 
@@ -73,6 +74,7 @@ def load(
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
             "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+        compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
 
     Raises:
         ArtefactMissingError: the directory or a file of it is not there.
@@ -82,7 +84,7 @@ def load(
         UnsupportedError: its numbers rely on CPU features that this CPU lacks, and that nothing makes up for.
         UnknownBackendError, BackendUnavailableError: as for `prepare`.
         VerificationError: the engine computes something else than the reference.
-        ConfigError: another format or device.
+        ConfigError: another format or device, or the backend has no `compile`.
     """
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
@@ -94,7 +96,7 @@ def load(
     graph = stored.graph()
     del stored  # it holds the weights once more
     graph = _narrowed(graph, engine)
-    lowered = engine.lower(graph, verify=verify, isolate=isolate)
+    lowered = lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
     return QuantizedModel(graph, lowered, engine.name, why_chosen(backend, engine.name))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nc.backends import choose_backend, get_backend, why_chosen
-from nc.backends.base import Backend
+from nc.backends.base import Backend, lower
 from nc.config import AnyConfig, config_from, outer_field
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
@@ -79,6 +79,7 @@ def convert(
     backend: str | None = None,
     verify: str = "raise",
     isolate: str = "auto",
+    compile: bool = False,  # noqa: A002
 ) -> QuantizedModel:
     """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
 
@@ -89,10 +90,11 @@ def convert(
         backend: another engine than the one planned for.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+        compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
-        ConfigError: `quant_config` is not the one that `prepare` was given.
+        ConfigError: `quant_config` is not the one that `prepare` was given, or the backend has no `compile`.
         UnsupportedError: the other engine has no kernel for a dtype that was asked for.
         VerificationError: the engine computes something else than the reference.
         BackendUnavailableError: the engine can't run here.
@@ -110,7 +112,8 @@ def convert(
     engine.start()
     graph = model.quantized_graph(engine.capabilities())
     chosen = model.chosen if backend is None else why_chosen(backend, engine.name)
-    return QuantizedModel(graph, engine.lower(graph, verify=verify, isolate=isolate), engine.name, chosen)
+    lowered = lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
+    return QuantizedModel(graph, lowered, engine.name, chosen)
 
 
 def quantize(

@@ -183,6 +183,7 @@ class Capabilities:
             on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input
             takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
+        compiles: `lower` takes compile=True, which compiles what is fp32 between the kernels.
     """
 
     backend: str
@@ -190,6 +191,7 @@ class Capabilities:
     narrow_sums: frozenset[tuple[str, str]] = frozenset()
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
+    compiles: bool = False
 
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""

@@ -21,6 +21,7 @@ from nc import (
     StateError,
     StaticQuantConfig,
     UnknownBackendError,
+    available_backends,
     convert,
     describe,
     errors,
@@ -197,10 +198,23 @@ def versions(monkeypatch, **installed):
 @pytest.mark.parametrize("backend", ["ipex", "auto"])
 def test_ipex_is_missing(monkeypatch, backend):
     versions(monkeypatch, intel_extension_for_pytorch=None)
+    monkeypatch.setattr("nc.backends.native.NativeBackend.why_unavailable", lambda self: "no kernels")
     with pytest.raises(BackendUnavailableError, match="not installed: pip install torch==2.8.0 intel-extension") as caught:
         prepare(MLP().eval(), CONFIG, example_inputs=X, backend=backend)
     if backend == "auto":
         assert 'backend="reference"' in str(caught.value)
+
+
+def test_auto_takes_the_next_engine_and_says_why(monkeypatch):
+    versions(monkeypatch, intel_extension_for_pytorch=None)
+    if available_backends()["native"]:
+        pytest.skip(available_backends()["native"])
+    prepared = prepare(MLP().eval(), CONFIG, example_inputs=X)
+    prepared(X)
+    q = convert(prepared)
+    assert q.backend == "native"
+    assert "takes the first of ipex, native that can run here; ipex: intel-extension-for-pytorch is not installed" in q.report().summary()
+    assert not convert(prepared, backend="native").report().chosen
 
 
 def test_torch_is_of_another_version(monkeypatch):

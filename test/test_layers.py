@@ -71,6 +71,7 @@ INSIDE = {
         ("nc.backends.profiling", "nc.backends.reference", "nc.backends.table", "nc.backends.torchscript"),
         ("nc.backends",),
         ("nc.backends.native.attention", "nc.backends.native.codes", "nc.backends.native.fuse"),
+        ("nc.backends.native.compiled",),
         ("nc.backends.native.lower",),
         ("nc.backends.native",),
         (

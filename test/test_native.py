@@ -9,7 +9,17 @@ from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
 from torch.nn import functional as F
 
-from nc import BackendUnavailableError, NCWarning, StaticQuantConfig, VerificationError, available_backends, load
+from nc import (
+    BackendUnavailableError,
+    ConfigError,
+    NCWarning,
+    StaticQuantConfig,
+    VerificationError,
+    available_backends,
+    convert,
+    load,
+    prepare,
+)
 from nc.backends import cpu
 from nc.backends.native import fuse, lower
 from nc.graph.catalogue import op_name
@@ -239,3 +249,40 @@ def test_values_that_change_after_a_view_was_taken():
     x = torch.randn(4, 16)
     q = quantized(Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), x, None, "native")
     assert worst_db(q.reference(x), q(x)) > 60
+
+
+class Encoder(nn.Module):
+    """Attention, layer norms and gelu between linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, activation="gelu"), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "shape"), [(ResidualCNN, (2, 3, 8, 8)), (Encoder, (2, 5, 32))])
+def test_compiled_is_the_same_model(make, shape, tmp_path):
+    model, x = make().eval(), torch.randn(shape)
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=x, backend="native")
+    prepared(x)
+    q = convert(prepared, compile=True)
+    assert q.report().ran_int8 == q.report().asked_int8 > 0
+    assert "between the kernels: compiled by torch.compile" in q.report().summary()
+    for batch in (x, torch.randn(5, *shape[1:])):
+        assert worst_db([q.reference(batch)], [q(batch)]) > 60
+    q.save(tmp_path / "a")
+    assert worst_db([q(x)], [load(tmp_path / "a", backend="native", compile=True)(x)]) > 60
+
+
+def test_compile_says_what_it_needs(monkeypatch):
+    x = torch.randn(4, 16)
+    prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="native")
+    prepared(x)
+    with pytest.raises(ConfigError, match="compile=True is for backend=\"native\"; 'reference' leaves nothing to torch.compile"):
+        convert(prepared, backend="reference", compile=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendUnavailableError, match="compile=True needs a C\\+\\+ compiler, and 'no-such-compiler' is not found"):
+        convert(prepared, compile=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from nc.backends.profile import Profile
-from nc.errors import BackendUnavailableError
+from nc.errors import BackendUnavailableError, ConfigError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
 
@@ -106,3 +106,19 @@ def check_available(backend: Backend) -> None:
     if why:
         msg = f"Backend {backend.name!r} can't run here: {why}"
         raise BackendUnavailableError(msg)
+
+
+def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compile: bool) -> EngineModel:  # noqa: A002
+    """An engine model of the graph; `compile` is passed on where it means something.
+
+    Raises:
+        ConfigError: the backend does not compile what is fp32 between its kernels.
+        BackendUnavailableError, VerificationError: see `Backend.lower`.
+    """
+    options: dict[str, Any] = {"verify": verify, "isolate": isolate}
+    if compile:
+        if not backend.capabilities().compiles:
+            msg = f'compile=True is for backend="native"; {backend.name!r} leaves nothing to torch.compile.'
+            raise ConfigError(msg)
+        options["compile"] = True
+    return backend.lower(graph, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -45,7 +46,7 @@ class NativeBackend:
 
     def capabilities(self) -> Capabilities:
         """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
-        return cpu.capabilities(NAME, OPS)
+        return dataclasses.replace(cpu.capabilities(NAME, OPS), compiles=True)
 
     def start(self) -> None:
         """Nothing to import; torch 2.13 announces, at the first tensor with codes, that these will go, which users can do nothing about.

@@ -13,6 +13,7 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes, replace_dynamic
 from nc.backends.native.attention import recompose
 from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
+from nc.backends.native.compiled import compiled
 from nc.backends.native.fuse import fuse, is_kernel
 from nc.backends.nodes import profile_nodes
 from nc.backends.verify import check_option, verify_outputs
@@ -21,16 +22,18 @@ from nc.graph.qdq import QDQGraph
 from nc.plan import Decision
 
 
-def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> EngineModel:
+def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", compile: bool = False) -> EngineModel:  # noqa: A002
     """An engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
-        isolate: as for other engines; nothing here compiles, so nothing runs in a child.
+        isolate: as for other engines; no fuser runs here, so nothing runs in a child.
+        compile: let `torch.compile` fuse what is fp32 between the kernels.
 
     Raises:
         VerificationError: the kernels compute something else than the graph.
+        BackendError, BackendUnavailableError: the graph can't be compiled here.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     check_option("isolate", isolate, ("auto", "always", "never"))
@@ -46,9 +49,11 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     _drop_unused(module)
     module.recompile()
 
+    call = compiled(copy_module(module)[0]) if compile else module
+
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():
-            return module(*inputs)
+            return call(*inputs)
 
     sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend")
 
@@ -61,6 +66,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
             dequantize_outside=outside[1],
             weight_bytes=packed + sum(t.numel() * t.element_size() for t in module.buffers()),
             sqnr_db=sqnr,
+            details={"between the kernels": "compiled by torch.compile"} if compile else {},
         )
 
     return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, module, CONVERTERS))
