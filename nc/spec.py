@@ -176,6 +176,8 @@ class Capabilities:
         narrow_sums: (kind, activation dtype) of operators whose kernels add pairs of products in 16 bits, with saturation, on this CPU
             (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
+        fused_add: kinds of operators whose kernels also do an addition behind them.
+        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right. docs/parity.md.
     """
 
     backend: str
@@ -183,6 +185,7 @@ class Capabilities:
     narrow_sums: frozenset[tuple[str, str]] = frozenset()
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
+    tolerance: float = 0.01
 
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""
