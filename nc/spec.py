@@ -185,7 +185,7 @@ class Capabilities:
     narrow_sums: frozenset[tuple[str, str]] = frozenset()
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
-    tolerance: float = 0.01
+    tolerance: float = 1e-3
 
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""

@@ -11,14 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.functional import linear
 
-from nc.graph.functions import quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.functions import quantize_per_tensor
 from nc.graph.placement import works_in_place
-from nc.numerics import affine
-
-#: In quanta: values of a dynamic operator's input that are no further from a tie may become either code.
-DYNAMIC_TIE = 1e-3
+from nc.graph.slack import position, slack_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +23,8 @@ class Local:
 
     Attributes:
         value: of codes the real number that is to be rounded, `x / scale + zero_point`, clamped, as float64; else the tensor itself.
-        slack: how far each element may be off because codes inside its operator stand at a tie; None where none is inside.
+        slack: how far each element may be off, in the units of `value`, because of ties between this point and those above;
+            see `nc.graph.slack`. None where there are none.
     """
 
     value: torch.Tensor
@@ -55,34 +52,23 @@ class _Forced(fx.Interpreter):
         self.values = {node: v for node, v in values.items() if not in_place or node.target is quantize_per_tensor}
         self.late = set(values) - set(self.values)
         self.locals: dict[fx.Node, Local] = {}
-        self.slacks: dict[fx.Node, torch.Tensor] = {}
+        self.slacks: dict[fx.Node, Any] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         """The engine's value at a point, the graph's own elsewhere."""
         value = super().run_node(node)
-        arguments, _ = self.fetch_args_kwargs_from_env(node)
         if node.op == "output":
-            self.locals |= {leaf: Local(self.env[leaf]) for leaf in node.args[0] if leaf in self.late}
-        elif node.target is quantize_dequantize_dynamic:
-            self.slacks[node] = _slack(*arguments)
+            self.locals |= {leaf: Local(self.env[leaf], self.slacks.get(leaf)) for leaf in node.args[0] if leaf in self.late}
         if node not in self.values:
+            slack = slack_of(node, value, self.env, self.slacks) if node.op == "call_function" else None
+            if slack is not None:
+                self.slacks[node] = slack
             return value
         if node.target is quantize_per_tensor:
-            x, scale, zero_point, low, high = arguments
-            self.locals[node] = Local((x.double() / scale + zero_point).clamp_(low, high))
-        elif node.args and node.args[0] in self.slacks:
-            self.locals[node] = Local(value, linear(self.slacks[node.args[0]], arguments[1].abs()))
+            x, scale, *_ = node.args
+            slack = self.slacks[x] / scale if x in self.slacks else None
+            self.locals[node] = Local(position(self.env[x], *node.args[1:]), slack)
         else:
-            self.locals[node] = Local(value)
+            self.locals[node] = Local(value, slack_of(node, value, self.env, self.slacks))
         # in the graph's own layout: what follows may be a view
         return torch.empty_like(value).copy_(self.values[node])
-
-
-def _slack(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
-    """One quantum for each element that stands at a tie, else 0; arguments as in `quantize_dequantize_dynamic`."""
-    if not x.numel():
-        return torch.zeros_like(x)
-    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
-    scale, _ = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
-    position = x.double() / scale
-    return ((position - position.floor() - 0.5).abs() <= DYNAMIC_TIE) * scale
