@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import MLP, Attention, Function, ResidualCNN, call, prepared_for, quantized
+from models import MLP, Attention, Function, ResidualCNN, prepared_for, quantized
 from suites.backend_suite import MODELS
 from torch import fx, nn
 from torch.nn import functional as F
@@ -434,6 +434,31 @@ def test_engines_agree_on_every_activation_type(engine, dtype, symmetric):
     codes = [t for t in healthy(q, x, torch.randn(3, 3, 8, 8)).tensors if t.how == "codes"]
     assert len(codes) >= 4
     assert all(t.distance <= 3 for t in codes)
+
+
+@pytest.mark.parametrize("engine", ["reference", *ENGINES])
+@pytest.mark.parametrize("zero_point", [3, 4])
+def test_how_engines_round_ties(engine, zero_point):
+    """docs/parity.md: on their own, quantize nodes round `x / s` and add the zero point; int8 kernels of engines add it first."""
+    model = Function(lambda self, x: self.b(F.relu(self.a(x))), a=nn.Linear(16, 16), b=nn.Linear(16, 4))
+    x = torch.arange(1024).remainder(256).reshape(64, 16) / 4
+    graph = quantized(model, x, None, engine, verify="off").graph
+    module, _ = copy_module(graph.module)
+    for name, scale, zero in (("x", 0.25, 0), ("relu", 0.5, zero_point)):
+        node = codes_of(module, name)
+        node.args = (node.args[0], scale, zero, 0, 255)
+        for user in node.users:
+            user.args = (node, scale, zero)
+    linear = next(n for n in module.graph.nodes if n.name == "linear")
+    codes, scales, bias = linear.args[1].args[0].target, linear.args[1].args[1].target, linear.args[2].target
+    for name, value in ((codes, 64 * torch.eye(16, dtype=torch.int8)), (scales, torch.full((16,), 1 / 64)), (bias, torch.zeros(16))):
+        setattr(module, name, value)  # the linear gives back its input, exactly
+    module.recompile()
+    tapped = dataclasses.replace(graph, module=with_outputs(module, [codes_of(module, "relu")]))
+    values = get_backend(engine).lower(tapped, verify="off", isolate="never").run([x])[-1]
+    before, after = (x / 0.5).round() + zero_point, (x / 0.5 + zero_point).round()
+    assert int((before != after).sum()) == (512 if zero_point % 2 else 0)
+    assert torch.equal(values / 0.5 + zero_point, before if engine == "reference" else after)
 
 
 @pytest.mark.skipif(len(ENGINES) < 2, reason="needs two engines")

@@ -156,6 +156,7 @@ DOCUMENTS = [
     "docs/equalization.md",
     "docs/extending.md",
     "docs/artefact.md",
+    "docs/parity.md",
 ]
 
 
