@@ -124,7 +124,7 @@ def test_a_scale_that_is_two_percent_off_is_the_operators_fault(faulty):
     assert (reference.wrong, reference.error < 1e-3) == (0, True)
     assert found.tensors[-1].verdict in ("within one quantum", "propagated")
     assert found.tensors[-1].since == ("relu_1",)
-    assert "'b' (between the tensors above and relu_1: b, relu): faulty is wrong in " in str(found)
+    assert "'b' (between the tensors above and relu_1: b, relu_1): faulty is wrong in " in str(found)
 
 
 def test_codes_that_are_all_one_too_high_are_no_rounding(faulty):
