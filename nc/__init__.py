@@ -9,6 +9,8 @@ from nc.artefact import load as load
 from nc.artefact import save as save
 from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
+from nc.comparison import Comparison as Comparison
+from nc.comparison import compare as compare
 from nc.config import ComposedConfig as ComposedConfig
 from nc.config import DynamicQuantConfig as DynamicQuantConfig
 from nc.config import INT8StaticQuantConfig as INT8StaticQuantConfig

@@ -184,6 +184,8 @@ class Capabilities:
             takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
         compiles: `lower` takes compile=True, which compiles what is fp32 between the kernels.
+        fused_add: kinds of operators whose kernels also do an addition behind them.
+        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right. docs/parity.md.
     """
 
     backend: str
@@ -192,6 +194,7 @@ class Capabilities:
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
     compiles: bool = False
+    tolerance: float = 1e-3
 
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""

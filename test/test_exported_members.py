@@ -7,10 +7,10 @@ import nc
 PUBLIC = {
     "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError",
     "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
-    "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
+    "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
     "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",
     "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
-    "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "__version__", "available_backends", "convert", "describe",
+    "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "__version__", "available_backends", "compare", "convert", "describe",
     "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config", "load", "prepare",
     "quantize", "register_backend", "save",
 }  # fmt: skip

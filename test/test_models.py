@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import assert_close, call, settle, worst_db
 
-from nc import StaticQuantConfig, convert, prepare
+from nc import StaticQuantConfig, available_backends, compare, convert, prepare
 
 VOCABULARY = 200
 TEXT = {"vocab_size": VOCABULARY}
@@ -166,3 +166,15 @@ def test_ipex(case, model):
     assert all(op.reason for op in report.not_int8)
     assert report.ran_int8 > 0
     assert report.groups > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [name for name in ("ipex", "native") if not available_backends()[name]])
+@pytest.mark.parametrize("name", CASES)
+def test_no_operator_disagrees(case, model, engine):
+    """Tensor by tensor, at another size than the engine was warmed up with."""
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=case.inputs(1), backend=engine)
+    call(prepared, case.inputs(8))
+    found = compare(convert(prepared, isolate="never"), inputs=others(case)[-1], isolate="never")
+    assert found.disagreements == (), found
+    assert len(found.tensors) > len(found.unread)

@@ -1,0 +1,99 @@
+"""How far a tensor may be off because codes in front of it stand at a tie, and may rightly become either of two.
+
+Slack is a tensor of the value's shape: an upper bound of each element's error, to first order the sum of what every tie can do. It starts
+where codes are made that nobody reads, and ends at the next tensor that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, op_name
+from nc.graph.functions import dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.numerics import affine
+
+#: In quanta: what is no further from a tie may be rounded either way.
+TIE = 1e-3
+#: Activations change their input's error by no more than this factor; silu's and gelu's steepest slopes are 1.10 and 1.13.
+_STEEPEST = 1.2
+_PRODUCTS = frozenset({"mul", *(name for name, kind in BINARY.items() if kind == "matmul")})
+
+
+def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
+    """Slack of one node's result.
+
+    Args:
+        node: the node.
+        value: its result.
+        env: values of its inputs.
+        slacks: slack of those inputs that have some.
+
+    Returns:
+        Slack, shaped as the result, infinite where there is no bound; of quantize nodes in codes. None where there is no slack.
+    """
+    if node.target is quantize_per_tensor:
+        return _rounded(node, value, env, slacks)
+    known = all(source not in slacks for source in node.all_input_nodes)
+    if node.target is quantize_dequantize_dynamic and known:
+        return _dynamic(*fx.map_arg(node.args, env.__getitem__))
+    return None if known else _through(node, value, env, slacks)
+
+
+def position(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
+    """The real number that a quantize node rounds, clamped to the codes, as float64."""
+    return (x.double() / scale + zero_point).clamp_(quant_min, quant_max)
+
+
+def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+    exact = position(env[node.args[0]], *node.args[1:])
+    reach = slacks.get(node.args[0], torch.zeros(())).double() / node.args[1] + TIE
+    ends = [(exact + side * reach).clamp(*node.args[3:]).round() for side in (-1, 1)]
+    slack = torch.maximum(*[(end - codes).abs() for end in ends]).float()
+    return slack if bool(slack.any()) else None
+
+
+def _dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
+    """One quantum for each element at a tie; arguments as in `quantize_dequantize_dynamic`."""
+    if not x.numel():
+        return torch.zeros_like(x)
+    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
+    scale, _ = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
+    steps = x.double() / scale
+    return ((steps - steps.floor() - 0.5).abs() <= TIE) * scale
+
+
+def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
+    """Slack behind an operator some of whose inputs have slack."""
+
+    def slack(source: Any) -> Any:
+        """Of an argument; 0 of what has none."""
+        if isinstance(source, fx.Node):
+            return slacks[source] if source in slacks else torch.zeros_like(env[source])
+        return source
+
+    name, first = op_name(node), node.args[0]
+    rest, options = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)
+    if node.target is dequantize_per_tensor:
+        return slack(first) * node.args[1]
+    if name in MOVES | POOLS | JOINS:
+        return node.target(fx.map_arg(first, slack), *rest, **options)
+    if name in ACTIVATIONS:
+        return _STEEPEST * slack(first)
+    if name in WEIGHTED:
+        return node.target(slack(first), rest[0].abs(), None, *rest[2:], **options)
+    if name in ("add", "sub"):
+        terms = [slack(side) for side in node.args[:2] if isinstance(side, fx.Node)]
+        return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
+    if name in _PRODUCTS:
+        sizes = [abs(v) for v in (env[first], rest[0])]
+        reach = [size + slack(side) if isinstance(side, fx.Node) else size for size, side in zip(sizes, node.args, strict=False)]
+        return node.target(*reach) - node.target(*sizes)
+    if name == "div" and node.args[1] not in slacks:
+        return slack(first) / abs(rest[0])
+    if name == "softmax":
+        return value * torch.expm1(2 * slack(first).amax(rest[0], keepdim=True))
+    return torch.full_like(value, torch.inf, dtype=torch.float32) if isinstance(value, torch.Tensor) else None
