@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import Backend
+from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.functions import quantize_per_tensor
 from nc.graph.points import outputs_of, with_outputs
 from nc.graph.qdq import QDQGraph
@@ -43,17 +44,40 @@ def read(
     leaves = list(graph.module.graph.nodes)[-1].args[0]
     wanted = set(outputs_of(graph.module))
     found = {leaf: value for leaf, value in zip(leaves, alone, strict=True) if isinstance(leaf, fx.Node) and leaf in wanted}
-    groups = [tuple(places)] if places else []
+    groups = _apart(places)
     while groups:
         group = groups.pop()
         tapped = dataclasses.replace(graph, module=with_outputs(graph.module, group))
-        values = list(backend.lower(tapped, verify="off", isolate=isolate).run(inputs))
-        if _same(alone, values[: len(alone)]):
+        values = _outputs(tapped, backend, inputs, isolate)
+        if values and _same(alone, values[: len(alone)]):
             found |= {node: _value(node, value) for node, value in zip(group, values[len(alone) :], strict=True)}
         elif len(group) > 1:
             middle = len(group) // 2
             groups += [group[middle:], group[:middle]]
     return found
+
+
+def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """Groups without equal quantize nodes: to compilers those are one tensor, and IPEX hangs on a graph that returns one tensor twice."""
+    groups: list[dict[object, fx.Node]] = []
+    for place in places:
+        key = place.args if place.target is quantize_per_tensor else place
+        group = next((g for g in groups if key not in g), None)
+        if group is None:
+            group = {}
+            groups.append(group)
+        group[key] = place
+    return [tuple(group.values()) for group in groups]
+
+
+def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
+    """What an engine gives for a graph; nothing where it fails on it: to a compiler, reading may be too much."""
+    try:
+        return list(backend.lower(graph, verify="off", isolate=isolate).run(inputs))
+    except BackendUnavailableError:
+        raise
+    except BackendError:
+        return []
 
 
 def _value(node: fx.Node, value: torch.Tensor) -> torch.Tensor:

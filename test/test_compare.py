@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import nc
-from nc import ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
+from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
 from nc.backends import get_backend
 from nc.backends.reference import ReferenceBackend
 from nc.comparison import VERDICTS
@@ -230,6 +230,32 @@ def test_an_engine_that_computes_something_else_when_it_is_read_is_not_read(faul
     assert verdicts(found) == dict.fromkeys(("x", "relu_1", "linear_2"), "equal")
     assert found.tensors[1].operators == ("a", "relu", "b", "relu_1")
     assert "not read, since engines compute something else when they have to show them: relu" in str(found)
+
+
+def test_an_engine_that_fails_on_a_tensor_is_not_asked_for_it(faulty):
+    def change(module):
+        if len(codes_of(module, "relu").users) > 1:
+            msg = "can't do that"
+            raise BackendError(msg)
+
+    found = faulty(change, chain(), torch.randn(8, 16))
+    assert found.unread == ("relu",)
+    assert verdicts(found) == dict.fromkeys(("x", "relu_1", "linear_2"), "equal")
+
+
+@pytest.mark.ipex
+def test_equal_codes_are_read_one_by_one():
+    """Where operators work in place each reader has codes of its own; IPEX hangs on a graph that returns one tensor twice."""
+
+    def forward(self, x):
+        y = self.norm(x)
+        z = torch.zeros_like(y)
+        z[:, 0] = 2.0
+        return self.a(y) + z, self.b(y)
+
+    model = Function(forward, norm=nn.LayerNorm(16), a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+    q = quantized(model, torch.randn(4, 16), None, "ipex")
+    assert [t.tensor for t in healthy(q, None).tensors].count("layer_norm") == 2
 
 
 def test_an_engine_that_shows_a_tensor_wrongly_is_not_accused(faulty):
