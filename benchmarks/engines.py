@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,15 +40,46 @@ def ipex_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     return _traced(ipex.quantization.convert(prepared), inputs)
 
 
-def nc_int8(model: torch.nn.Module, inputs: dict[str, Any], backend: str = "ipex", smooth: bool = False) -> Run:
+def nc_int8(model: torch.nn.Module, inputs: dict[str, Any], backend: str = "ipex", smooth: bool = False, compile: bool = False) -> Run:  # noqa: A002
     """This project: prepare, one calibration batch, convert; SmoothQuant's scales are folded where that is possible."""
     import nc
 
     config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig()
     prepared = nc.prepare(model, config, example_inputs=inputs, backend=backend)
     prepared(**inputs)
-    quantized = nc.convert(prepared)
+    quantized = nc.convert(prepared, compile=compile)
     return lambda: quantized(**inputs)
+
+
+def inductor_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """Torchao's PT2E flow for x86, compiled by Inductor; Inductor in fp32 is `inductor_fp32`."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(torch.export.export(model, (), inputs).module(), quantizer)
+    prepared(**inputs)
+    return inductor_fp32(convert_pt2e(prepared), inputs)
+
+
+def inductor_fp32(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """`torch.compile` with constants frozen."""
+    import torch._inductor.config
+
+    torch._inductor.config.freezing = True
+    compiled = torch.compile(model)
+    return lambda: compiled(**inputs)
+
+
+def peer(model: torch.nn.Module, inputs: dict[str, Any], name: str) -> Run:
+    """An engine of peers.py, calibrated with the same batch."""
+    import peers
+
+    transformer = "input_ids" in inputs or "vit" in type(model).__name__.lower()
+    task = SimpleNamespace(model=model, calibration=[inputs], free=(0,))
+    candidates = {"NNCF": peers.nncf_int8(**({"model_type": "transformer"} if transformer else {})), "ONNX": peers.onnx_static}
+    run = candidates[name](task)[0]
+    return lambda: run(**inputs)
 
 
 def nc_dynamic(model: torch.nn.Module, inputs: dict[str, Any], granularity: str = "per_token") -> Run:
@@ -96,6 +128,11 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-int8": nc_int8,
     "nc-smooth": functools.partial(nc_int8, smooth=True),
     "nc-native": functools.partial(nc_int8, backend="native"),
+    "nc-native-compiled": functools.partial(nc_int8, backend="native", compile=True),
+    "inductor-fp32": inductor_fp32,
+    "inductor-int8": inductor_int8,
+    "openvino-int8": functools.partial(peer, name="NNCF"),
+    "onnxruntime-int8": functools.partial(peer, name="ONNX"),
     "nc-dynamic": nc_dynamic,
     "nc-dynamic-tensor": functools.partial(nc_dynamic, granularity="per_tensor"),
     "torch-dynamic": torch_dynamic,

@@ -22,6 +22,8 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
         case "minilm":
             config = hf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
             return hf.BertModel(config).eval(), ids
+        case "hf-mobilenet_v2":
+            return hf.MobileNetV2Model(hf.MobileNetV2Config()).eval(), {"pixel_values": image}
         case "hf-vit-b16":
             return hf.ViTModel(hf.ViTConfig()).eval(), {"pixel_values": image}
         case _:
@@ -40,4 +42,5 @@ NAMES = (
     "tv-efficientnet_b0",
     "tv-vit_b_16",
     "hf-vit-b16",
+    "hf-mobilenet_v2",
 )
