@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import nc
 from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
-from nc.backends import get_backend
+from nc.backends import cpu, get_backend
 from nc.backends.reference import ReferenceBackend
 from nc.comparison import VERDICTS
 from nc.graph.copying import copy_module
@@ -457,9 +457,15 @@ def test_engines_agree_on_every_activation_type(engine, dtype, symmetric):
     """The native engine shifts int8 codes to uint8; what is compared are the codes of the quantized graph."""
     x = torch.randn(2, 3, 8, 8)
     q = quantized(ResidualCNN(), x, StaticQuantConfig(act_dtype=dtype, act_sym=symmetric), engine)
-    codes = [t for t in healthy(q, x, torch.randn(3, 3, 8, 8)).tensors if t.how == "codes"]
-    assert len(codes) >= 4
-    assert all(t.distance <= 3 for t in codes)
+    found = nc.compare(q, inputs=torch.randn(3, 3, 8, 8), isolate="never")
+    assert sum(t.how == "codes" for t in found.tensors) >= 4
+    if engine == "ipex" and dtype == "int8" and not cpu.accumulates_wide():
+        # oneDNN itself halves and rounds the weights of convolutions there
+        assert {t.operator for t in found.disagreements} <= {"stem", "conv1", "add"}
+        assert found.first.operator == "stem"
+        assert all(t.sides[0].error < 3 for t in found.disagreements)
+    else:
+        assert found.disagreements == (), found
 
 
 @pytest.mark.parametrize("engine", ["reference", *ENGINES])
