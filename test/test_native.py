@@ -121,6 +121,24 @@ def names_of(q):
     return [op_name(n) for n in module.graph.nodes]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_zeros_are_put_around_codes(dtype):
+    """As TensorFlow's uneven padding is written: the pad stands between two convolutions, and works on codes."""
+    model = Function(lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, stride=2))
+    x = torch.randn(2, 3, 9, 9)
+    q = quantized(model.eval(), x, StaticQuantConfig(act_dtype=dtype), "native")
+    assert names_of(q).count("quantize") == 1  # the model's input
+    assert worst_db([q.reference(x)], [q(x)]) > 40
+
+
+@pytest.mark.parametrize("options", [{"value": 1.5}, {"mode": "reflect"}])
+def test_other_padding_stays_where_it_is(options):
+    model = Function(lambda self, x: self.b(F.pad(self.a(x), (1, 1, 1, 1), **options)), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3))
+    x = torch.randn(2, 3, 9, 9)
+    q = quantized(model.eval(), x, None, "native")
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
 ACTIVATIONS = [F.relu, F.gelu, F.silu, F.relu6, F.hardswish, F.leaky_relu, torch.tanh, torch.sigmoid, lambda x: x.clamp(-1, 1)]
 
 

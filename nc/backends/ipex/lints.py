@@ -13,6 +13,7 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.constants import add_constant
 from nc.graph.dataflow import producer
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 
@@ -166,12 +167,28 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def bare_layer_norm(module: fx.GraphModule) -> list[str]:
+    """Layer norm without weight or bias: the fuser asks for inputs that are not there. It gets ones and zeros."""
+    changed = []
+    for node in [n for n in module.graph.nodes if op_name(n) == "layer_norm"]:
+        arguments = schema_arguments(node)
+        size = arguments["normalized_shape"]
+        missing = {name: value for name, value in (("weight", torch.ones), ("bias", torch.zeros)) if arguments[name] is None}
+        for name, value in missing.items():
+            arguments[name] = add_constant(module, node, f"{node.name}_{name}", value(*size), "")
+        if missing:
+            node.args, node.kwargs = tuple(arguments.values()), {}
+            changed.append(node.meta.get("operator", node.name))
+    return changed
+
+
 LINTS = (
     Lint("same_tensor_twice", "hangs", same_tensor_twice),
     Lint("operand_is_source", "returns garbage", operand_is_source),
     Lint("operand_overwritten", "changes the caller's tensor, or one that is still in use", operand_overwritten),
     Lint("strided_pointwise", "returns garbage here and there, not the same in each run", strided_pointwise),
     Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
+    Lint("bare_layer_norm", "fails on its first run", bare_layer_norm),
 )
 
 

@@ -11,11 +11,14 @@ from nc.graph.placement import works_in_place
 
 #: int8 codes and their zero points, as uint8.
 _SHIFT = 128
+_PADS = ("pad", "constant_pad_nd")
 
 
 def quantize(x: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
     """uint8 codes of fp32 values, in the memory format of `x`."""
-    return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8).int_repr()
+    codes = torch.quantize_per_tensor(x, scale, zero_point, torch.quint8)
+    # `int_repr` would copy them
+    return torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage(), 0, codes.size(), codes.stride())
 
 
 def dequantize(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
@@ -45,7 +48,7 @@ def hoist(module: fx.GraphModule) -> None:
     if works_in_place(module):
         return
     for node in reversed(list(module.graph.nodes)):
-        if op_name(node) not in MOVES | JOINS or op_name(node) == "getitem" or not is_float_tensor(node):
+        if not _keeps_values(node) or not is_float_tensor(node):
             continue
         found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
         if len(found) != 1 or None in found:
@@ -59,9 +62,20 @@ def hoist(module: fx.GraphModule) -> None:
                 codes = module.graph.call_function(quantize_per_tensor, (source, *qparams))
             codes.meta["val"] = source.meta.get("val")
             node.replace_input_with(source, codes)
+        if op_name(node) in _PADS:
+            node.args, node.kwargs = tuple({**schema_arguments(node), "value": qparams[1]}.values()), {}  # the code of 0
         for user in list(node.users):
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)
+
+
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether a node moves or joins values, or puts zeros around them."""
+    name = op_name(node)
+    if name in _PADS:
+        arguments = schema_arguments(node)
+        return arguments.get("mode", "constant") == "constant" and not arguments["value"]
+    return name in MOVES | JOINS and name != "getitem"
 
 
 def pool_codes(module: fx.GraphModule) -> None:

@@ -1,0 +1,25 @@
+"""What backends say of themselves, and the document that repeats it."""
+
+from pathlib import Path
+
+from nc.backends import get_backend
+from nc.backends.table import support_table
+from nc.keys import KIND_NAMES
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "backends.md"
+NAMES = ("ipex", "native", "reference")
+
+
+def test_the_table_of_the_document_is_current():
+    assert support_table([get_backend(name) for name in NAMES]) in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_the_table_has_every_kind_and_only_what_a_backend_claims():
+    lines = support_table([get_backend(name) for name in NAMES]).splitlines()
+    assert lines[0] == "| operator | `ipex` | `native` | `reference` |"
+    rows = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2 : 2 + len(KIND_NAMES)]}
+    for kind, names in KIND_NAMES.items():
+        for name, cell in zip(NAMES, rows[names[0]], strict=True):
+            row = get_backend(name).capabilities().row(kind)
+            assert (cell == "fp32") == (row is None)
+            assert row is None or all(dtype in cell for dtype in (*row.activations, *row.weights))
