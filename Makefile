@@ -1,5 +1,6 @@
 # make demo | test | test-fast | lint | bench | setup      with the last IPEX and its torch, in .venv
 # make demo-native | test-native | setup-native            with the newest torch and no IPEX, in .venv-native
+# make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make clean
 #
 #   PYTHON=python3.12   the interpreter to build on: 3.10, 3.11 or 3.12
@@ -21,11 +22,13 @@ setup: VENV := .venv
 setup: REQUIREMENTS := requirements/ipex.txt
 setup-native: VENV := .venv-native
 setup-native: REQUIREMENTS := requirements/native.txt
+setup-peers: VENV := .venv-peers
+setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-native test test-native test-fast lint bench setup setup-native clean
+.PHONY: demo demo-native test test-native test-fast lint bench bench-peers setup setup-native setup-peers clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -58,9 +61,13 @@ lint: setup
 bench: setup
 	.venv/bin/python benchmarks/run.py
 
+PEERS := eager nc-native nc-native-compiled inductor-fp32 inductor-int8 openvino-int8 onnxruntime-int8
+bench-peers: setup-peers
+	.venv-peers/bin/python benchmarks/run.py --engines $(PEERS) --models hf-resnet50 bert-base minilm hf-mobilenet_v2
+
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-native .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -76,7 +83,7 @@ endef
 export PROBE
 
 # Each stamp is written last, so an interrupted step is done again from the start. The lock serves all clones.
-setup setup-native:
+setup setup-native setup-peers:
 	@python=$$($(PYTHON) -c "$$PROBE")
 	cache=$$(realpath -m "$(CACHE)")
 	hash() { sha256sum | cut -c1-16; }

@@ -1,4 +1,4 @@
-"""What NNCF's calibration costs per sample, in times of OpenVINO's fp32 inference: in the environment of requirements/bench-peers.txt.
+"""What NNCF's calibration costs per sample, in times of OpenVINO's fp32 inference: in the environment of `make setup-peers`.
 
 python benchmarks/nncf_cost.py [--models hf-resnet50 bert-base]
 """

@@ -1,4 +1,4 @@
-"""Other projects' quantizers on the tasks of accuracy.py, in an environment of their own: requirements/bench-peers.txt.
+"""Other projects' quantizers on the tasks of accuracy.py, in the environment of `make setup-peers`.
 
 python benchmarks/peers.py --data DIR [--task minilm digits lm] [--only "NNCF transformer"]
 

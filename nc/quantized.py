@@ -83,7 +83,10 @@ class QuantizedModel(torch.nn.Module):
             return build(self.graph, self.engine.report(), self.chosen)
         inputs = self.graph.signature.bind(*as_call(profile_inputs))
         if self.engine.profile is None:
-            msg = f"Backend {self.backend!r} can't be profiled: its engine models have no `profile` (nc.backends.base.EngineModel)."
+            msg = (
+                f"Backend {self.backend!r} can't be profiled with this model: the engine model has no `profile` "
+                "(nc.backends.base.EngineModel); none made with compile=True has."
+            )
             raise UnsupportedError(msg)
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
         return build(self.graph, self.engine.report(), self.chosen, profile)

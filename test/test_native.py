@@ -14,6 +14,7 @@ from nc import (
     ConfigError,
     NCWarning,
     StaticQuantConfig,
+    UnsupportedError,
     VerificationError,
     available_backends,
     convert,
@@ -291,6 +292,8 @@ def test_compiled_is_the_same_model(make, shape, tmp_path):
     assert "between the kernels: compiled by torch.compile" in q.report().summary()
     for batch in (x, torch.randn(5, *shape[1:])):
         assert worst_db([q.reference(batch)], [q(batch)]) > 60
+    with pytest.raises(UnsupportedError, match="none made with compile=True has"):
+        q.report(profile_inputs=x)
     q.save(tmp_path / "a")
     assert worst_db([q(x)], [load(tmp_path / "a", backend="native", compile=True)(x)]) > 60
 

@@ -69,7 +69,9 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
             details={"between the kernels": "compiled by torch.compile"} if compile else {},
         )
 
-    return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, module, CONVERTERS))
+    # of compiled code nothing says which part of it computes which operator
+    profile = None if compile else functools.partial(profile_nodes, module, CONVERTERS)
+    return EngineModel(run=run, report=report, profile=profile)
 
 
 def _op_run(decision: Decision, executed: frozenset[str]) -> OpRun:
