@@ -144,13 +144,13 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
 DEFAULT = ("eager", "ipex-fp32", "ipex-int8", "nc-int8", "nc-prepared")
 
 
-def start(engine: str, model_name: str, threads: int) -> Run:
+def start(engine: str, model_name: str, threads: int, batch: int = 1) -> Run:
     """The warmed-up callable of one engine on one model."""
     from models import build
 
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
-    model, inputs = build(model_name)
+    model, inputs = build(model_name, batch)
     with torch.no_grad():
         run = ENGINES[engine](model, inputs)
         for _ in range(5):

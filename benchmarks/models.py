@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 
-def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A model in eval mode and one batch of keyword inputs: images 224 x 224, or 128 tokens."""
+def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model in eval mode and keyword inputs for a batch: images 224 x 224, or 128 tokens."""
     import transformers as hf
 
     torch.manual_seed(0)
-    ids = {"input_ids": torch.randint(0, 1000, (1, 128)), "attention_mask": torch.ones(1, 128, dtype=torch.long)}
-    image = torch.randn(1, 3, 224, 224)
+    ids = {"input_ids": torch.randint(0, 1000, (batch, 128)), "attention_mask": torch.ones(batch, 128, dtype=torch.long)}
+    image = torch.randn(batch, 3, 224, 224)
     match name:
         case "hf-resnet50":
             return hf.ResNetModel(hf.ResNetConfig()).eval(), {"pixel_values": image}

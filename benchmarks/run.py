@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 class Worker:
     """A running worker process."""
 
-    def __init__(self, engine: str, model: str, threads: int) -> None:
-        command = [sys.executable, str(HERE / "worker.py"), engine, model, str(threads)]
+    def __init__(self, engine: str, model: str, threads: int, batch: int) -> None:
+        command = [sys.executable, str(HERE / "worker.py"), engine, model, str(threads), str(batch)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE
         )
@@ -42,12 +42,12 @@ class Worker:
         self.process.wait()
 
 
-def measure_model(model: str, engines: list[str], rounds: int, runs: int, threads: int) -> dict[str, tuple[float, float]]:
+def measure_model(model: str, engines: list[str], rounds: int, runs: int, threads: int, batch: int) -> dict[str, tuple[float, float]]:
     """Per engine: median latency in ms and the median over rounds of its speed relative to the first engine of the same round."""
     workers: dict[str, Worker] = {}
     try:
         for engine in engines:  # started one after the other: a start-up must not disturb another's
-            worker = Worker(engine, model, threads)
+            worker = Worker(engine, model, threads, batch)
             seconds = worker.ready()
             if seconds is None:
                 print(f"  {model}: {engine} could not be started", file=sys.stderr)
@@ -77,17 +77,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--runs", type=int, default=5, help="calls of one engine in one round")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the table here too")
     options = parser.parse_args()
     lines = [
-        f"{options.threads} threads, batch 1, {options.rounds} interleaved rounds of {options.runs} calls; speed relative to "
+        f"{options.threads} threads, batch {options.batch}, {options.rounds} interleaved rounds of {options.runs} calls; speed relative to "
         f"{options.engines[0]} (median latency in ms)",
         "",
         "| model | " + " | ".join(options.engines) + " |",
         "|---" * (len(options.engines) + 1) + "|",
     ]
     for model in options.models:
-        results = measure_model(model, options.engines, options.rounds, options.runs, options.threads)
+        results = measure_model(model, options.engines, options.rounds, options.runs, options.threads, options.batch)
         cells = [f"{results[e][1]:.2f} ({results[e][0]:.1f})" if e in results else "-" for e in options.engines]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)

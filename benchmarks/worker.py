@@ -1,4 +1,4 @@
-"""One engine on one model in a process of its own: `worker.py ENGINE MODEL THREADS`, then one line per command on standard input."""
+"""One engine on one model in a process of its own: `worker.py ENGINE MODEL THREADS BATCH`, then one line per command on standard input."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from engines import start
 
 
-def main(engine: str, model_name: str, threads: str) -> None:
+def main(engine: str, model_name: str, threads: str, batch: str) -> None:
     """Answer "N" with the median latency in ms of N runs, until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what engines print from C++ must not mix with the answers
     began = time.perf_counter()
-    run = start(engine, model_name, int(threads))
+    run = start(engine, model_name, int(threads), int(batch))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"ready {time.perf_counter() - began:.2f} {peak}", file=answers, flush=True)
     for line in sys.stdin:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -33,7 +35,7 @@ class _Builder:
         self.graph = graph
         self.origin = origin
 
-    def __call__(self, shape: tuple | None, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+    def __call__(self, shape: tuple | None, target: Callable[..., object], *args: object, **kwargs: object) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
         if shape is not None:
@@ -57,8 +59,8 @@ def _attention(
     q, k, v = (tuple(n.meta["val"].shape) for n in (query, key, value))
     if enable_gqa and q[-3] != k[-3]:
         k, v = (*k[:-3], q[-3], *k[-2:]), (*v[:-3], q[-3], *v[-2:])
-        key = call(k, aten.repeat_interleave.self_int, key, q[-3] // key.meta["val"].shape[-3], -3)
-        value = call(v, aten.repeat_interleave.self_int, value, q[-3] // value.meta["val"].shape[-3], -3)
+        key = call(k, aten.repeat_interleave.self_int, key, _repeats(call, query, key), -3)
+        value = call(v, aten.repeat_interleave.self_int, value, _repeats(call, query, value), -3)
     factor = 1.0 / math.sqrt(q[-1]) if scale is None else float(scale)
     square = (*q[:-1], k[-2])
     scores = call(square, aten.matmul.default, query, call((*k[:-2], k[-1], k[-2]), aten.transpose.int, key, -2, -1))
@@ -76,6 +78,15 @@ def _attention(
     weights = call(square, aten.softmax.int, scores, -1)
     output = call((*q[:-1], v[-1]), aten.matmul.default, weights, value)
     return call((*q[:-1], v[-1]), aten.mul.Tensor, output, attended) if attended is not None else output
+
+
+def _repeats(call: _Builder, query: fx.Node, grouped: fx.Node) -> int | fx.Node:
+    """How many heads of the query share one of the key or value; computed in the graph where heads are free."""
+    sizes = [n.meta["val"].shape[-3] for n in (query, grouped)]
+    if all(isinstance(size, int) for size in sizes):
+        return sizes[0] // sizes[1]
+    heads = [call(None, aten.sym_size.int, n, n.meta["val"].dim() - 3) for n in (query, grouped)]
+    return call(None, operator.floordiv, *heads)
 
 
 def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: tuple) -> fx.Node:

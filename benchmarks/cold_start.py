@@ -1,0 +1,79 @@
+"""From a saved model to its first answer, each time in a new process: seconds for imports, `load` and the first call.
+
+python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PARTS = ("imports", "load", "first call", "load and first call")
+
+
+def save(name: str, backend: str, folder: Path) -> None:
+    """Quantize a model and save it with its inputs."""
+    import torch
+    from models import build
+
+    import nc
+
+    model, inputs = build(name)
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs, backend=backend)
+    prepared(**inputs)
+    nc.convert(prepared).save(folder / "model")
+    torch.save(inputs, folder / "inputs.pt")
+
+
+def start(folder: Path, backend: str) -> list[float]:
+    """In a new process: seconds of each part."""
+    ticks = [time.perf_counter()]
+    import torch
+
+    import nc
+
+    ticks.append(time.perf_counter())
+    model = nc.load(folder / "model", backend=backend)
+    ticks.append(time.perf_counter())
+    inputs = torch.load(folder / "inputs.pt", weights_only=True)
+    ticks.append(time.perf_counter())
+    model(**inputs)
+    ticks.append(time.perf_counter())
+    return [ticks[1] - ticks[0], ticks[2] - ticks[1], ticks[4] - ticks[3], ticks[2] - ticks[1] + ticks[4] - ticks[3]]
+
+
+def main() -> None:
+    """Print a Markdown table of medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["hf-resnet50", "bert-base"])
+    parser.add_argument("--backend", default="native")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.start:
+        print(*start(options.start, options.backend))
+        return
+    print(f"backend {options.backend}, medians of {options.rounds} processes, seconds\n")
+    print(f"| model | {' | '.join(PARTS)} |\n{'|---' * (len(PARTS) + 1)}|")
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            save(name, options.backend, Path(folder))
+            command = [sys.executable, str(HERE / "cold_start.py"), "--start", folder, "--backend", options.backend]
+            rows = []
+            for _ in range(options.rounds):
+                done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE)
+                rows.append([float(word) for word in done.stdout.split()])
+            medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+            print(f"| {name} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
