@@ -168,7 +168,7 @@ def test_ipex(case, model):
     assert report.groups > 0
 
 
-#: Each takes IPEX minutes and gigabytes: it compiles them anew for every group of tensors that it is asked to show. "resnet" and "vit" stand in.
+#: Minutes and gigabytes each: IPEX compiles them anew for every group of tensors that it is asked to show. "resnet" and "vit" stand in.
 LARGE_FOR_IPEX = ("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16")
 
 
