@@ -116,6 +116,20 @@ def test_scores_that_the_model_returns_are_computed():
     assert worst_db(q.reference(x), q(x)) > 60
 
 
+@pytest.mark.parametrize("bias", ["integers", "more heads"])
+def test_biases_that_the_call_does_not_take_are_added_as_before(bias):
+    def forward(self, x):
+        y = self.a(x).unsqueeze(1)
+        return self.b(((y @ y.transpose(-1, -2) + self.bias).softmax(-1) @ y).sum(1))
+
+    model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
+    model.register_buffer("bias", torch.randint(0, 3, (1, 1, 5, 5)) if bias == "integers" else torch.randn(1, 4, 5, 5))
+    x = torch.randn(2, 5, 16)
+    q = quantized(model.eval(), x, None, "native")
+    assert "scaled_dot_product_attention" not in names_of(q)
+    assert worst_db([q.reference(x)], [q(x)]) > 40
+
+
 def names_of(q):
     """Names of the operators that the lowered graph calls."""
     (module,) = [c.cell_contents for c in q.engine.run.__closure__ if isinstance(c.cell_contents, torch.fx.GraphModule)]

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.catalogue import is_float_tensor, op_name, schema_arguments
 from nc.graph.placement import works_in_place
 
 _aten = torch.ops.aten
@@ -80,8 +80,10 @@ def attention_of(node: fx.Node) -> Attention | None:
         else:
             scores, bias = (left, right) if _holds_product(left) else (right, left)
             biases.append(bias)
-    if not _is_own(scores, *_PRODUCTS) or not _is_4d(scores) or not all(isinstance(bias, fx.Node) for bias in biases):
+    if not _is_own(scores, *_PRODUCTS) or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
         return None
+    if str(tuple(scores.meta["val"].shape)) != str(tuple(softmax.meta["val"].shape)):
+        return None  # a bias with more rows or heads than the scores
     query, key = scores.args
     if op_name(key) != "transpose" or {dim % 4 for dim in key.args[1:]} != {2, 3}:
         return None
