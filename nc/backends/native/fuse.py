@@ -187,7 +187,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     dims = codes.dim() - 2
     sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
     q, x_scale, x_zero_point = a["input"].args
-    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], None)
+    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], _traced_shape(a["input"]))
     w = _constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
@@ -249,6 +249,17 @@ def _weight(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.
     if node.target is dequantize_per_tensor:
         return codes, torch.full((codes.shape[0],), node.args[1])
     return codes, getattr(module, node.args[1].target)
+
+
+def _traced_shape(node: fx.Node) -> list[int] | None:
+    """Sizes that a tensor had when the model was traced; None where they depend on data.
+
+    A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size.
+    """
+    nodes = [getattr(size, "node", None) for size in node.meta["val"].shape]
+    if any(n is not None and not n.has_hint() for n in nodes):
+        return None
+    return [int(size) if n is None else int(n.hint) for size, n in zip(node.meta["val"].shape, nodes, strict=True)]
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:
