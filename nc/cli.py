@@ -168,7 +168,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 
     columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
     rows = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
-    int8 = sum(op["activations"] != "fp32" for op in contents["operators"])
+    int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
     sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
     lines = {
         "schema": contents["schema"],

@@ -46,8 +46,10 @@ class Decision:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
         """The inverse of `to_dict`."""
-        parts = {k: None if v is None else (SmoothSpec if k == "smooth" else TensorSpec)(**v) for k, v in data["spec"].items()}
-        return cls(**{**data, "spec": OpSpec(**parts), "fields": tuple(map(tuple, data.get("fields", ())))})
+        spec = dict(data["spec"])
+        bf16 = spec.pop("bf16", False) is True
+        parts = {k: None if v is None else (SmoothSpec if k == "smooth" else TensorSpec)(**v) for k, v in spec.items()}
+        return cls(**{**data, "spec": OpSpec(**parts, bf16=bf16), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

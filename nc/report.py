@@ -19,10 +19,10 @@ class OpReport:
     Attributes:
         operator: its name.
         kind: its kind.
-        asked: "int8" or "fp32", from the configuration.
-        ran: "int8" or "fp32", from what the engine executes.
+        asked: "int8", "bf16" or "fp32", from the configuration.
+        ran: "int8", "bf16" or "fp32", from what the engine executes.
         rule: the rule that decided what was asked.
-        reason: why it is fp32, or what was rewritten; "" when there is nothing to say.
+        reason: why it is not int8, or what was rewritten; "" when there is nothing to say.
         kernel: the kernel that computed it; "" when nothing was profiled, or nothing that was timed computes it.
         share: its part of the profiled time, from 0 to 1; None when it has no kernel of its own, or nothing was profiled.
     """
@@ -148,7 +148,7 @@ def build(graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Prof
     ops = []
     for decision in graph.plan.decisions:
         run = runs.get(decision.operator)
-        asked = "int8" if decision.spec.quantized or decision.operator in graph.notes else "fp32"
+        asked = "int8" if decision.operator in graph.notes else decision.spec.precision
         reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
         ran = run.ran if run else "unknown"
         kernel, share = kernels.get(decision.operator, ("", None))

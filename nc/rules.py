@@ -11,19 +11,19 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nc.config import AnyConfig, QuantConfig, parts_of
-from nc.errors import NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
+from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.capture import Graph
-from nc.graph.catalogue import WEIGHTED, op_name, weight_axis
+from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.naming import Operator
 from nc.graph.small import Sizes
 from nc.keys import KIND_NAMES, Key, fused_names, kind_of
 from nc.plan import Decision, Plan
-from nc.spec import FLOAT, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec
+from nc.spec import BF16, FLOAT, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec
 
 _LEVELS = ("global", "type", "pattern", "name")
 _OUTSIDE = "not on the white list"
@@ -77,7 +77,24 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     explicit = {d.operator for d in decisions if d.rule != "global"}
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
     decisions = [dataclasses.replace(d, spec=FLOAT, reason=useless[d.operator]) if d.operator in useless else d for d in decisions]
-    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
+    return plan_of(decisions, capabilities)
+
+
+def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
+    """The plan that these decisions make on a backend.
+
+    Raises:
+        UnsupportedError: an operator is to compute in bf16, and that can't be there.
+    """
+    low = next((d for d in decisions if d.spec.bf16), None)
+    if low is not None and capabilities.why_no_bf16:
+        msg = (
+            f"Operator {low.operator!r} can't compute in bf16 on backend {capabilities.backend!r}: {capabilities.why_no_bf16}. Leave "
+            'remainder="bf16" and dtypes "bf16" out of the configuration.'
+        )
+        raise UnsupportedError(msg)
+    isa = (*capabilities.isa, *(capabilities.bf16_isa if low is not None else ()))
+    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=isa)
 
 
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
@@ -92,7 +109,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     chosen = matches[0]
     base["rule"] = chosen.label
     if chosen.config.is_float:
-        return Decision(**base, reason="fp32 was asked for")
+        return _float(base, chosen.config.act_dtype, f"{chosen.config.act_dtype} was asked for", _excluded(matches))
     values, fields = _merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         values, fields = _kernel_granularity(values, fields, row)
@@ -107,10 +124,30 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     if not reason and values.get("skip_slow"):
         reason = sizes.slower_in_int8(op, spec.activation.granularity)
     if reason:
-        return Decision(**base, reason=reason)
+        return _float(base, "fp32" if "bf16" in _excluded(matches) else values["remainder"], reason)
     if not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _float(base: Mapping[str, Any], dtype: str, reason: str, excluded: Collection[str] = ()) -> Decision:
+    """The decision for an operator that is not quantized.
+
+    Raises:
+        ConfigError: a rule asks for a precision that another one excludes.
+    """
+    if dtype in excluded:
+        msg = f"Operator {base['operator']!r} (rule: {base['rule']}): {reason}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
+        raise ConfigError(msg)
+    if dtype == "bf16" and base["kind"] not in PRODUCTS:
+        return Decision(**base, reason=f"{reason}; {base['kind']} stays fp32")
+    return Decision(**base, spec=BF16 if dtype == "bf16" else FLOAT, reason=reason)
+
+
+def _excluded(matches: Iterable[_Match]) -> Collection[str]:
+    """Precisions that an operator may not use: the most specific level that says any."""
+    name = "excluded_precisions"
+    return next((m.config.given[name] for m in matches if name in m.config.given), ())
 
 
 def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
@@ -185,7 +222,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
     """The plan for another backend than the one it was made for; the same calibration serves both.
 
     Raises:
-        UnsupportedError: an operator's activation dtype has no kernel there.
+        UnsupportedError: an operator's activation dtype has no kernel there, or it can't compute in bf16.
     """
     if plan.backend == capabilities.backend:
         return plan
@@ -199,7 +236,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         else:
             _check_activation(d.operator, d.spec, row, d.rule, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
-    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=capabilities.isa)
+    return plan_of(decisions, capabilities)
 
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> str:

@@ -101,12 +101,14 @@ class OpSpec:
         weight: its constant weight.
         right: the second input of a matmul, where it uses another range than the first.
         smooth: how outliers of its input move into its weight first.
+        bf16: not quantized, but computed in bf16: inputs, weight, bias and result are rounded to it, sums are not.
     """
 
     activation: TensorSpec | None = None
     weight: TensorSpec | None = None
     right: TensorSpec | None = None
     smooth: SmoothSpec | None = None
+    bf16: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -120,7 +122,12 @@ class OpSpec:
             return f"{self.activation}, {self.right}"
         if self.smooth is not None:
             return f"{self.activation} {self.smooth}"
-        return str(self.activation or "fp32")
+        return str(self.activation or self.precision)
+
+    @property
+    def precision(self) -> str:
+        """What it computes in: "int8", "bf16" or "fp32"."""
+        return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
 
     def input(self, index: int) -> TensorSpec | None:
         """How the activation at one argument position is quantized."""
@@ -134,6 +141,7 @@ class OpSpec:
 
 
 FLOAT = OpSpec()
+BF16 = OpSpec(bf16=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +192,8 @@ class Capabilities:
             takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
         compiles: `lower` takes compile=True, which compiles what is fp32 between the kernels.
+        why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
+        bf16_isa: CPU features that bf16 relies on.
         fused_add: kinds of operators whose kernels also do an addition behind them.
         tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right. docs/parity.md.
     """
@@ -194,6 +204,8 @@ class Capabilities:
     isa: tuple[str, ...] = ()
     fused_add: frozenset[str] = field(default_factory=frozenset)
     compiles: bool = False
+    why_no_bf16: str = "it has no bf16 kernels"
+    bf16_isa: tuple[str, ...] = ()
     tolerance: float = 1e-3
 
     def row(self, kind: str) -> OpSupport | None:

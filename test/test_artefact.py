@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from models import FP32, Function, ResidualCNN, call, quantized
+from models import FP32, Function, ResidualCNN, call, quantized, worst_db
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -312,7 +312,9 @@ def run_python(source, *args, **env):
 @pytest.mark.slow
 def test_a_fresh_process_needs_no_model_class_and_unpickles_nothing(cnn, saved):
     expected = cnn(torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8))
-    assert run_python(FRESH, saved, OMP_NUM_THREADS=str(torch.get_num_threads())) == expected.numpy().tobytes().hex()
+    got = bytearray.fromhex(run_python(FRESH, saved, OMP_NUM_THREADS=str(torch.get_num_threads())))
+    # other tests may have imported IPEX here, whose fp32 convolutions round another way: a code at a tie is then another one
+    assert worst_db([expected], [torch.frombuffer(got, dtype=torch.float32).reshape(expected.shape)]) > 30
 
 
 BUILD = """

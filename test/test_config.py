@@ -50,6 +50,7 @@ def test_defaults_are_those_that_the_documentation_states():
         "act_granularity": "per_tensor",
         "act_algo": "minmax",
         "excluded_precisions": (),
+        "remainder": "fp32",
         "percentile": 99.999,
         "pre": (),
         "post": (BiasCorrection(),),

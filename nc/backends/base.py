@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from nc.backends.profile import Profile
-from nc.errors import BackendUnavailableError, ConfigError
+from nc.errors import BackendUnavailableError, ConfigError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
 
@@ -23,8 +23,8 @@ class OpRun:
 
     Attributes:
         operator: its name.
-        ran: "int8" or "fp32", read from what the engine executes.
-        reason: why it is fp32 although int8 was asked, or where it went; "" when there is nothing to say.
+        ran: "int8", "bf16" or "fp32", read from what the engine executes.
+        reason: why it is not int8 although that was asked, or where it went; "" when there is nothing to say.
     """
 
     operator: str
@@ -112,12 +112,17 @@ def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compi
     """An engine model of the graph; `compile` is passed on where it means something.
 
     Raises:
+        UnsupportedError: the graph computes in bf16, and the backend can't.
         ConfigError: the backend does not compile what is fp32 between its kernels.
         BackendUnavailableError, VerificationError: see `Backend.lower`.
     """
+    capabilities = backend.capabilities()
+    if capabilities.why_no_bf16 and any(d.spec.bf16 for d in graph.plan.decisions):
+        msg = f"This model computes in bf16, which backend {backend.name!r} can't here: {capabilities.why_no_bf16}."
+        raise UnsupportedError(msg)
     options: dict[str, Any] = {"verify": verify, "isolate": isolate}
     if compile:
-        if not backend.capabilities().compiles:
+        if not capabilities.compiles:
             msg = f'compile=True is for backend="native"; {backend.name!r} leaves nothing to torch.compile.'
             raise ConfigError(msg)
         options["compile"] = True

@@ -43,7 +43,8 @@ class ReferenceBackend:
             )
             for kind in KIND_NAMES
         )
-        return Capabilities(backend=NAME, ops=rows, fused_add=frozenset({"conv1d", "conv2d", "conv3d", "linear"}))
+        fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
+        return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="")
 
     def start(self) -> None:
         """Nothing to import."""
@@ -56,9 +57,8 @@ class ReferenceBackend:
                 return graph.module(*inputs)
 
         def report() -> EngineReport:
-            ops = tuple(
-                OpRun(operator=d.operator, ran="fp32", reason=_NOTE if d.spec.quantized else d.reason) for d in graph.plan.decisions
-            )
+            notes = {"int8": _NOTE, "bf16": "simulated: rounded to bf16 and computed in fp32"}
+            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=notes.get(d.spec.precision, d.reason)) for d in graph.plan.decisions)
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nc.backends.base import Backend
+from nc.graph.catalogue import PRODUCTS
 from nc.keys import KIND_NAMES
-from nc.spec import OpSupport
+from nc.spec import Capabilities
 
 
 def support_table(backends: Sequence[Backend]) -> str:
@@ -15,14 +16,16 @@ def support_table(backends: Sequence[Backend]) -> str:
     notes: list[str] = []
     lines = ["| operator | " + " | ".join(f"`{c.backend}`" for c in capabilities) + " |", "|---" * (len(capabilities) + 1) + "|"]
     for kind, names in KIND_NAMES.items():
-        cells = [_cell(c.row(kind), notes) for c in capabilities]
+        cells = [_cell(kind, c, notes) for c in capabilities]
         lines.append(f"| {names[0]} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))])
 
 
-def _cell(row: OpSupport | None, notes: list[str]) -> str:
+def _cell(kind: str, capabilities: Capabilities, notes: list[str]) -> str:
+    row = capabilities.row(kind)
+    bf16 = kind in PRODUCTS and bool(capabilities.bf16_isa or not capabilities.why_no_bf16)  # whatever this CPU has
     if row is None:
-        return "fp32"
+        return "bf16, fp32" if bf16 else "fp32"
     parts = []
     if row.activations:
         parts.append(f"static {', '.join(row.activations)}")
@@ -30,6 +33,8 @@ def _cell(row: OpSupport | None, notes: list[str]) -> str:
         parts.append(f"dynamic {', '.join(row.dynamic)}".replace("_", " "))
     if row.weights:
         parts.append(f"weights {', '.join(row.weights)}")
+    if bf16:
+        parts.append("bf16")
     if row.note and row.note not in notes:
         notes.append(row.note)
     return "; ".join(parts) + (f" ({notes.index(row.note) + 1})" if row.note else "")

@@ -18,6 +18,9 @@ from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 from nc.keys import Key, RuleKey, key_text, parse_keys
 
+#: Dtypes that are no quantization.
+_FLOATS = frozenset({"fp32", "bf16"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
@@ -80,10 +83,10 @@ class QuantConfig(Document):
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Raise ConfigError or UnsupportedError for values that are legal each, but not together, or that nothing implements."""
         w_dtype, act_dtype, excluded = values["w_dtype"], values["act_dtype"], values["excluded_precisions"]
-        if (w_dtype == "fp32") != (act_dtype == "fp32"):
+        if w_dtype != act_dtype and not {w_dtype, act_dtype}.isdisjoint(_FLOATS):
             msg = (
                 f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: quantization needs both as integers, the fallback to fp32 needs "
-                'both as "fp32".'
+                'both as "fp32", that to bf16 both as "bf16".'
             )
             raise ConfigError(msg)
         for dtype in (w_dtype, act_dtype):
@@ -92,9 +95,6 @@ class QuantConfig(Document):
                 raise ConfigError(msg)
         if values["act_granularity"] == "per_channel":
             msg = 'act_granularity="per_channel": no CPU kernel takes one scale per activation channel; use "per_tensor".'
-            raise UnsupportedError(msg)
-        if act_dtype == "bf16":
-            msg = 'act_dtype="bf16": no backend computes in bf16 yet; use "uint8", "int8", or "fp32" to leave the operator alone.'
             raise UnsupportedError(msg)
         if not values["w_sym"]:
             msg = "w_sym=False: CPU kernels ignore a weight zero point and would compute wrong numbers; use w_sym=True."
@@ -136,8 +136,8 @@ class QuantConfig(Document):
 
     @property
     def is_float(self) -> bool:
-        """Whether this configuration leaves operators in fp32."""
-        return self.act_dtype == "fp32"
+        """Whether this configuration leaves operators in fp32 or bf16."""
+        return self.act_dtype in _FLOATS
 
     # ---- rules ----
 

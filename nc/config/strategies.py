@@ -12,7 +12,7 @@ from nc.config.fields import Field, flag, number, one_of, precisions, range_algo
 from nc.errors import ConfigError
 
 _WEIGHTS = {
-    "w_dtype": Field("int8", one_of("int8", "fp32")),
+    "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),
     "w_sym": Field(True, flag),
     "w_granularity": Field("per_channel", one_of("per_channel", "per_tensor")),
     "w_algo": Field("minmax", one_of("minmax", "mse")),
@@ -24,6 +24,7 @@ _STATIC = {
     "act_granularity": Field("per_tensor", one_of("per_tensor", "per_channel")),
     "act_algo": Field("minmax", range_algorithm),
     "excluded_precisions": Field((), precisions),
+    "remainder": Field("fp32", one_of("fp32", "bf16")),
     "percentile": Field(99.999, number(50.0, 100.0)),
     "pre": Field((), transforms(PRE), outer=True),
     "post": Field((POST["bias_correction"](),), transforms(POST), outer=True),
@@ -38,16 +39,18 @@ class StaticQuantConfig(QuantConfig):
     """Static int8 quantization: activation ranges come from calibration.
 
     Args:
-        w_dtype: "int8", or "fp32" to leave the operator alone.
+        w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         w_sym: symmetric weights (the CPU kernels ignore a weight zero point, so False is refused).
         w_granularity: "per_channel" (output channels) or "per_tensor".
         w_algo: "minmax", or "mse" (the clipped range with the least error).
-        act_dtype: "uint8", "int8", or "fp32" to leave the operator alone.
+        act_dtype: "uint8", "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
         act_granularity: "per_tensor".
         act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries them all for each tensor
             (docs/calibration.md says when to use which); or a `RangeAlgorithm` of your own, which from then on is known by its name.
-        excluded_precisions: precisions that nothing in the model may use, e.g. `("bf16",)`; kept for the float remainder.
+        excluded_precisions: precisions that an operator may not use, whatever `remainder` says, e.g. `("bf16",)`.
+        remainder: what convolutions, linears and matmuls compute in for which int8 was asked and no kernel exists: "fp32", or "bf16" on
+            a CPU with AVX512-BF16 (docs/backends.md).
         percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
         pre: what is done to the fp32 model first, in this order: `Equalization()`, `BiasAbsorption()`.
         post: what is done to the quantized model last: `BiasCorrection()`, by default.
@@ -126,15 +129,16 @@ class DynamicQuantConfig(QuantConfig):
     """Dynamic int8 quantization: int8 weights, activation ranges found anew in each call. Needs no calibration.
 
     Args:
-        w_dtype: "int8", or "fp32" to leave the operator alone.
+        w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         w_sym: symmetric weights; False is refused, as for static quantization.
         w_granularity: "per_channel" (output channels) or "per_tensor".
         w_algo: "minmax" or "mse".
-        act_dtype: "uint8", "int8" (the same numbers: both have 256 levels around a zero point), or "fp32".
+        act_dtype: "uint8", "int8" (the same numbers: both have 256 levels around a zero point), "fp32" or "bf16".
         act_sym: symmetric activations.
         act_granularity: "per_token" (each row has its range) or "per_tensor".
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
+        remainder: as for static quantization.
         skip_slow: leave operators in fp32 that would be slower in int8, because they are small (docs/dynamic.md).
         pre: as for static quantization.
         white_list: as for static quantization.
@@ -143,11 +147,12 @@ class DynamicQuantConfig(QuantConfig):
     algorithm, alias, family = "dynamic", "pt2e_dynamic_quant", "dynamic"
     FIELDS = {
         **_WEIGHTS,
-        "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32")),
+        "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
         "act_sym": Field(False, flag),
         "act_granularity": Field("per_token", one_of("per_token", "per_tensor")),
         "act_algo": Field("minmax", one_of("minmax")),
         "excluded_precisions": Field((), precisions),
+        "remainder": _STATIC["remainder"],
         "skip_slow": Field(False, flag),
         "pre": _STATIC["pre"],
     }

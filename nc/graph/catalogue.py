@@ -21,6 +21,9 @@ WEIGHTED: dict[str, str] = {
 #: Integer compute with two activations.
 BINARY: dict[str, str] = {"matmul": "matmul", "bmm": "matmul", "mm": "matmul", "add": "add"}
 
+#: Kinds that can compute in bf16 where they do not in int8: where the multiply-adds are.
+PRODUCTS = frozenset({*WEIGHTED.values(), "matmul"})
+
 #: Recurrent layers: integer compute with several constant weights, and a tuple as result.
 RECURRENT = frozenset({"lstm", "gru"})
 

@@ -1,4 +1,4 @@
-"""What the quantize and dequantize nodes of a QDQ graph call; they run on any CPU, so a QDQ graph is its own reference."""
+"""What the nodes of a QDQ graph that change precision call; they run on any CPU, so a QDQ graph is its own reference."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> tor
 def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
     """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
     return affine.dequantize(q, scale, 0, axis)
+
+
+def to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """bf16 values nearest to fp32 ones."""
+    return x.to(torch.bfloat16)
+
+
+def from_bf16(x: torch.Tensor) -> torch.Tensor:
+    """The same values in fp32."""
+    return x.to(torch.float32)
 
 
 def quantize_dequantize_dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:

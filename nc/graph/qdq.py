@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
 from nc.graph import recurrent
-from nc.graph.catalogue import groups_of, op_name, schema_arguments, weight_axis
+from nc.graph.catalogue import groups_of, is_float_tensor, op_name, schema_arguments, weight_axis
 from nc.graph.constants import add_constant
 from nc.graph.copying import copy_module
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.functions import (
+    dequantize_per_channel,
+    dequantize_per_tensor,
+    from_bf16,
+    quantize_dequantize_dynamic,
+    quantize_per_tensor,
+    to_bf16,
+)
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
 from nc.numerics.weights import quantize_weight
@@ -25,6 +32,8 @@ QDQ_FUNCTIONS = (
     dequantize_per_tensor,
     dequantize_per_channel,
     quantize_dequantize_dynamic,
+    to_bf16,
+    from_bf16,
     *recurrent.FUNCTIONS.values(),
 )
 
@@ -76,7 +85,7 @@ class QDQGraph:
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
-    """A copy of `module` with a pair on every edge and int8 weights; weights and fp32 constants are shared, not copied.
+    """A copy of `module` with a pair on every edge, int8 weights, and roundings to bf16 where that was asked; other constants are shared.
 
     Args:
         module: captured graph.
@@ -104,6 +113,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         reader.update_arg(edge.index, dequantized)
         codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
     _insert_dynamic(graph, plan, in_place)
+    _insert_bf16(copy, plan, in_place)
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
@@ -136,6 +146,39 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
                 shared[source, spec] = graph.call_function(quantize_dequantize_dynamic, args)
             shared[source, spec].meta["val"] = source.meta.get("val")
         node.update_arg(0, shared[source, spec])
+
+
+def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
+    """Let operators read and give values rounded to bf16; constants are rounded here, activations once where several read them."""
+    names = {d.operator for d in plan.decisions if d.spec.bf16}
+    graph, rounded = module.graph, {}
+    for node in [n for n in graph.nodes if n.meta.get("operator") in names]:
+        for source in filter(is_float_tensor, node.all_input_nodes):
+            if source not in rounded or in_place:
+                if source.op == "get_attr":
+                    value = getattr(module, source.target).to(torch.bfloat16)
+                    low = add_constant(
+                        module, next(iter(graph.nodes)), f"{source.target}_bf16", value, source.meta.get("fqn", source.target)
+                    )
+                else:
+                    with graph.inserting_before(node):
+                        low = _call(graph, to_bf16, source)
+                with graph.inserting_before(node):
+                    rounded[source] = _call(graph, from_bf16, low)
+            node.replace_input_with(source, rounded[source])
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            low = _call(graph, to_bf16, node)
+        with graph.inserting_after(low):
+            result = _call(graph, from_bf16, low)
+        for reader in readers:
+            reader.replace_input_with(node, result)
+
+
+def _call(graph: fx.Graph, function: Callable[[torch.Tensor], torch.Tensor], source: fx.Node) -> fx.Node:
+    node = graph.call_function(function, (source,))
+    node.meta["val"] = function(source.meta["val"])
+    return node
 
 
 def _last_input(source: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, op_name
-from nc.graph.functions import dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 from nc.numerics import affine
 
 #: In quanta: what is no further from a tie may be rounded either way.
@@ -37,6 +37,8 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     """
     if node.target is quantize_per_tensor:
         return _rounded(node, value, env, slacks)
+    if node.target is to_bf16:
+        return _rounded_to_bf16(value, env[node.args[0]], slacks.get(node.args[0]))
     known = all(source not in slacks for source in node.all_input_nodes)
     if node.target is quantize_dequantize_dynamic and known:
         return _dynamic(*fx.map_arg(node.args, env.__getitem__))
@@ -54,6 +56,15 @@ def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], sla
     ends = [(exact + side * reach).clamp(*node.args[3:]).round() for side in (-1, 1)]
     slack = torch.maximum(*[(end - codes).abs() for end in ends]).float()
     return slack if bool(slack.any()) else None
+
+
+def _rounded_to_bf16(value: torch.Tensor, x: torch.Tensor, slack: torch.Tensor | None) -> torch.Tensor | None:
+    """In fp32, as all slack of tensors; a quantum of bf16 is 2^-7 of the power of two below a value."""
+    quantum = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 8)
+    reach = TIE * quantum if slack is None else TIE * quantum + slack
+    ends = [(x + side * reach).to(torch.bfloat16).float() for side in (-1, 1)]
+    found = torch.maximum(*[(end - value.float()).abs() for end in ends])
+    return found if bool(found.any()) else None
 
 
 def _dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
@@ -79,6 +90,8 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     rest, options = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)
     if node.target is dequantize_per_tensor:
         return slack(first) * node.args[1]
+    if node.target is from_bf16:
+        return slack(first)
     if name in MOVES | POOLS | JOINS:
         return node.target(fx.map_arg(first, slack), *rest, **options)
     if name in ACTIVATIONS:

@@ -85,15 +85,16 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
 
 
 def softmax_to_codes(module: fx.GraphModule) -> list[str]:
-    """`softmax` quantized to int8, or with a zero point: without AVX-512 oneDNN has no such kernel, and the first run fails.
+    """`softmax` quantized with a zero point, or without AVX-512 to int8: oneDNN has no such kernel, and the first run fails.
 
     A copy in between keeps softmax out of the group.
     """
-    if "avx512f" in cpu.features():
-        return []
+    signed = "avx512f" in cpu.features()
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
-        for reader in [r for _, r in _reads(node) if r.target is quantize_per_tensor and (r.args[2] != 0 or r.args[3] < 0)]:
+        for reader in [
+            r for _, r in _reads(node) if r.target is quantize_per_tensor and (r.args[2] != 0 or (r.args[3] < 0 and not signed))
+        ]:
             with module.graph.inserting_before(reader):
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
             copy.meta["val"] = reader.args[0].meta.get("val")

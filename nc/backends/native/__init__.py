@@ -17,6 +17,8 @@ from nc.spec import Capabilities, OpSupport
 
 NAME = "native"
 _ACTIVATIONS = ("uint8", "int8")
+#: Every CPU with AMX has it too.
+_BF16 = "avx512_bf16"
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
 
 OPS = (
@@ -46,7 +48,12 @@ class NativeBackend:
 
     def capabilities(self) -> Capabilities:
         """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
-        return dataclasses.replace(cpu.capabilities(NAME, OPS), compiles=True)
+        return dataclasses.replace(
+            cpu.capabilities(NAME, OPS),
+            compiles=True,
+            why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
+            bf16_isa=(_BF16,),
+        )
 
     def start(self) -> None:
         """Nothing to import; torch 2.13 announces, at the first tensor with codes, that these will go, which users can do nothing about.

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 from nc.graph.placement import works_in_place
 
 #: int8 codes and their zero points, as uint8.
@@ -26,8 +26,9 @@ def dequantize(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
     return torch._make_per_tensor_quantized_tensor(q, scale, zero_point).dequantize()
 
 
-#: What the quantize and dequantize nodes of a lowered graph call.
-CONVERTERS = frozenset({quantize, dequantize, quantize_per_tensor, dequantize_per_tensor})
+#: What the nodes of a lowered graph that change precision call.
+CONVERTERS = frozenset({quantize, dequantize, quantize_per_tensor, dequantize_per_tensor, to_bf16, from_bf16})
+_NARROW = (quantize_per_tensor, to_bf16)
 
 
 def unsigned(module: fx.GraphModule) -> None:
@@ -41,7 +42,7 @@ def unsigned(module: fx.GraphModule) -> None:
 
 
 def hoist(module: fx.GraphModule) -> None:
-    """Quantize in front of what only moves or joins values, where all that reads those reads one kind of codes.
+    """Quantize, or round to bf16, in front of what only moves or joins values, where all that reads those reads them so.
 
     Not where operators work in place: there a value depends on when it is read.
     """
@@ -50,20 +51,21 @@ def hoist(module: fx.GraphModule) -> None:
     for node in reversed(list(module.graph.nodes)):
         if not _keeps_values(node) or not is_float_tensor(node):
             continue
-        found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
+        found = {(user.target, *user.args[1:]) if user.target in _NARROW else None for user in node.users}
         if len(found) != 1 or None in found:
             continue
-        (qparams,) = found
+        ((function, *qparams),) = found
         sources = node.args[0] if op_name(node) in JOINS else [node.args[0]]
         if not all(is_float_tensor(source) for source in sources):
             continue
         for source in dict.fromkeys(sources):
             with module.graph.inserting_before(node):
-                codes = module.graph.call_function(quantize_per_tensor, (source, *qparams))
+                codes = module.graph.call_function(function, (source, *qparams))
             codes.meta["val"] = source.meta.get("val")
             node.replace_input_with(source, codes)
         if op_name(node) in _PADS:
-            node.args, node.kwargs = tuple({**schema_arguments(node), "value": qparams[1]}.values()), {}  # the code of 0
+            zero = qparams[1] if qparams else 0
+            node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
         for user in list(node.users):
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)

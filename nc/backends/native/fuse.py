@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -44,7 +44,8 @@ class Region:
         other: what the addition behind it adds, or None.
         activation: applied last.
         nodes: everything from the anchor to the last node, in order.
-        codes: scale and zero point of the result where all that reads it reads these codes; None where it is fp32.
+        codes: scale and zero point of the result where all that reads it reads these codes; None where it is fp32 or bf16.
+        bf16: all that reads the result reads it rounded to bf16.
     """
 
     anchor: fx.Node
@@ -52,6 +53,7 @@ class Region:
     activation: Activation
     nodes: tuple[fx.Node, ...]
     codes: tuple[float, int] | None
+    bf16: bool = False
 
 
 def fuse(module: fx.GraphModule) -> None:
@@ -82,7 +84,8 @@ def region_of(anchor: fx.Node) -> Region:
     codes = _codes_behind(nodes[-1])
     if other is not None and codes is not None and other.target is not dequantize_per_tensor:
         codes = None  # kernels add codes to codes, and fp32 to fp32
-    return Region(anchor, other, activation, tuple(nodes), codes)
+    bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
+    return Region(anchor, other, activation, tuple(nodes), codes, bf16)
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -151,7 +154,7 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
     with module.graph.inserting_before(last):
         call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region)
     call.meta.update(val=last.meta.get("val"), operators=[n.meta["operator"] for n in region.nodes if "operator" in n.meta])
-    if region.codes is None:
+    if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
     else:
         for user in list(last.users):
@@ -162,7 +165,9 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
 
 
 def _output(region: Region) -> tuple[float, int, torch.dtype]:
-    return (1.0, 0, torch.float32) if region.codes is None else (*region.codes, torch.uint8)
+    if region.codes is not None:
+        return (*region.codes, torch.uint8)
+    return 1.0, 0, torch.bfloat16 if region.bf16 else torch.float32
 
 
 def _linear(module: fx.GraphModule, region: Region) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes, replace_dynamic
 from nc.backends.native.attention import recompose
+from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
 from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.compiled import compiled
 from nc.backends.native.fuse import fuse, is_kernel
@@ -40,9 +41,11 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     module, _ = copy_module(graph.module)
     packed = packed_bytes(module)
     replace_dynamic(module)
+    compute_in_bf16(module)
     recompose(module)
     unsigned(module)
     hoist(module)
+    drop_round_trips(module)
     fuse(module)
     pool_codes(module)
     outside = remaining(module)
@@ -74,23 +77,24 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     return EngineModel(run=run, report=report, profile=profile)
 
 
-def _op_run(decision: Decision, executed: frozenset[str]) -> OpRun:
-    if not decision.spec.quantized:
-        return OpRun(operator=decision.operator, ran="fp32", reason=decision.reason)
-    if decision.operator in executed:
-        return OpRun(operator=decision.operator, ran="int8")
+def _op_run(decision: Decision, executed: Mapping[str, str]) -> OpRun:
+    asked = decision.spec.precision
+    if asked in ("fp32", executed.get(decision.operator)):
+        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason)
     return OpRun(operator=decision.operator, ran="fp32", reason="no kernel fits it there: it runs in fp32, between dequantize and quantize")
 
 
-def _executed(module: fx.GraphModule) -> frozenset[str]:
-    """Names of the operators that the int8 kernels of the graph compute."""
-    found: set[str] = set()
+def _executed(module: fx.GraphModule) -> dict[str, str]:
+    """Names of the operators that the graph computes in int8 or bf16, and in which."""
+    found: dict[str, str] = {}
     for node in module.graph.nodes:
         if is_kernel(node):
-            found.update(node.meta["operators"])
+            found |= dict.fromkeys(node.meta["operators"], "int8")
         elif _is_dynamic_kernel(node):
-            found.add(node.meta["operator"])
-    return frozenset(found)
+            found[node.meta["operator"]] = "int8"
+        elif node.meta.get("bf16"):
+            found[node.meta["operator"]] = "bf16"
+    return found
 
 
 def _is_dynamic_kernel(node: fx.Node) -> bool:

@@ -1,0 +1,38 @@
+"""Products between roundings to bf16 → the same operators on bf16 tensors."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from nc.graph.catalogue import PRODUCTS, is_float_tensor, kind_of_node
+from nc.graph.functions import from_bf16, to_bf16
+
+
+def compute_in_bf16(module: fx.GraphModule) -> None:
+    """Let every product whose inputs and result are rounded to bf16 read and give bf16."""
+    for node in list(module.graph.nodes):
+        if not _is_rounded(node):
+            continue
+        for source in node.all_input_nodes:
+            if source.target is from_bf16:
+                node.replace_input_with(source, source.args[0])
+        (result,) = node.users
+        result.replace_all_uses_with(node)
+        module.graph.erase_node(result)
+        node.meta["bf16"] = True
+
+
+def drop_round_trips(module: fx.GraphModule) -> None:
+    """bf16 → fp32 → bf16 changes nothing; conversions that nobody reads go."""
+    for node in list(module.graph.nodes):
+        if node.target is to_bf16 and node.args[0].target is from_bf16:
+            node.replace_all_uses_with(node.args[0].args[0])
+    for node in reversed(list(module.graph.nodes)):
+        if node.target in (to_bf16, from_bf16) and not node.users:
+            module.graph.erase_node(node)
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    if kind_of_node(node) not in PRODUCTS or [user.target for user in node.users] != [to_bf16]:
+        return False
+    return all(source.target is from_bf16 for source in node.all_input_nodes if is_float_tensor(source))
