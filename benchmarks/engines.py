@@ -40,11 +40,18 @@ def ipex_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     return _traced(ipex.quantization.convert(prepared), inputs)
 
 
-def nc_int8(model: torch.nn.Module, inputs: dict[str, Any], backend: str = "ipex", smooth: bool = False, compile: bool = False) -> Run:  # noqa: A002
+def nc_int8(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    backend: str = "ipex",
+    smooth: bool = False,
+    compile: bool = False,  # noqa: A002
+    remainder: str = "fp32",
+) -> Run:
     """This project: prepare, one calibration batch, convert; SmoothQuant's scales are folded where that is possible."""
     import nc
 
-    config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig()
+    config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig(remainder=remainder)
     prepared = nc.prepare(model, config, example_inputs=inputs, backend=backend)
     prepared(**inputs)
     quantized = nc.convert(prepared, compile=compile)
@@ -129,6 +136,7 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-smooth": functools.partial(nc_int8, smooth=True),
     "nc-native": functools.partial(nc_int8, backend="native"),
     "nc-native-compiled": functools.partial(nc_int8, backend="native", compile=True),
+    "nc-native-bf16": functools.partial(nc_int8, backend="native", remainder="bf16"),
     "inductor-fp32": inductor_fp32,
     "inductor-int8": inductor_int8,
     "openvino-int8": functools.partial(peer, name="NNCF"),

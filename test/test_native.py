@@ -17,6 +17,7 @@ from nc import (
     UnsupportedError,
     VerificationError,
     available_backends,
+    compare,
     convert,
     load,
     prepare,
@@ -321,3 +322,36 @@ def test_compile_says_what_it_needs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailableError, match="compile=True needs a C\\+\\+ compiler, and 'no-such-compiler' is not found"):
         convert(prepared, compile=True)
+
+
+def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
+    """Also without a bias, of other sizes, and where views follow; not those that compute something behind them."""
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        return (
+            a.view(*a.shape[:2], 4, -1).transpose(1, 2) @ b.view(*b.shape[:2], 4, -1).permute(0, 2, 3, 1),
+            F.relu(self.c(x)),
+            self.d(x) + 1,
+        )
+
+    layers = {"a": nn.Linear(16, 32), "b": nn.Linear(16, 32, bias=False), "c": nn.Linear(16, 8), "d": nn.Linear(16, 4)}
+    q, found = kernels(monkeypatch, Function(forward, **layers), torch.randn(2, 5, 16))
+    assert [node.meta["operators"] for node in found] == [["a", "b", "d"], ["c", "relu"]]
+    assert q.report().ran_int8 == q.report().asked_int8 == 4
+    for shape in ((2, 5, 16), (1, 7, 16), (3, 1, 16)):
+        x = torch.randn(shape)
+        assert worst_db(q.reference(x), q(x)) > 60
+    assert not compare(q, "reference").disagreements
+    x = torch.randn(2, 5, 16)
+    profiled = {op.operator: op.kernel for op in q.report(profile_inputs=x).ops}
+    assert "(u8, s8 -> f32)" in profiled["a"]
+    assert profiled["b"] == profiled["d"] == "in the kernel of a"
+
+
+def test_linears_of_different_codes_are_not_merged(monkeypatch):
+    """One tensor, quantized in two ways."""
+    model = Function(lambda self, x: (self.a(x), self.b(x)), a=nn.Linear(16, 8), b=nn.Linear(16, 8))
+    config = StaticQuantConfig().set_local("b", StaticQuantConfig(act_sym=True))
+    _, found = kernels(monkeypatch, model, torch.randn(4, 16), config)
+    assert [node.meta["operators"] for node in found] == [["a"], ["b"]]

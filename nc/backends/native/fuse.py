@@ -59,7 +59,7 @@ class Region:
 def fuse(module: fx.GraphModule) -> None:
     """Replace every linear and convolution that reads codes; weights are packed, and leave the graph as plain codes."""
     for node in list(module.graph.nodes):
-        if (op_name(node) == "linear" or _is_convolution(node)) and _reads_codes(node):
+        if (op_name(node) == "linear" or _is_convolution(node)) and reads_codes(node):
             _replace(module, region_of(node))
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
@@ -118,7 +118,8 @@ def _is_convolution(node: fx.Node) -> bool:
     return node.args[0].meta["val"].dim() == node.args[1].meta["val"].dim()
 
 
-def _reads_codes(node: fx.Node) -> bool:
+def reads_codes(node: fx.Node) -> bool:
+    """Whether a linear or convolution reads codes, and has constant ones as its weight."""
     x, weight = node.args[:2]
     is_weight = weight.target in (dequantize_per_channel, dequantize_per_tensor) and weight.args[0].op == "get_attr"
     return is_weight and x.target is dequantize_per_tensor and x.args[0].op != "get_attr"
@@ -153,7 +154,7 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
         call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region)
-    call.meta.update(val=last.meta.get("val"), operators=[n.meta["operator"] for n in region.nodes if "operator" in n.meta])
+    call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in _operators(n)])
     if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
     else:
@@ -164,6 +165,11 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
         module.graph.erase_node(node)
 
 
+def _operators(node: fx.Node) -> list[str]:
+    """Names of the operators that a node computes."""
+    return node.meta.get("operators") or [node.meta[key] for key in ("operator",) if key in node.meta]
+
+
 def _output(region: Region) -> tuple[float, int, torch.dtype]:
     if region.codes is not None:
         return (*region.codes, torch.uint8)
@@ -172,8 +178,8 @@ def _output(region: Region) -> tuple[float, int, torch.dtype]:
 
 def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
     a = schema_arguments(region.anchor)
-    codes, scales = _weight(module, a["weight"])
-    packed = _constant(module, f"{region.anchor.name}_packed", onednn.qlinear_prepack(codes, None))
+    codes, scales = weight_of(module, a["weight"])
+    packed = constant(module, f"{region.anchor.name}_packed", onednn.qlinear_prepack(codes, None))
     q, x_scale, x_zero_point = a["input"].args
     w = packed, *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
@@ -188,12 +194,12 @@ def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
 
 def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     a = schema_arguments(region.anchor)
-    codes, scales = _weight(module, a["weight"])
+    codes, scales = weight_of(module, a["weight"])
     dims = codes.dim() - 2
     sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
     q, x_scale, x_zero_point = a["input"].args
     packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], _traced_shape(a["input"]))
-    w = _constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
+    w = constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
         arguments = (q, x_scale, x_zero_point, *w, a["bias"], *sizes, a["groups"], *_output(region), *post)
@@ -248,7 +254,7 @@ def writable(x: torch.Tensor, memory_format: torch.memory_format, keep: bool) ->
     return x.clone(memory_format=memory_format) if keep else x.contiguous(memory_format=memory_format)
 
 
-def _weight(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 codes, and one fp32 scale for each output."""
     codes = getattr(module, node.args[0].target)
     if node.target is dequantize_per_tensor:
@@ -270,10 +276,11 @@ def _traced_shape(node: fx.Node) -> list[int] | None:
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:
     name = region.anchor.name
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
-    return _constant(module, f"{name}_scales", scales), _constant(module, f"{name}_zero_points", zero_points)
+    return constant(module, f"{name}_scales", scales), constant(module, f"{name}_zero_points", zero_points)
 
 
-def _constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+def constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+    """A new constant, inserted where the graph inserts."""
     while hasattr(module, name):
         name += "_"
     module.register_buffer(name, value)

@@ -16,6 +16,7 @@ from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
 from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.compiled import compiled
 from nc.backends.native.fuse import fuse, is_kernel
+from nc.backends.native.merge import merge
 from nc.backends.nodes import profile_nodes
 from nc.backends.verify import check_option, verify_outputs
 from nc.graph.copying import copy_module
@@ -46,6 +47,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     unsigned(module)
     hoist(module)
     drop_round_trips(module)
+    merge(module)
     fuse(module)
     pool_codes(module)
     outside = remaining(module)

@@ -1,0 +1,65 @@
+"""Linears that read the same codes → one, whose result they share: the projections of attention."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx
+
+from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.functions import dequantize_per_channel, to_bf16
+from nc.graph.placement import works_in_place
+
+_aten = torch.ops.aten
+
+
+def merge(module: fx.GraphModule) -> None:
+    """Replace linears that a kernel would compute without anything behind them; not where operators work in place."""
+    if works_in_place(module):
+        return
+    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        if op_name(node) == "linear" and reads_codes(node):
+            region = region_of(node)
+            if region.codes is None and region.nodes == (node,):
+                groups.setdefault((*node.args[0].args, region.bf16), []).append(node)
+    for (*_, bf16), nodes in groups.items():
+        if len(nodes) > 1:
+            _merge(module, nodes, bf16)
+
+
+def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
+    graph, first = module.graph, nodes[0]
+    weights = [weight_of(module, node.args[1]) for node in nodes]
+    codes, scales = map(torch.cat, zip(*weights, strict=True))
+    with graph.inserting_before(first):
+        weight = constant(module, f"{first.name}_merged", codes), constant(module, f"{first.name}_merged_scales", scales)
+        bias = constant(
+            module,
+            f"{first.name}_merged_bias",
+            torch.cat([_bias(module, node, len(s)) for node, (_, s) in zip(nodes, weights, strict=True)]),
+        )
+        dequantized = graph.call_function(dequantize_per_channel, (*weight, 0))
+        value = graph.call_function(_aten.linear.default, (first.args[0], dequantized, bias))
+        value.meta["operators"] = [node.meta["operator"] for node in nodes]
+        if bf16:
+            value = graph.call_function(to_bf16, (value,))
+        ends = list(itertools.accumulate((len(s) for _, s in weights), initial=0))
+        parts = [graph.call_function(_aten.slice.Tensor, (value, -1, *limits)) for limits in itertools.pairwise(ends)]
+    for node, part in zip(nodes, parts, strict=True):
+        part.meta["val"] = node.meta.get("val")
+        for old in list(node.users) if bf16 else [node]:
+            old.replace_all_uses_with(part)
+            graph.erase_node(old)
+        if bf16:
+            graph.erase_node(node)
+        for user in part.users:
+            if op_name(user) == "view":  # a part does not lie in one piece
+                user.target = _aten.reshape.default
+
+
+def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:
+    bias = schema_arguments(node)["bias"]
+    return torch.zeros(size) if bias is None else getattr(module, bias.target)
