@@ -1,4 +1,4 @@
-"""Save and load quantized models as directories without code (docs/artefact.md); export to TorchScript."""
+"""Save and load quantized models as directories without code (docs/artefact.md); export to TorchScript and to AOTInductor's programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from nc.backends import choose_backend, cpu, why_chosen
 from nc.backends.base import Backend, lower
+from nc.backends.native.package import package
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph import store
@@ -127,11 +128,46 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
         raise UnsupportedError(msg)
     buffer = io.BytesIO()  # a file's own name would become part of its bytes
     torch.jit.save(script, buffer)
+    _write(buffer.getbuffer(), path)
+
+
+def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_sizes: bool = False, verify: str = "raise") -> None:
+    """Write a program compiled ahead of time by AOTInductor as one file, for C++ and for serving without `nc`.
+
+    The file is a program: load one only if you would run a program from where it came.
+    `torch._inductor.aoti_load_package` reads it, in C++ `torch::inductor::AOTIModelPackageLoader`; what to know
+    there:
+
+    * it belongs to this version of torch and to CPUs with what this one has;
+    * it takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
+      tuple of tensors.
+
+    Args:
+        q_model: what `convert` or `load` returned, on any backend; static quantization only.
+        path: the file; created with its parents, replaced as a whole.
+        free_sizes: batch and sequence stay free, else they are those of the example inputs. Convolutions then lay
+            their weights out anew at every call, which can take several times as long.
+        verify: "raise" or "warn" when the program disagrees with the reference on the example inputs, or "off".
+
+    Raises:
+        StateError: not a quantized model.
+        UnsupportedError: an operator is quantized dynamically.
+        BackendUnavailableError: there is no C++ compiler, or the CPU lacks what int8 kernels need.
+        BackendError: AOTInductor failed.
+        VerificationError: the program computes something else than the reference.
+    """
+    graph = _checked(q_model, "export_pt2").graph
+    engine = choose_backend("native")
+    _write(package(_narrowed(graph, engine), free_sizes=free_sizes, verify=verify), path)
+
+
+def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:
+    """A file with its parents, replaced as a whole."""
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        staged.write_bytes(buffer.getbuffer())
+        staged.write_bytes(data)
         staged.replace(target)
     finally:
         staged.unlink(missing_ok=True)

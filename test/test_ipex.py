@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
 from nc.backends import cpu, verify
 from nc.backends.ipex import isolate, lower
-from nc.backends.ipex.layout import at_least_two
 from nc.backends.ipex.lints import LINTS, apply_lints
 from nc.backends.ipex.quiet import quiet
+from nc.graph.signature import at_least_two
 
 pytestmark = pytest.mark.ipex
 

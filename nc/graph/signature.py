@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -203,3 +203,18 @@ def _check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
 
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]) -> Iterator[torch.Tensor]:
+    """The inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
+
+    Args:
+        inputs: flat inputs.
+        dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from (`4*s0`) keeps its size.
+    """
+    names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
+    computed = [name for name in names if not name.isidentifier()]
+    bound = {name for name in names if any(name in expression for expression in computed)}
+    for tensor, sizes in zip(inputs, dims, strict=True):
+        single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
+        yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()

@@ -7,7 +7,7 @@ outputs are not row-major, every call with another shape, in any thread, changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,18 +82,3 @@ def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None
         copy = module.graph.call_function(torch.ops.aten.contiguous.default, (source,))
     copy.meta["val"] = source.meta.get("val")
     reader.replace_input_with(source, copy)
-
-
-def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]) -> Iterator[torch.Tensor]:
-    """The inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
-
-    Args:
-        inputs: flat inputs.
-        dims: for each, its fixed sizes and the names of its free ones; a name that others are computed from (`4*s0`) keeps its size.
-    """
-    names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
-    computed = [name for name in names if not name.isidentifier()]
-    bound = {name for name in names if any(name in expression for expression in computed)}
-    for tensor, sizes in zip(inputs, dims, strict=True):
-        single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
-        yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()

@@ -13,7 +13,7 @@ from nc.backends.base import EngineModel, EngineReport
 from nc.backends.dynamic import packed_bytes
 from nc.backends.ipex.gate import Gate
 from nc.backends.ipex.isolate import first_run_in_child, is_familiar
-from nc.backends.ipex.layout import at_least_two, make_row_major
+from nc.backends.ipex.layout import make_row_major
 from nc.backends.ipex.lints import apply_lints
 from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import quiet
@@ -24,6 +24,7 @@ from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
+from nc.graph.signature import at_least_two
 from nc.numerics.metrics import worst_sqnr_db
 
 #: Run 1 profiles, run 2 optimizes and compiles, run 3 is the first that only computes.

@@ -29,10 +29,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     Raises:
         BackendUnavailableError: there is no C++ compiler.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        msg = f"compile=True needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the variable CXX."
-        raise BackendUnavailableError(msg)
+    check_compiler("compile=True")
     for node in list(module.graph.nodes):
         if node.target is quantize:  # with tensors that hold codes, which the compiler does not know
             node.target, node.args = quantize_per_tensor, (*node.args, 0, 255)
@@ -52,6 +49,14 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
             raise BackendError(msg) from error
 
     return run
+
+
+def check_compiler(what: str) -> None:
+    """Raise BackendUnavailableError when there is no C++ compiler for what needs one."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        msg = f"{what} needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the variable CXX."
+        raise BackendUnavailableError(msg)
 
 
 class _Freezing:
