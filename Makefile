@@ -61,7 +61,7 @@ lint: setup
 bench: setup
 	.venv/bin/python benchmarks/run.py
 
-PEERS := eager nc-native nc-native-compiled inductor-fp32 inductor-int8 openvino-int8 onnxruntime-int8
+PEERS := eager nc-native nc-native-bf16 nc-native-compiled nc-pt2 inductor-fp32 inductor-int8 openvino-int8 onnxruntime-int8
 bench-peers: setup-peers
 	.venv-peers/bin/python benchmarks/run.py --engines $(PEERS) --models hf-resnet50 bert-base minilm hf-mobilenet_v2
 

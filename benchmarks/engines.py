@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -56,6 +57,20 @@ def nc_int8(
     prepared(**inputs)
     quantized = nc.convert(prepared, compile=compile)
     return lambda: quantized(**inputs)
+
+
+def nc_pt2(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
+    """`nc.export_pt2`: the quantized graph compiled ahead of time, for the sizes of the inputs."""
+    import nc
+
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs, backend="native")
+    prepared(**inputs)
+    quantized = nc.convert(prepared)
+    with tempfile.TemporaryDirectory() as folder:
+        nc.export_pt2(quantized, f"{folder}/model.pt2")
+        program = torch._inductor.aoti_load_package(f"{folder}/model.pt2")
+    flat = quantized.graph.signature.bind((), inputs)
+    return lambda: program(*flat)
 
 
 def inductor_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
@@ -137,6 +152,7 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-native": functools.partial(nc_int8, backend="native"),
     "nc-native-compiled": functools.partial(nc_int8, backend="native", compile=True),
     "nc-native-bf16": functools.partial(nc_int8, backend="native", remainder="bf16"),
+    "nc-pt2": nc_pt2,
     "inductor-fp32": inductor_fp32,
     "inductor-int8": inductor_int8,
     "openvino-int8": functools.partial(peer, name="NNCF"),
