@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nc.backends import choose_backend, cpu, why_chosen
-from nc.backends.base import Backend, lower
+from nc.backends.base import Backend, check_bf16, lower
 from nc.backends.native.package import package
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
@@ -151,13 +151,14 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
 
     Raises:
         StateError: not a quantized model.
-        UnsupportedError: an operator is quantized dynamically.
+        UnsupportedError: an operator is quantized dynamically, or computes in bf16, which this CPU lacks.
         BackendUnavailableError: there is no C++ compiler, or the CPU lacks what int8 kernels need.
         BackendError: AOTInductor failed.
         VerificationError: the program computes something else than the reference.
     """
     graph = _checked(q_model, "export_pt2").graph
     engine = choose_backend("native")
+    check_bf16(engine, graph)
     _write(package(_narrowed(graph, engine), free_sizes=free_sizes, verify=verify), path)
 
 

@@ -14,6 +14,7 @@ from nc import (
     UnsupportedError,
     available_backends,
     compare,
+    export_pt2,
     load,
     prepare,
 )
@@ -147,6 +148,9 @@ def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeyp
         if not available_backends()[backend]:
             with pytest.raises(UnsupportedError, match=f"computes in bf16, which backend '{backend}' can't here"):
                 load(tmp_path / "a", backend=backend)
+    if not available_backends()["native"]:
+        with pytest.raises(UnsupportedError, match="computes in bf16, which backend 'native' can't here"):
+            export_pt2(again, tmp_path / "m.pt2")
 
 
 # ---- the kernels ----

@@ -324,6 +324,9 @@ def test_compile_says_what_it_needs(monkeypatch):
         convert(prepared, compile=True)
 
 
+OTHER_CODES = StaticQuantConfig().set_local("b", StaticQuantConfig(act_sym=True))
+
+
 def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
     """Also without a bias, of other sizes, and where views follow; not those that compute something behind them."""
 
@@ -349,9 +352,16 @@ def test_linears_that_read_the_same_codes_are_one_call(monkeypatch):
     assert profiled["b"] == profiled["d"] == "in the kernel of a"
 
 
-def test_linears_of_different_codes_are_not_merged(monkeypatch):
+def test_what_is_returned_lies_in_one_piece():
+    """Whoever got a tensor of his own from the fp32 model may view it as he likes."""
+    model = Function(lambda self, x: (self.a(x), self.b(x).view(-1), self.c(x).tanh()), **{name: nn.Linear(16, 8) for name in "abc"})
+    x = torch.randn(4, 16)
+    assert all(y.is_contiguous() for y in quantized(model.eval(), x, None, "native")(x))
+
+
+@pytest.mark.parametrize(("config", "calls"), [(StaticQuantConfig(), [["a", "b"]]), (OTHER_CODES, [["a"], ["b"]])])
+def test_linears_of_different_codes_are_not_merged(monkeypatch, config, calls):
     """One tensor, quantized in two ways."""
-    model = Function(lambda self, x: (self.a(x), self.b(x)), a=nn.Linear(16, 8), b=nn.Linear(16, 8))
-    config = StaticQuantConfig().set_local("b", StaticQuantConfig(act_sym=True))
+    model = Function(lambda self, x: torch.sin(self.a(x)) * self.b(x), a=nn.Linear(16, 8), b=nn.Linear(16, 8))
     _, found = kernels(monkeypatch, model, torch.randn(4, 16), config)
-    assert [node.meta["operators"] for node in found] == [["a"], ["b"]]
+    assert [node.meta["operators"] for node in found] == calls

@@ -108,6 +108,14 @@ def check_available(backend: Backend) -> None:
         raise BackendUnavailableError(msg)
 
 
+def check_bf16(backend: Backend, graph: QDQGraph) -> None:
+    """Raise UnsupportedError when a graph computes in bf16, and a backend can't on this CPU."""
+    why = backend.capabilities().why_no_bf16
+    if why and any(d.spec.bf16 for d in graph.plan.decisions):
+        msg = f"This model computes in bf16, which backend {backend.name!r} can't here: {why}."
+        raise UnsupportedError(msg)
+
+
 def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compile: bool) -> EngineModel:  # noqa: A002
     """An engine model of the graph; `compile` is passed on where it means something.
 
@@ -116,13 +124,10 @@ def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compi
         ConfigError: the backend does not compile what is fp32 between its kernels.
         BackendUnavailableError, VerificationError: see `Backend.lower`.
     """
-    capabilities = backend.capabilities()
-    if capabilities.why_no_bf16 and any(d.spec.bf16 for d in graph.plan.decisions):
-        msg = f"This model computes in bf16, which backend {backend.name!r} can't here: {capabilities.why_no_bf16}."
-        raise UnsupportedError(msg)
+    check_bf16(backend, graph)
     options: dict[str, Any] = {"verify": verify, "isolate": isolate}
     if compile:
-        if not capabilities.compiles:
+        if not backend.capabilities().compiles:
             msg = f'compile=True is for backend="native"; {backend.name!r} leaves nothing to torch.compile.'
             raise ConfigError(msg)
         options["compile"] = True

@@ -92,9 +92,8 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
     signed = "avx512f" in cpu.features()
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
-        for reader in [
-            r for _, r in _reads(node) if r.target is quantize_per_tensor and (r.args[2] != 0 or (r.args[3] < 0 and not signed))
-        ]:
+        readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
+        for reader in [r for r in readers if r.args[2] != 0 or (r.args[3] < 0 and not signed)]:
             with module.graph.inserting_before(reader):
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
             copy.meta["val"] = reader.args[0].meta.get("val")

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
-from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.catalogue import MOVES, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_channel, to_bf16
 from nc.graph.placement import works_in_place
 
@@ -16,14 +16,17 @@ _aten = torch.ops.aten
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Replace linears that a kernel would compute without anything behind them; not where operators work in place."""
+    """Replace linears that a kernel would compute without anything behind them.
+
+    Not where operators work in place, and not what is returned: a part of a larger tensor is not laid out as the caller expects.
+    """
     if works_in_place(module):
         return
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in module.graph.nodes:
         if op_name(node) == "linear" and reads_codes(node):
             region = region_of(node)
-            if region.codes is None and region.nodes == (node,):
+            if region.codes is None and region.nodes == (node,) and not _is_returned(node):
                 groups.setdefault((*node.args[0].args, region.bf16), []).append(node)
     for (*_, bf16), nodes in groups.items():
         if len(nodes) > 1:
@@ -58,6 +61,11 @@ def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
         for user in part.users:
             if op_name(user) == "view":  # a part does not lie in one piece
                 user.target = _aten.reshape.default
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether a result, or a view of it, is an output."""
+    return any(user.op == "output" or (op_name(user) in MOVES and _is_returned(user)) for user in node.users)
 
 
 def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:

@@ -19,9 +19,8 @@ from nc.backends.native.fuse import constant, weight_of
 from nc.backends.verify import check_option, verify_outputs
 from nc.errors import BackendError, NCWarning, UnsupportedError
 from nc.graph.copying import copy_module
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
-from nc.graph.recurrent import FUNCTIONS
 from nc.graph.signature import at_least_two
 
 #: Kinds that Inductor has int8 kernels for, and its counter of how many it found.
@@ -29,7 +28,6 @@ _COUNTERS = {
     "linear": "qlinear_weight_prepack_matcher_count",
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "qconv_weight_prepack_matcher_count"),
 }
-_IN_EACH_CALL = frozenset({quantize_dequantize_dynamic, *FUNCTIONS.values()})
 
 
 def package(graph: QDQGraph, *, free_sizes: bool, verify: str) -> bytes:
@@ -95,7 +93,7 @@ def _as_before(graph: QDQGraph, tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _check_static(graph: QDQGraph) -> None:
     names = [d.operator for d in graph.plan.quantized if d.spec.activation.dynamic]
-    if names or any(node.target in _IN_EACH_CALL for node in graph.module.graph.nodes):
+    if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         msg = f"export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges found in each call, as of {some}."
         raise UnsupportedError(msg)
