@@ -12,7 +12,6 @@ import torch
 
 from nc.backends import choose_backend, cpu, why_chosen
 from nc.backends.base import Backend, check_bf16, lower
-from nc.backends.native.package import package
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph import store
@@ -156,6 +155,8 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
         BackendError: AOTInductor failed.
         VerificationError: the program computes something else than the reference.
     """
+    from nc.backends.native.package import package
+
     graph = _checked(q_model, "export_pt2").graph
     engine = choose_backend("native")
     check_bf16(engine, graph)

@@ -72,9 +72,9 @@ INSIDE = {
         ("nc.backends.base", "nc.backends.nodes"),
         ("nc.backends.profiling", "nc.backends.reference", "nc.backends.table", "nc.backends.torchscript"),
         ("nc.backends",),
-        ("nc.backends.native.attention", "nc.backends.native.codes", "nc.backends.native.fuse"),
-        ("nc.backends.native.compiled",),
-        ("nc.backends.native.lower",),
+        ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.codes", "nc.backends.native.fuse"),
+        ("nc.backends.native.compiled", "nc.backends.native.merge"),
+        ("nc.backends.native.lower", "nc.backends.native.package"),
         ("nc.backends.native",),
         (
             "nc.backends.ipex.gate",
@@ -94,6 +94,7 @@ INSIDE = {
 #: Modules that may import inside functions, and what, with the reason.
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
+    "nc.artefact": ("nc.backends.native.package",),
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.cli": ("nc",),  # `--help` must not wait for torch
