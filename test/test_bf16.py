@@ -155,6 +155,18 @@ def test_an_artefact_holds_bf16_weights_and_says_what_it_needs(tmp_path, monkeyp
 
 # ---- the kernels ----
 
+
+class Chain(nn.Module):
+    """The first convolution gives what the second one reads."""
+
+    def __init__(self, kind=nn.Conv2d):
+        super().__init__()
+        self.first, self.second = kind(3, 8, 3, padding=1), kind(8, 4, 1)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
 CASES = {
     "attention": (Attention, REST, (2, 5, 32), {"matmul", "matmul_1"}),
     "dynamic": (Attention, DynamicQuantConfig(remainder="bf16"), (2, 5, 32), {"matmul", "matmul_1"}),
@@ -168,6 +180,9 @@ CASES = {
     "first": (MLP, StaticQuantConfig().set_local("fc1", LOW), (4, 16), {"fc1"}),
     "all": (ResidualCNN, LOW, (2, 3, 8, 8), {"stem", "conv1", "conv2", "fc"}),
     "between": (ResidualCNN, StaticQuantConfig().set_local("conv1", LOW), (2, 3, 8, 8), {"conv1"}),
+    "behind a convolution": (Chain, StaticQuantConfig().set_local("second", LOW), (2, 3, 8, 8), {"second"}),
+    "behind one of one dimension": (lambda: Chain(nn.Conv1d), StaticQuantConfig().set_local("second", LOW), (2, 3, 8), {"second"}),
+    "behind one of three": (lambda: Chain(nn.Conv3d), StaticQuantConfig().set_local("second", LOW), (2, 3, 4, 4, 4), {"second"}),
     "transposed": (TransposeNet, StaticQuantConfig(remainder="bf16"), (2, 3, 6, 6), None),
 }
 
@@ -216,7 +231,7 @@ def test_compiled_too():
 
 @native
 def test_a_wrong_bf16_kernel_is_noticed(monkeypatch):
-    """Half a percent off is far more than rounding leaves."""
+    """One percent off is far more than rounding leaves."""
     from nc.backends.native import bf16, lower
 
     real = bf16.compute_in_bf16

@@ -214,7 +214,8 @@ def test_an_artefact_of_another_engine_runs_here(tmp_path, other):
     with pytest.warns(NCWarning, match="4 of 5 quantized layers could saturate") if changes else contextlib.nullcontext():
         native = load(tmp_path / "a", backend="native")
     assert worst_db([q(x)], [native(x)]) > 30
-    assert worst_db([native.reference(x)], [native(x)]) > 40  # codes at a tie may differ by one; sums that saturate leave less than 15
+    assert worst_db([native.reference(x)], [native(x)]) > 40
+    assert not compare(native, "reference").disagreements  # what is left are codes at a tie
     assert native.report().ran_int8 == native.report().asked_int8 == 5
 
 

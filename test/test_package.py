@@ -16,6 +16,7 @@ from nc import (
     available_backends,
     export_pt2,
 )
+from nc.backends import get_backend
 from nc.backends.native import package
 from nc.backends.native.compiled import check_compiler
 
@@ -32,6 +33,7 @@ CASES = {
     "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8)),
     "attention": (Attention, StaticQuantConfig(), (2, 5, 32)),
     "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16)),
+    "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16)),
 }
 
 
@@ -44,6 +46,9 @@ def run(path, *inputs):
 @pytest.mark.filterwarnings("error::nc.NCWarning")  # all that was asked for is int8 there, by Inductor's count
 def test_the_program_computes_the_quantized_graph(tmp_path, case):
     make, config, shape = CASES[case]
+    why = get_backend("native").capabilities().why_no_bf16
+    if "bf16" in case and why:
+        pytest.skip(why)
     x = torch.randn(shape)
     q = quantized(make().eval(), x, config, "native")
     export_pt2(q, tmp_path / "new" / "m.pt2")
@@ -73,18 +78,27 @@ def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     assert worst_db([q(x)["y"], q(x)["both"][0]], [y, b]) > 35
 
 
-@pytest.mark.slow
-def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+def changed(monkeypatch, change):
+    """A quantized model whose program is compiled after `change(module, node)` of every node."""
     real = package._speak_torch
 
-    def wrong(module):
+    def with_change(module):
         real(module)
         for node in module.graph.nodes:
-            if "quantized_decomposed.dequantize_per_channel" in str(node.target):
-                setattr(module, node.args[1].target, -getattr(module, node.args[1].target))
+            change(module, node)
+        module.recompile()
 
-    monkeypatch.setattr(package, "_speak_torch", wrong)
-    q = quantized(MLP().eval(), torch.randn(4, 16), None, "native")
+    monkeypatch.setattr(package, "_speak_torch", with_change)
+    return quantized(MLP().eval(), torch.randn(4, 16), None, "native")
+
+
+@pytest.mark.slow
+def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    def negate_scales(module, node):
+        if "quantized_decomposed.dequantize_per_channel" in str(node.target):
+            setattr(module, node.args[1].target, -getattr(module, node.args[1].target))
+
+    q = changed(monkeypatch, negate_scales)
     with pytest.raises(VerificationError, match="AOTInductor's program computes something else"):
         export_pt2(q, tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
@@ -93,18 +107,9 @@ def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeyp
 @pytest.mark.slow
 def test_what_inductor_leaves_in_fp32_is_said(tmp_path, monkeypatch):
     """The same arithmetic in other operators is nothing that it knows."""
-    real = package._speak_torch
-
-    def unknown(module):
-        real(module)
-        for node in module.graph.nodes:
-            for name, function in (("quantize_per_tensor", plain_quantize), ("dequantize_per_tensor", plain_dequantize)):
-                if f"quantized_decomposed.{name}" in str(node.target):
-                    node.target = function
-        module.recompile()
-
-    monkeypatch.setattr(package, "_speak_torch", unknown)
-    q = quantized(MLP().eval(), torch.randn(4, 16), None, "native")
+    names = ("quantized_decomposed.quantize_per_tensor.default", "quantized_decomposed.dequantize_per_tensor.default")
+    plain = dict(zip(names, (plain_quantize, plain_dequantize), strict=True))
+    q = changed(monkeypatch, lambda module, node: setattr(node, "target", plain.get(str(node.target), node.target)))
     with pytest.warns(NCWarning, match="compiled 0 of 2 int8 linears and convolutions into int8 kernels"):
         export_pt2(q, tmp_path / "m.pt2")
 

@@ -63,7 +63,7 @@ def _rounded_to_bf16(value: torch.Tensor, x: torch.Tensor, slack: torch.Tensor |
     quantum = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 8)
     reach = TIE * quantum if slack is None else TIE * quantum + slack
     ends = [(x + side * reach).to(torch.bfloat16).float() for side in (-1, 1)]
-    found = torch.maximum(*[(end - value.float()).abs() for end in ends])
+    found = torch.maximum(*[(end - value.float()).abs().nan_to_num(nan=0.0) for end in ends])  # an infinity stays one
     return found if bool(found.any()) else None
 
 
