@@ -49,23 +49,28 @@ def nc_int8(
     compile: bool = False,  # noqa: A002
     remainder: str = "fp32",
 ) -> Run:
-    """This project: prepare, one calibration batch, convert; SmoothQuant's scales are folded where that is possible."""
+    """This project; SmoothQuant's scales are folded where that is possible."""
     import nc
 
     config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig(remainder=remainder)
+    quantized = _converted(model, inputs, config, backend, compile=compile)
+    return lambda: quantized(**inputs)
+
+
+def _converted(model: torch.nn.Module, inputs: dict[str, Any], config: Any, backend: str, **options: Any) -> Any:
+    """Prepare, one calibration batch, convert."""
+    import nc
+
     prepared = nc.prepare(model, config, example_inputs=inputs, backend=backend)
     prepared(**inputs)
-    quantized = nc.convert(prepared, compile=compile)
-    return lambda: quantized(**inputs)
+    return nc.convert(prepared, **options)
 
 
 def nc_pt2(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
     """`nc.export_pt2`: the quantized graph compiled ahead of time, for the sizes of the inputs."""
     import nc
 
-    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs, backend="native")
-    prepared(**inputs)
-    quantized = nc.convert(prepared)
+    quantized = _converted(model, inputs, nc.StaticQuantConfig(), "native")
     with tempfile.TemporaryDirectory() as folder:
         nc.export_pt2(quantized, f"{folder}/model.pt2")
         program = torch._inductor.aoti_load_package(f"{folder}/model.pt2")

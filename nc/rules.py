@@ -136,7 +136,7 @@ def _float(base: Mapping[str, Any], dtype: str, reason: str, excluded: Collectio
     Raises:
         ConfigError: a rule asks for a precision that another one excludes.
     """
-    if dtype in excluded:
+    if dtype == "bf16" and dtype in excluded:
         msg = f"Operator {base['operator']!r} (rule: {base['rule']}): {reason}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
         raise ConfigError(msg)
     if dtype == "bf16" and base["kind"] not in PRODUCTS:
@@ -232,11 +232,18 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         if not d.spec.quantized:
             decisions.append(d)
         elif row is None or not (row.dynamic if d.spec.activation.dynamic else row.activations):
-            decisions.append(dataclasses.replace(d, spec=FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
+            low = _remainder(d) == "bf16" and d.kind in PRODUCTS
+            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
         else:
             _check_activation(d.operator, d.spec, row, d.rule, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return plan_of(decisions, capabilities)
+
+
+def _remainder(decision: Decision) -> str:
+    """What an operator that loses its kernel was asked to compute in."""
+    fields = {name: value for name, value, _ in decision.fields}
+    return "fp32" if "bf16" in fields.get("excluded_precisions", "") else fields.get("remainder", "fp32")
 
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> str:

@@ -20,7 +20,7 @@ from nc import (
 )
 from nc.backends import cpu, get_backend
 from nc.graph.capture import capture
-from nc.rules import resolve
+from nc.rules import fit, resolve
 
 LOW = StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")
 REST = StaticQuantConfig(remainder="bf16")
@@ -64,6 +64,18 @@ def test_fp32_is_the_default_and_what_is_excluded_stays_fp32():
     assert (found["matmul"].spec.precision, found["matmul_1"].spec.precision) == ("bf16", "fp32")
     config = StaticQuantConfig(remainder="bf16", excluded_precisions=("bf16",))
     assert all(d.spec.precision != "bf16" for d in decisions(Attention(), config, x).values())
+
+
+@pytest.mark.usefixtures("on_bf16")
+def test_what_loses_its_kernel_on_another_backend_becomes_remainder():
+    """Prepared for one that has an int8 matmul."""
+    x = torch.randn(2, 5, 32)
+    config = StaticQuantConfig(remainder="bf16").set_local("matmul_1", StaticQuantConfig(excluded_precisions=("bf16",)))
+    plan = resolve(config, capture(Attention().eval(), x), get_backend("reference").capabilities())
+    assert (plan["matmul"].spec.precision, plan["matmul_1"].spec.precision) == ("int8", "int8")
+    fitted = fit(plan, get_backend("native").capabilities())
+    assert (fitted["matmul"].spec.precision, fitted["matmul_1"].spec.precision) == ("bf16", "fp32")
+    assert fitted.isa[-1] == "avx512_bf16"
 
 
 @pytest.mark.usefixtures("on_bf16")

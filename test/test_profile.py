@@ -131,8 +131,7 @@ def test_operators_in_one_kernel_point_at_the_first():
 def test_parts_of_the_time():
     assert PROFILE.parts() == {"int8": 0.4, "conversion": 0.1, "fp32": 0.3, "other": 0.2}
     assert PROFILE.summary() == (
-        "profile: 12.50 ms per call, the fastest of 10, 2 threads; "
-        "40% int8 kernels, 10% quantize and dequantize, 30% fp32 operators, 20% other"
+        "profile: 12.50 ms per call, the fastest of 10, 2 threads; 40% int8 kernels, 10% conversions, 30% float operators, 20% other"
     )
 
 

@@ -37,7 +37,7 @@ class Step:
 
     @property
     def role(self) -> str:
-        """One of `ROLES`: arithmetic on codes, between codes and fp32, an operator in fp32, or what belongs to no operator."""
+        """One of `ROLES`: arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no operator."""
         if self.name.startswith("quantized::") or any(kernel.computes_on_codes for kernel in self.kernels):
             return "int8"
         return "conversion" if self.converts else "fp32" if self.operators else "other"
@@ -95,7 +95,7 @@ class Profile:
 
     def summary(self) -> str:
         """One line."""
-        words = {"int8": "int8 kernels", "conversion": "quantize and dequantize", "fp32": "fp32 operators", "other": "other"}
+        words = {"int8": "int8 kernels", "conversion": "conversions", "fp32": "float operators", "other": "other"}
         parts = ", ".join(f"{share:.0%} {words[role]}" for role, share in self.parts().items())
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"profile: {self.call_ms:.2f} ms per call, the fastest of {self.calls}, {threads}; {parts}"

@@ -48,7 +48,7 @@ class StaticQuantConfig(QuantConfig):
         act_granularity: "per_tensor".
         act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries them all for each tensor
             (docs/calibration.md says when to use which); or a `RangeAlgorithm` of your own, which from then on is known by its name.
-        excluded_precisions: precisions that an operator may not use, whatever `remainder` says, e.g. `("bf16",)`.
+        excluded_precisions: `("bf16",)` keeps an operator out of bf16, whatever `remainder` says.
         remainder: what convolutions, linears and matmuls compute in for which int8 was asked and no kernel exists: "fp32", or "bf16" on
             a CPU with AVX512-BF16 (docs/backends.md).
         percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
