@@ -73,7 +73,7 @@ INSIDE = {
         ("nc.backends.profiling", "nc.backends.reference", "nc.backends.table", "nc.backends.torchscript"),
         ("nc.backends",),
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.codes", "nc.backends.native.fuse"),
-        ("nc.backends.native.compiled", "nc.backends.native.merge"),
+        ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
         ("nc.backends.native.lower", "nc.backends.native.package"),
         ("nc.backends.native",),
         (

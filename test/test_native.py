@@ -23,7 +23,7 @@ from nc import (
     prepare,
 )
 from nc.backends import cpu
-from nc.backends.native import fuse, lower
+from nc.backends.native import execute, fuse, lower
 from nc.graph.catalogue import op_name
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
@@ -39,6 +39,7 @@ class TestNative(BackendSuite):
         report = q.report()
         assert {op.operator for op in report.not_int8} == set()
         assert report.sqnr_db >= self.agreement
+        assert "run by" not in report.details  # TorchScript has words for every operator of these models
 
     def test_a_residual_block_stays_in_codes(self, converted):
         q = converted("residual")[1]
@@ -71,11 +72,9 @@ def test_codes_that_nobody_needs_any_more_are_added_to_without_a_copy(monkeypatc
 
     convolutions = nn.ModuleList(nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)) for _ in range(3))
     model = Function(forward, stem=nn.Conv2d(3, 8, 3, padding=1), blocks=convolutions, head=nn.Conv2d(8, 4, 1))
-    keeps, real = [], fuse.writable
-    monkeypatch.setattr(fuse, "writable", lambda x, format_, keep: (keeps.append(keep), real(x, format_, keep))[1])
     x = torch.randn(2, 3, 8, 8)
-    q, _ = kernels(monkeypatch, model, x)
-    assert keeps == [False] * 3
+    q = quantized(model.eval(), x, None, "native")
+    assert (names_of(q).count("contiguous"), names_of(q).count("clone")) == (3, 0)
     for shape in ((2, 3, 8, 8), (1, 3, 1, 1), (3, 3, 5, 7)):
         x = torch.randn(shape)
         assert worst_db([q.reference(x)], [q(x)]) > 60
@@ -133,8 +132,18 @@ def test_biases_that_the_call_does_not_take_are_added_as_before(bias):
 
 def names_of(q):
     """Names of the operators that the lowered graph calls."""
-    (module,) = [c.cell_contents for c in q.engine.run.__closure__ if isinstance(c.cell_contents, torch.fx.GraphModule)]
+    (module,) = [c.cell_contents for c in q.engine.report.__closure__ if isinstance(c.cell_contents, torch.fx.GraphModule)]
     return [op_name(n) for n in module.graph.nodes]
+
+
+def test_what_torchscript_has_no_words_for_is_run_by_python(monkeypatch):
+    x = torch.randn(2, 8)
+    monkeypatch.setattr(execute, "_SPELLING", {})
+    q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
+    assert q.report().details["run by"].startswith("Python: Operator <function quantize")
+    assert q.report().sqnr_db > 60
+    assert "run by" in str(q.report())
+    assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])

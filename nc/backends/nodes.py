@@ -1,4 +1,4 @@
-"""Profile of a model that PyTorch runs node by node."""
+"""Profile of a model that PyTorch runs call by call."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ class _Clock(fx.Interpreter):
         self.ms: list[float] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Any of the graph's calls: calls of methods come here too, modules there are none."""
+        """The only kind of call that these graphs have."""
         self.announce(len(self.ms))
         start = time.perf_counter()
         result = target(*args, **kwargs)
         self.ms.append(1e3 * (time.perf_counter() - start))
         return result
 
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.call_function(getattr(args[0], target), args[1:], kwargs)
 
-
-def profile_nodes(module: fx.GraphModule, converters: Set[object], inputs: Sequence[torch.Tensor]) -> Profile:
+def profile_nodes(module: fx.GraphModule, call: Callable[..., object], converters: Set[object], inputs: Sequence[torch.Tensor]) -> Profile:
     """Time and kernel of every call of a graph; takes the process's standard output over.
 
     Args:
-        module: flat graph; nodes say in `meta` which operator, or operators, they compute.
+        module: flat graph; nodes say in `meta` which operator, or operators, they compute. The steps are timed one by one, by Python.
+        call: runs the graph the way that users do, for the time of the whole.
         converters: what quantize and dequantize nodes call.
         inputs: flat tensors.
     """
@@ -49,13 +47,13 @@ def profile_nodes(module: fx.GraphModule, converters: Set[object], inputs: Seque
 
     with torch.no_grad():
         for _ in range(WARM_UP):
-            module(*inputs)
+            call(*inputs)
         rows: list[tuple[float, list[float]]] = []
-        repeat(lambda: rows.append((timed(lambda: module(*inputs)), clocked(lambda _: None))))
+        repeat(lambda: rows.append((timed(lambda: call(*inputs)), clocked(lambda _: None))))
         with verbose.captured() as lines:
             clocked(verbose.mark)
     kernels = _by_mark(verbose.parse(lines))
-    nodes = [node for node in module.graph.nodes if node.op in ("call_function", "call_method")]
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     steps = tuple(
         Step(
             name=_name(node),
@@ -84,4 +82,4 @@ def _by_mark(stream: Sequence[verbose.Kernel | verbose.Partition | int]) -> dict
 def _name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name
-    return node.target if isinstance(node.target, str) else node.target.__name__
+    return node.target.__name__

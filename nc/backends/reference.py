@@ -62,4 +62,4 @@ class ReferenceBackend:
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
-        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, _CONVERTERS))
+        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, graph.module, _CONVERTERS))

@@ -65,6 +65,8 @@ _MEMORY_FORMATS = {
 
 
 _FULL_RANGES = ((0, 255), (-128, 127))
+_SCALARS = "List[Optional[number]]"
+_NOTHING: Mapping[Callable[..., object], str] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,10 +84,15 @@ class Script:
     source: str
 
 
-def script(module: fx.GraphModule) -> Script:
+def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str] = _NOTHING, helpers: str = "") -> Script:
     """Script a flat fx module, which stays as it is.
 
     Int8 weights become quantized constants, so that nothing keeps a fp32 copy; sizes stay free.
+
+    Args:
+        module: a QDQ graph, or what a backend made of one.
+        spelling: how to write calls of functions that TorchScript has no name for, with places for their arguments.
+        helpers: further methods, which `spelling` may call.
 
     Raises:
         BackendError: TorchScript can't express an operator; names it.
@@ -109,9 +116,9 @@ def script(module: fx.GraphModule) -> Script:
         elif node.op == "output":
             body.append((node, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
         else:
-            body.append((node, f"{names[node]} = {_call(module, root, node, names)}"))
+            body.append((node, f"{names[node]} = {_call(module, root, node, names, spelling)}"))
     head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
-    source = "\n".join([head, *(f"    {text}" for _, text in body)]) + "\n"
+    source = "\n".join([head, *(f"    {text}" for _, text in body)]) + f"\n{helpers}"
     scripted = torch.jit.script(root.eval())
     try:
         scripted.define(source)
@@ -154,7 +161,13 @@ def _is_plain_constant(node: fx.Node) -> bool:
     return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
 
 
-def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _call(
+    module: fx.GraphModule,
+    root: torch.nn.Module,
+    node: fx.Node,
+    names: Mapping[fx.Node, str],
+    spelling: Mapping[Callable[..., object], str],
+) -> str:
     if node.target is quantize_per_tensor:
         x, scale, zero_point, quant_min, _ = node.args
         dtype = "torch.quint8" if quant_min >= 0 else "torch.qint8"
@@ -168,25 +181,28 @@ def _call(module: fx.GraphModule, root: torch.nn.Module, node: fx.Node, names: M
             root.register_buffer(attribute, quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"
     arguments = [_text(a, names) for a in node.args]
+    if node.target in _SIZE_OPS or node.target in spelling:
+        return (_SIZE_OPS.get(node.target) or spelling[node.target]).format(*arguments)
     if node.target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"
-    if node.target in _SIZE_OPS:
-        return _SIZE_OPS[node.target].format(*arguments)
     if not isinstance(node.target, torch._ops.OpOverload):
         msg = f"Operator {node.target} of node {node.name!r} has no TorchScript form."
         raise BackendError(msg)
+    for i, argument in enumerate(node.target._schema.arguments[: len(arguments)]):
+        if argument.type.annotation_str == _SCALARS:
+            arguments[i] = f"torch.jit.annotate({_SCALARS}, {arguments[i]})"  # or it would be a list of floats
     arguments += [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same
         return f"{arguments[0]}.contiguous().view({arguments[1]})" if _is_strided(node.args[0]) else f"{arguments[0]}.view({arguments[1]})"
-    if node.target in _CONVOLUTIONS:
+    if node.target in _CONVOLUTIONS and node.args[0].meta["val"].dim() == node.args[1].meta["val"].dim():
         return _convolution(node, names)
     namespace, name = node.target._schema.name.split("::")
     return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"
 
 
 def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """The one operator that every convolution becomes; IPEX fuses conv1d and transposed ones in this form only."""
+    """The one operator that every convolution of a batch becomes; IPEX fuses conv1d and transposed ones in this form only."""
     a = schema_arguments(node)
     dims = node.args[1].meta["val"].dim() - 2
     sizes = {k: [*a[k]] * (dims if len(a[k]) == 1 else 1) for k in ("stride", "padding", "dilation")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 from nc.graph.placement import works_in_place
@@ -64,7 +65,7 @@ def hoist(module: fx.GraphModule) -> None:
             codes.meta["val"] = source.meta.get("val")
             node.replace_input_with(source, codes)
         if op_name(node) in _PADS:
-            zero = qparams[1] if qparams else 0
+            zero = float(qparams[1]) if qparams else 0.0
             node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
         for user in list(node.users):
             user.replace_all_uses_with(node)
@@ -101,12 +102,11 @@ def pool_codes(module: fx.GraphModule) -> None:
 
 def remaining(module: fx.GraphModule) -> tuple[int, int]:
     """Let the quantize and dequantize nodes that no kernel took call torch's own kernels; returns how many of each there are."""
+    explicit_clamps(module)
     counts = [0, 0]
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor:
-            x, scale, zero_point, low, high = node.args
-            if (low, high) == (0, 255):
-                node.target, node.args = quantize, (x, scale, zero_point)
+            node.target, node.args = quantize, node.args[:3]
             counts[0] += 1
         elif node.target is dequantize_per_tensor and node.args[0].op != "get_attr":
             node.target = dequantize

@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from nc.backends.native.codes import dequantize, quantize
-from nc.backends.native.fuse import writable
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 
@@ -87,11 +86,9 @@ _FREEZING = _Freezing()
 def _functional(module: fx.GraphModule, node: fx.Node) -> None:
     """Let a sum return a new tensor: the compiler can't follow an operator with packed weights that changes its arguments."""
     accumulator = node.args[6]
-    if accumulator.target is writable:
-        node.update_arg(6, accumulator.args[0])
+    node.update_arg(6, accumulator.args[0])  # not the copy, or the layout, that was made for this node alone
     node.target = _operator()[0]
-    if not accumulator.users:
-        module.graph.erase_node(accumulator)
+    module.graph.erase_node(accumulator)
 
 
 @functools.cache

@@ -231,10 +231,12 @@ def _added(module: fx.GraphModule, region: Region) -> tuple[fx.Node, float, int]
     if region.codes is not None:
         other, scale, zero_point = other.args
     if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
-        return module.graph.call_method("contiguous", (other,)), scale, zero_point
+        return module.graph.call_function(torch.ops.aten.contiguous.default, (other,)), scale, zero_point
     format_ = torch.contiguous_format if is_linear else torch.channels_last
-    keep = region.codes is None or not _is_free(other, region)
-    return module.graph.call_function(writable, (other, format_, keep)), scale, zero_point
+    # the kernel adds in place: to a copy, or to the tensor itself where it need not be kept
+    own = region.codes is not None and _is_free(other, region)
+    target = torch.ops.aten.contiguous.default if own else torch.ops.aten.clone.default
+    return module.graph.call_function(target, (other,), {"memory_format": format_}), scale, zero_point
 
 
 def _is_free(codes: fx.Node, region: Region) -> bool:
@@ -247,11 +249,6 @@ def _is_free(codes: fx.Node, region: Region) -> bool:
 def is_kernel(node: fx.Node) -> bool:
     """Whether a node calls a kernel of oneDNN."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "onednn"
-
-
-def writable(x: torch.Tensor, memory_format: torch.memory_format, keep: bool) -> torch.Tensor:
-    """What a kernel may add to in place: a copy, or `x` itself where it need not be kept."""
-    return x.clone(memory_format=memory_format) if keep else x.contiguous(memory_format=memory_format)
 
 
 def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""QDQ graph → graph of oneDNN calls, run by PyTorch as it is; verified against the QDQ graph."""
+"""QDQ graph → graph of oneDNN calls, run by PyTorch; verified against the QDQ graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
 from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.compiled import compiled
+from nc.backends.native.execute import executable
 from nc.backends.native.fuse import fuse, is_kernel
 from nc.backends.native.merge import merge
 from nc.backends.nodes import profile_nodes
@@ -54,7 +55,13 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     _drop_unused(module)
     module.recompile()
 
-    call = compiled(copy_module(module)[0]) if compile else module
+    details = {}
+    if compile:
+        call, details["between the kernels"] = compiled(copy_module(module)[0]), "compiled by torch.compile"
+    else:
+        call, why_python = executable(module)
+        if why_python:
+            details["run by"] = f"Python: {why_python}"
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():
@@ -71,11 +78,11 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
             dequantize_outside=outside[1],
             weight_bytes=packed + sum(t.numel() * t.element_size() for t in module.buffers()),
             sqnr_db=sqnr,
-            details={"between the kernels": "compiled by torch.compile"} if compile else {},
+            details=details,
         )
 
     # of compiled code nothing says which part of it computes which operator
-    profile = None if compile else functools.partial(profile_nodes, module, CONVERTERS)
+    profile = None if compile else functools.partial(profile_nodes, module, call, CONVERTERS)
     return EngineModel(run=run, report=report, profile=profile)
 
 
