@@ -45,7 +45,8 @@ from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import _SIZE_OPS
 from nc.graph import operators, store
 from nc.graph.qdq import QDQ_FUNCTIONS, QDQGraph
-from nc.graph.serial import _Fakes
+from nc.graph.serial import _decode_value
+from nc.graph.traced import TENSORS, Size, Traced, hint_of, strided
 from nc.graph.tree import OutputDict
 
 FILES = ("checksums.json", "model.json", "weights.safetensors")
@@ -121,9 +122,9 @@ def known(value, free):
 
     def size(s):
         fixed = s.node.maybe_as_int() if isinstance(s, torch.SymInt) else s
-        return free.setdefault(str(s), str(len(free))) if fixed is None else fixed
+        return fixed if isinstance(fixed, int) else free.setdefault(str(s), str(len(free)))
 
-    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, TENSORS)]
     return [(t.dtype, [size(s) for s in t.shape]) for t in tensors]
 
 
@@ -163,10 +164,18 @@ def test_what_is_known_of_several_values_comes_back(tmp_path):
 
 
 def test_free_sizes_stay_free_and_apart():
-    fakes = _Fakes({"n0": 1, "n1": 1, "n2": 0, "n3": None})  # None: depends on data
-    value = fakes({"dtype": "bfloat16", "shape": ["n0", "n1", "n2", "n3", 4]})
+    sizes = {name: Size(name, hint) for name, hint in {"n0": 1, "n1": 1, "n2": 0, "n3": None}.items()}  # None: depends on data
+    value = _decode_value({"dtype": "bfloat16", "shape": ["n0", "n1", "n2", "n3", 4]}, sizes)
     assert known(value, {}) == [(torch.bfloat16, ["0", "1", "2", "3", 4])]
-    assert str(fakes([None, {"dtype": "bool", "shape": ["n0"]}])[1].shape[0]) == str(value.shape[0])
+    assert [hint_of(s) for s in value.shape] == [1, 1, 0, None, 4]
+    assert _decode_value([None, {"dtype": "bool", "shape": ["n0"]}], sizes)[1].shape[0] == value.shape[0]
+
+
+def test_every_second_slice_of_what_is_known():
+    free = Size("n0", 5)
+    for val, sizes in ((Traced(torch.float32, (2, free, 7)), [(2, 3, 7), (2, 5, 4)]), (torch.empty(2, 5, 7), [(2, 3, 7), (2, 5, 4)])):
+        assert [tuple(map(hint_of, strided(val, dim, 2).shape)) for dim in (1, 2)] == sizes
+    assert strided(Traced(torch.float32, (free,)), 0, 2).shape[0] != free
 
 
 def test_saving_a_loaded_model_gives_the_same_bytes(cnn, saved, tmp_path):
@@ -318,6 +327,27 @@ def test_a_fresh_process_needs_no_model_class_and_unpickles_nothing(cnn, saved):
     engine = {"intel_extension_for_pytorch"} & set(sys.modules)
     got = run_python(FRESH, saved, *engine, OMP_NUM_THREADS=str(torch.get_num_threads())).splitlines()[-1]
     assert got == expected.numpy().tobytes().hex()
+
+
+SMALL_IMPORTS = """
+import sys, torch, nc
+model = nc.load(sys.argv[1], backend="reference")
+ids = torch.arange(12).reshape(2, 6)
+out = model(input_ids=ids)
+model.save(sys.argv[2])
+heavy = {"transformers", "torch._dynamo", "sympy"} & set(sys.modules)
+import transformers
+print(*heavy, type(out).__qualname__, type(model(input_ids=ids)).__qualname__)
+"""
+
+
+@pytest.mark.slow
+def test_loading_imports_neither_tracers_nor_transformers_whose_class_comes_with_it(tmp_path):
+    """They would take longer than all else of a cold start."""
+    save(quantized(transformers.BertModel(transformers.BertConfig(**TINY)), {"input_ids": torch.arange(12).reshape(2, 6)}), tmp_path / "m")
+    words = run_python(SMALL_IMPORTS, tmp_path / "m", tmp_path / "again").split()
+    assert words == ["OutputDict", "BaseModelOutputWithPoolingAndCrossAttentions"]
+    assert content(tmp_path / "m") == content(tmp_path / "again")
 
 
 BUILD = """

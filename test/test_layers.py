@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph", "nc.graph.copying"),
+    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph", "nc.graph.copying", "nc.graph.traced"),
     ("nc.keys", "nc.checks"),
     ("nc.numerics", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
     ("nc.observers", "nc.graph.functions", "nc.graph.constants"),

@@ -5,8 +5,9 @@ Names are those of the operator without namespace and overload: "linear" for `at
 
 from __future__ import annotations
 
-import torch
 from torch import fx
+
+from nc.graph.traced import TENSORS
 
 #: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
 WEIGHTED: dict[str, str] = {
@@ -149,7 +150,7 @@ def kind_of_node(node: fx.Node) -> str | None:
 def is_float_tensor(node: object) -> bool:
     """Whether a node yields one float tensor."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(val, torch.Tensor) and val.is_floating_point()
+    return isinstance(val, TENSORS) and val.dtype.is_floating_point
 
 
 def schema_arguments(node: fx.Node) -> dict[str, object]:

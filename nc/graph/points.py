@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import fx
 
 from nc.graph.catalogue import is_float_tensor, op_name
@@ -17,6 +16,7 @@ from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 from nc.graph.placement import works_in_place
 from nc.graph.recurrent import FUNCTIONS
+from nc.graph.traced import TENSORS
 
 #: Calls that quantize inside.
 _RECURRENT = frozenset(FUNCTIONS.values())
@@ -46,7 +46,7 @@ class Point:
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     """The computed tensors that a graph returns, each once, in the order of its outputs."""
     leaves = dict.fromkeys(leaf for leaf in list(module.graph.nodes)[-1].args[0] if isinstance(leaf, fx.Node))
-    return tuple(n for n in leaves if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor))
+    return tuple(n for n in leaves if n.op == "call_function" and isinstance(n.meta.get("val"), TENSORS))
 
 
 def places_of(module: fx.GraphModule, quantized: frozenset[str]) -> tuple[fx.Node, ...]:

@@ -22,6 +22,7 @@ from nc.errors import ArtefactError
 from nc.graph import operators, tree, values
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature
+from nc.graph.traced import TENSORS, Size, Traced, hint_of
 from nc.plan import Plan
 
 _WORD = re.compile(r"\w+", re.ASCII)
@@ -85,7 +86,8 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     constants = {n.removeprefix("constant."): t for n, t in tensors.items() if n.startswith("constant.")}
     example = tuple(tensors[f"example.{i}"] for i in range(len(tensors) - len(constants)))
     signature = _decode_signature(document["signature"])
-    module = _decode_module(document["nodes"], constants, _Fakes(document["sizes"]))
+    sizes = {name: Size(name, hint) for name, hint in document["sizes"].items()}
+    module = _decode_module(document["nodes"], constants, sizes)
     _check_contract(module, signature, example)
     return QDQGraph(
         module=module,
@@ -169,21 +171,20 @@ class _Sizes:
         for leaf, node in zip((leaf for leaf in signature.leaves if leaf.used), inputs, strict=True):
             for dim, size in zip(leaf.dims, node.meta["val"].shape, strict=True):
                 if isinstance(dim, str) and not isinstance(size, int):
-                    self._alias[size.node.expr] = dim
+                    self._alias[_key(size)] = dim
 
     def of_dim(self, dim: int | str) -> int | str:
         """A dimension of the signature."""
         return dim if isinstance(dim, int) else self._name(dim)
 
-    def of_value(self, size: int | torch.SymInt) -> int | str:
+    def of_value(self, size: int | torch.SymInt | Size) -> int | str:
         """A size of a traced value; an expression of sizes is a size of its own."""
-        fixed = size if isinstance(size, int) else size.node.maybe_as_int()
-        if fixed is not None:
+        fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+        if isinstance(fixed, int):
             return fixed
-        expression = size.node.expr  # compared as it is: to print the long ones takes seconds
-        name = self._name(self._alias.get(expression, expression))
+        name = self._name(self._alias.get(_key(size), _key(size)))
         if name not in self.hints:
-            self.hints[name] = int(size.node.hint) if size.node.has_hint() else None
+            self.hints[name] = hint_of(size)
         return name
 
     def _name(self, key: object) -> str:
@@ -191,50 +192,24 @@ class _Sizes:
 
     def encode(self, value: object) -> values.Json:
         """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, TENSORS):
             dtype = values.encode(value.dtype, "A traced value")
             return {**dtype, "shape": [self.of_value(s) for s in value.shape]}
         return [self.encode(v) for v in value] if isinstance(value, (list, tuple)) else None
 
 
-class _Fakes:
-    """Stand-ins for traced values: meta tensors whose free sizes are symbols, as after capture."""
+def _key(size: torch.SymInt | Size) -> object:
+    """What equal sizes have in common; of a symbol, an expression that is compared as it is: to print the long ones takes seconds."""
+    return size if isinstance(size, Size) else size.node.expr
 
-    def __init__(self, hints: Mapping[str, int | None]) -> None:
-        self._sizes: dict[str, torch.SymInt] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        if not hints:
-            return
-        # torch's tracing machinery: a second or two to import, not for fixed shapes; IPEX imports it too
-        from torch._dynamo.source import ConstantSource
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-        shapes = ShapeEnv(specialize_zero_one=False)
-        mode = FakeTensorMode(shape_env=shapes)
-        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
-        for name, hint in hints.items():
-            if hint is None:
-                self._sizes[name] = shapes.create_unbacked_symint()
-            else:
-                line = torch.empty(hint, device="meta")
-                fake = mode.from_tensor(line, source=ConstantSource(name), symbolic_context=dynamic)
-                self._sizes[name] = fake.shape[0]
-
-    def __call__(self, data: Any) -> Any:
-        """The inverse of `_Sizes.encode`."""
-        if data is None:
-            return None
-        if isinstance(data, list):
-            return [self(v) for v in data]
-        key = f"{data['dtype']} {data['shape']}"
-        if key not in self._tensors:  # a symbolic shape takes a millisecond; models have few different ones
-            shape = [self._size(s) for s in data["shape"]]
-            self._tensors[key] = torch.empty(shape, dtype=values.DTYPES[data["dtype"]], device="meta")
-        return self._tensors[key]
-
-    def _size(self, size: int | str) -> int | torch.SymInt:
-        return self._sizes[size] if isinstance(size, str) else size
+def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
+    """The inverse of `_Sizes.encode`."""
+    if data is None:
+        return None
+    if isinstance(data, list):
+        return [_decode_value(v, sizes) for v in data]
+    return Traced(values.DTYPES[data["dtype"]], tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"]))
 
 
 # --- nodes ---
@@ -255,7 +230,7 @@ def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
     return entry
 
 
-def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], fakes: _Fakes) -> fx.GraphModule:
+def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, Size]) -> fx.GraphModule:
     root = torch.nn.Module()
     for name, tensor in constants.items():
         _check_word(name)
@@ -271,7 +246,7 @@ def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.
             raise ValueError(msg)
         nodes[name].meta.update({key: entry[key] for key in ("operator", "fqn") if key in entry})
         if "value" in entry:
-            nodes[name].meta["val"] = fakes(entry["value"])
+            nodes[name].meta["val"] = _decode_value(entry["value"], sizes)
     if [e["op"] for e in entries].count("output") != 1 or entries[-1]["op"] != "output":
         msg = "a graph has one output, at its end"
         raise ValueError(msg)

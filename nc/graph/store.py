@@ -11,11 +11,11 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,7 +239,8 @@ def _model_json(document: dict[str, Any]) -> str:
 def _versions(document: dict[str, Any]) -> dict[str, str]:
     versions = {"nc": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if '"transformers.' in json.dumps(document["signature"]):
-        versions["transformers"] = sys.modules["transformers"].__version__
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a loaded model is saved again where there is none
+            versions["transformers"] = importlib.metadata.version("transformers")
     return versions
 
 

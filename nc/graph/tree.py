@@ -2,8 +2,8 @@
 
 Tuples, lists, dicts and OrderedDicts come back as themselves, a named tuple as a new class with the same name
 and fields. An object with named members (transformers' `ModelOutput`, a registered dataclass) comes back as
-its own class only if transformers defines that class and is installed here; else as an `OutputDict`. No name
-from a file is imported but those that `_TRANSFORMERS` matches.
+its own class only if transformers defines that class and the process has imported transformers; else as an
+`OutputDict`. No name from a file is imported but those that `_TRANSFORMERS` matches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,6 +85,28 @@ pytree.register_pytree_node(
 )
 
 
+class ModelOutputs:
+    """Stands in a structure for a class of transformers, whose import would make up half of a cold start.
+
+    It has no instances. Each call makes one of the class itself where the process has imported transformers, for nobody else could tell
+    it apart from an `OutputDict`, and else that.
+    """
+
+
+def _flatten_outputs(_: ModelOutputs) -> tuple[list[Any], Any]:
+    msg = "ModelOutputs has no instances"
+    raise TypeError(msg)
+
+
+def _unflatten_outputs(members: Iterable[Any], context: tuple[str, list[str]]) -> Any:
+    name, keys = context
+    cls = (_class_of(name, keys) if "transformers" in sys.modules else None) or OutputDict
+    return pytree.SUPPORTED_NODES[cls].unflatten_fn(members, keys)
+
+
+pytree.register_pytree_node(ModelOutputs, _flatten_outputs, _unflatten_outputs)
+
+
 def encode(spec: pytree.TreeSpec, where: str) -> values.Json:
     """A structure as JSON.
 
@@ -117,6 +140,8 @@ def encode(spec: pytree.TreeSpec, where: str) -> values.Json:
         }
     if cls in _RETURN_TYPES.values():
         return {"type": "return_type", "name": cls.__name__, "items": items}
+    if cls is ModelOutputs:
+        return {"type": "object", "name": context[0], "keys": context[1], "items": items}
     keys = _member_names(context, len(items))
     if keys is None:
         msg = (
@@ -169,6 +194,8 @@ def decode(data: values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
     if kind != "object" or not all(isinstance(n, str) for n in names):
         msg = f"unknown structure {kind!r}"
         raise ValueError(msg)
+    if not inputs and data["name"] != _CACHE and _TRANSFORMERS.fullmatch(data["name"]):
+        return pytree.TreeSpec(ModelOutputs, (data["name"], names), items)
     return pytree.TreeSpec(_class_of(data["name"], names) or OutputDict, names, items)
 
 

@@ -16,6 +16,7 @@ from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, sc
 from nc.graph.constants import add_constant
 from nc.graph.dataflow import producer
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.traced import strided
 
 #: The end of a dimension, for slices.
 _END = 2**63 - 1
@@ -121,7 +122,7 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
         with module.graph.inserting_before(node):
             value = dequantize
             for i, stride in enumerate([*strides] * (dims if len(strides) == 1 else 1)):
-                val = val[(..., slice(None, None, stride), *[slice(None)] * (dims - 1 - i))]
+                val = strided(val, val.dim() - dims + i, stride)
                 value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
             value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
             again = module.graph.call_function(quantize_per_tensor, (value, *codes.args[1:]))

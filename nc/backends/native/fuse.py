@@ -10,6 +10,7 @@ from torch import fx
 
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
+from nc.graph.traced import TENSORS, hint_of
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -136,8 +137,8 @@ def _is_sum(node: fx.Node, side: fx.Node) -> bool:
     a, b = node.args[:2]
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return False
-    shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), torch.Tensor)]
-    dtypes = {n.meta["val"].dtype for n in (a, b) if isinstance(n.meta.get("val"), torch.Tensor)}
+    shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)]
+    dtypes = {n.meta["val"].dtype for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)}
     return len(shapes) == 2 and shapes[0] == shapes[1] and dtypes == {torch.float32}
 
 
@@ -264,10 +265,8 @@ def _traced_shape(node: fx.Node) -> list[int] | None:
 
     A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size.
     """
-    nodes = [getattr(size, "node", None) for size in node.meta["val"].shape]
-    if any(n is not None and not n.has_hint() for n in nodes):
-        return None
-    return [int(size) if n is None else int(n.hint) for size, n in zip(node.meta["val"].shape, nodes, strict=True)]
+    hints = [hint_of(size) for size in node.meta["val"].shape]
+    return None if None in hints else hints
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

@@ -1,0 +1,59 @@
+"""What a loaded graph knows of the values that its nodes had when it was traced.
+
+After capture that is torch's fake tensors, with symbols as free sizes. They need a second of imports, so a loaded graph has these instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+
+class Size(str):
+    """A free size: its name, and the size that it had when the model was traced; None where it depends on data."""
+
+    __slots__ = ("hint",)
+    hint: int | None
+
+    def __new__(cls, name: str, hint: int | None) -> Size:
+        """A size of that name."""
+        size = super().__new__(cls, name)
+        size.hint = hint
+        return size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A tensor without memory or operations."""
+
+    dtype: torch.dtype
+    shape: tuple[int | Size, ...]
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+#: What stands for one tensor in a node's `meta["val"]`.
+TENSORS = (torch.Tensor, Traced)
+
+
+def hint_of(size: int | torch.SymInt | Size) -> int | None:
+    """The size when the model was traced; None where it depends on data."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, Size):
+        return size.hint
+    return int(size.node.hint) if size.node.has_hint() else None
+
+
+def strided(val: torch.Tensor | Traced, dim: int, stride: int) -> torch.Tensor | Traced:
+    """What is known of every `stride`-th slice along a dimension."""
+    if isinstance(val, torch.Tensor):
+        return val[(slice(None),) * dim + (slice(None, None, stride),)]
+    size = val.shape[dim]
+    hint = None if hint_of(size) is None else math.ceil(hint_of(size) / stride)
+    left = hint if isinstance(size, int) else Size(f"ceil({size}/{stride})", hint)
+    return Traced(val.dtype, (*val.shape[:dim], left, *val.shape[dim + 1 :]))
