@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from nc.graph.store import write
 from nc.report import Report, build
 
 
+def _without_autocast() -> contextlib.AbstractContextManager[object]:
+    """The plan says what computes in which precision, not where the call happens to stand."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
+
+
 class ReferenceModule(torch.nn.Module):
     """The QDQ graph as a plain module with the user's signature: fp32 simulation of the integers, on any CPU."""
 
@@ -27,7 +33,7 @@ class ReferenceModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the QDQ graph in the user's structure."""
         signature = self.graph.signature
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast():
             return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
 
 
@@ -56,7 +62,9 @@ class QuantizedModel(torch.nn.Module):
             InputError: the inputs do not fit what was captured.
         """
         signature = self.graph.signature
-        return signature.unflatten(self.engine.run(signature.bind(args, kwargs)))
+        tensors = signature.bind(args, kwargs)
+        with _without_autocast():
+            return signature.unflatten(self.engine.run(tensors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         """A model of its own around the same engine: nothing in that ever changes."""

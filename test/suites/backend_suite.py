@@ -337,6 +337,15 @@ class BackendSuite:
         assert problems == []
         assert not any(thread.is_alive() for thread in threads)
 
+    @pytest.mark.parametrize("name", ["residual", "attention"])
+    def test_autocast_around_a_call_changes_nothing(self, converted, name):
+        _, q = converted(name)
+        x = torch.randn(MODELS[name][1])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, reference = q(x), q.reference(x)
+        assert torch.equal(got, q(x))
+        assert torch.equal(reference, q.reference(x))
+
     @pytest.mark.parametrize("name", ["residual", "gated", "attention", "patches", "channels last block"])
     def test_a_new_thread_may_begin_with_any_shape(self, converted, name):
         """Engines compile per thread; what one thread's first call leaves behind must fit the others'."""
