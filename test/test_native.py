@@ -22,7 +22,7 @@ from nc import (
     load,
     prepare,
 )
-from nc.backends import cpu
+from nc.backends import cpu, verbose
 from nc.backends.native import execute, fuse, lower
 from nc.graph.catalogue import op_name
 
@@ -134,6 +134,17 @@ def names_of(q):
     """Names of the operators that the lowered graph calls."""
     (module,) = [c.cell_contents for c in q.engine.report.__closure__ if isinstance(c.cell_contents, torch.fx.GraphModule)]
     return [op_name(n) for n in module.graph.nodes]
+
+
+def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call():
+    """A batch of 1 is traced as 2, for which AMX kernels want another layout (160 outputs); without AMX this holds all the same."""
+    model = nn.Sequential(nn.Conv2d(576, 160, 1), nn.ReLU6(), nn.Conv2d(160, 960, 1)).eval()
+    x = torch.randn(1, 576, 7, 7)
+    q = quantized(model, x, None, "native")
+    q(x)
+    with verbose.captured() as lines:
+        q(x)
+    assert [kernel.primitive for kernel in verbose.parse(lines)] == ["convolution", "convolution"]
 
 
 def test_what_torchscript_has_no_words_for_is_run_by_python(monkeypatch):

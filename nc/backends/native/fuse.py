@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
-from nc.graph.traced import TENSORS, hint_of
+from nc.graph.traced import TENSORS
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -18,6 +18,8 @@ _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "conv2d": onednn.qconv2d_pointwise.default,
     "conv3d": onednn.qconv3d_pointwise.default,
 }
+#: Where `note_shapes` leaves the shape that a convolution reads.
+_SHAPE = "reads"
 #: Activations that a kernel computes on its way out.
 _ACTIVATIONS = {
     "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
@@ -55,6 +57,26 @@ class Region:
     nodes: tuple[fx.Node, ...]
     codes: tuple[float, int] | None
     bf16: bool = False
+
+
+class _Shapes(fx.Interpreter):
+    """Notes the shape that each convolution reads."""
+
+    def run_node(self, n: fx.Node) -> object:
+        if op_name(n) in _CONVOLUTIONS:
+            n.meta[_SHAPE] = list(self.env[n.args[0]].shape)
+        return super().run_node(n)
+
+
+def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
+    """Run a graph once for the shapes that its convolutions read, if it has any, for `fuse` to pack their weights for.
+
+    A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size,
+    which can take a hundred times as long as it computes (AMX). Sizes from tracing won't do: a batch of 1 was traced as 2.
+    """
+    if any(op_name(n) in _CONVOLUTIONS for n in module.graph.nodes):
+        with torch.no_grad():
+            _Shapes(module).run(*example)
 
 
 def fuse(module: fx.GraphModule) -> None:
@@ -199,7 +221,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     dims = codes.dim() - 2
     sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
     q, x_scale, x_zero_point = a["input"].args
-    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], _traced_shape(a["input"]))
+    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], region.anchor.meta.get(_SHAPE))
     w = constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
@@ -258,15 +280,6 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
     if node.target is dequantize_per_tensor:
         return codes, torch.full((codes.shape[0],), node.args[1])
     return codes, getattr(module, node.args[1].target)
-
-
-def _traced_shape(node: fx.Node) -> list[int] | None:
-    """Sizes that a tensor had when the model was traced; None where they depend on data.
-
-    A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size.
-    """
-    hints = [hint_of(size) for size in node.meta["val"].shape]
-    return None if None in hints else hints
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

@@ -16,7 +16,7 @@ from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
 from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import executable
-from nc.backends.native.fuse import fuse, is_kernel
+from nc.backends.native.fuse import fuse, is_kernel, note_shapes
 from nc.backends.native.merge import merge
 from nc.backends.nodes import profile_nodes
 from nc.backends.verify import check_option, verify_outputs
@@ -41,6 +41,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     check_option("verify", verify, ("raise", "warn", "off"))
     check_option("isolate", isolate, ("auto", "always", "never"))
     module, _ = copy_module(graph.module)
+    note_shapes(module, graph.example)
     packed = packed_bytes(module)
     replace_dynamic(module)
     compute_in_bf16(module)
