@@ -125,6 +125,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@torch.autocast("cpu", enabled=False)  # as when the models are called
 def compare(
     q_a: QuantizedModel, q_b: QuantizedModel | ReferenceModule | str = REFERENCE, inputs: Any = None, *, isolate: str = "auto"
 ) -> Comparison:

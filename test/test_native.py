@@ -1,6 +1,9 @@
 """The native backend: the common suite on the int8 operators of stock PyTorch."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -145,6 +148,51 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call():
     with verbose.captured() as lines:
         q(x)
     assert [kernel.primitive for kernel in verbose.parse(lines)] == ["convolution", "convolution"]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda y, x: y.masked_fill(torch.where(x > 0, True, False), -1.0), "fails"),
+        (lambda y, x: (y, (x > 0.5) ^ True), "something else"),
+        (lambda y, x: (y, x.shape[0] ** 2), "something else"),
+        (lambda y, x: (y, x * (x.shape[0] & 6)), "something else"),
+        (lambda y, x: torch.sub(1, y, alpha=3), "can't express"),
+    ],
+)
+def test_what_torchscript_reads_otherwise_is_run_by_python(function, why):
+    x = torch.randn(4, 8)
+    q = quantized(Function(lambda self, x: function(self.fc(x), x), fc=nn.Linear(8, 8)).eval(), x, None, "native")
+    assert why in q.report().details["run by"]
+    expected, got = (v if isinstance(v, tuple) else (v,) for v in (q.reference(x), q(x)))
+    for a, b in zip(expected, got, strict=True):
+        assert (type(a), getattr(a, "dtype", a)) == (type(b), getattr(b, "dtype", b))
+    assert worst_db(expected, got) > 60
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_reshape_that_is_a_view_stays_one(transposed):
+    def forward(self, x):
+        y = self.fc(x)
+        view = y.t().reshape(8, 2, -1) if transposed else y[:, :2].reshape(-1, 2, 1)
+        view.add_(100)
+        return self.fc2(y), view
+
+    x = torch.randn(4, 8)
+    q = quantized(Function(forward, fc=nn.Linear(8, 8), fc2=nn.Linear(8, 8)).eval(), x, None, "native")
+    assert "run by" not in q.report().details
+    assert worst_db(q.reference(x), q(x)) > 60
+
+
+def test_without_torchscript_python_runs_the_graph(tmp_path):
+    """Its switch is read when torch is imported."""
+    x = torch.randn(2, 8)
+    q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
+    q.save(tmp_path / "m")
+    code = "import nc, sys; print(nc.load(sys.argv[1], backend='native').report().details['run by'])"
+    command = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env={**os.environ, "PYTORCH_JIT": "0"})
+    assert "TorchScript is switched off" in done.stdout
 
 
 def test_what_torchscript_has_no_words_for_is_run_by_python(monkeypatch):

@@ -116,6 +116,7 @@ def check_bf16(backend: Backend, graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
+@torch.autocast("cpu", enabled=False)  # the plan says what computes in which precision, not where the call happens to stand
 def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compile: bool) -> EngineModel:  # noqa: A002
     """An engine model of the graph; `compile` is passed on where it means something.
 

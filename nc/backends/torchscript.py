@@ -120,6 +120,9 @@ def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str]
     head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
     source = "\n".join([head, *(f"    {text}" for _, text in body)]) + f"\n{helpers}"
     scripted = torch.jit.script(root.eval())
+    if not isinstance(scripted, torch.jit.ScriptModule):
+        msg = "TorchScript is switched off: unset PYTORCH_JIT, or PYTORCH_JIT_ENABLED, in the environment."
+        raise BackendError(msg)
     try:
         scripted.define(source)
     except RuntimeError as error:

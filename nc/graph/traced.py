@@ -23,6 +23,10 @@ class Size(str):
         size.hint = hint
         return size
 
+    def __getnewargs__(self) -> tuple[str, int | None]:
+        """What copies are made from."""
+        return str(self), self.hint
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traced:

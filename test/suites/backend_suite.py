@@ -22,7 +22,7 @@ from models import (
 from torch import nn
 from torch.nn import functional as F
 
-from nc import StaticQuantConfig, convert
+from nc import StaticQuantConfig, convert, load
 
 
 class GatedCNN(nn.Module):
@@ -345,6 +345,14 @@ class BackendSuite:
             got, reference = q(x), q.reference(x)
         assert torch.equal(got, q(x))
         assert torch.equal(reference, q.reference(x))
+
+    def test_autocast_around_load_changes_nothing(self, converted, tmp_path):
+        _, q = converted("attention")
+        q.save(tmp_path / "m")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loaded = load(tmp_path / "m", backend=self.backend)
+        found = loaded.report().sqnr_db
+        assert found is None or found >= self.agreement
 
     @pytest.mark.parametrize("name", ["residual", "gated", "attention", "patches", "channels last block"])
     def test_a_new_thread_may_begin_with_any_shape(self, converted, name):

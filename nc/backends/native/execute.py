@@ -13,6 +13,7 @@ from nc.backends.native.codes import dequantize, quantize
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.graph.functions import from_bf16, to_bf16
+from nc.numerics.metrics import worst_sqnr_db
 from nc.process import LOCK
 
 _SPELLING = {
@@ -20,7 +21,10 @@ _SPELLING = {
     dequantize: "torch._make_per_tensor_quantized_tensor({}, {}, {}).dequantize()",
     to_bf16: "{}.to(torch.bfloat16)",
     from_bf16: "{}.to(torch.float32)",
+    torch.ops.aten.reshape.default: "{}.reshape({})",  # not the copy that a fuser needs
 }
+#: Both run the same kernels; bits differ at most where memory is aligned otherwise.
+_SAME_DB = 60.0
 # `int_repr` copies them
 _CODES = """
 def _codes(self, q: Tensor) -> Tensor:
@@ -30,8 +34,15 @@ def _codes(self, q: Tensor) -> Tensor:
 """
 
 
-def executable(module: fx.GraphModule) -> tuple[Callable[..., Sequence[Any]], str]:
+def executable(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[Callable[..., Sequence[Any]], str]:
     """What runs the graph: TorchScript's interpreter, in which threads don't wait for each other, or else Python.
+
+    TorchScript reads some Python otherwise: `True` as an argument for a number is 1 to it, and `2 ** 2` is 4.0. So both run the example
+    once, and must agree.
+
+    Args:
+        module: lowered graph.
+        example: flat inputs.
 
     Returns:
         The callable, flat tensors in and outputs back, and why it is Python; "" when it is not.
@@ -48,4 +59,16 @@ def executable(module: fx.GraphModule) -> tuple[Callable[..., Sequence[Any]], st
         with torch.jit.optimized_execution(False):
             return scripted(*inputs)
 
+    with torch.no_grad():
+        expected = module(*(t.clone() for t in example))
+        try:
+            got = run(*(t.clone() for t in example))
+        except RuntimeError as error:
+            return module, f"TorchScript fails: {str(error).strip().splitlines()[-1]}"
+    if [_kind(v) for v in got] != [_kind(v) for v in expected] or worst_sqnr_db(expected, got) < _SAME_DB:
+        return module, "TorchScript computes something else"
     return run, ""
+
+
+def _kind(value: object) -> object:
+    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else (type(value), value)

@@ -60,7 +60,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     if compile:
         call, details["between the kernels"] = compiled(copy_module(module)[0]), "compiled by torch.compile"
     else:
-        call, why_python = executable(module)
+        call, why_python = executable(module, graph.example)
         if why_python:
             details["run by"] = f"Python: {why_python}"
 
