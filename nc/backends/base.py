@@ -116,7 +116,6 @@ def check_bf16(backend: Backend, graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
-@torch.autocast("cpu", enabled=False)  # the plan says what computes in which precision, not where the call happens to stand
 def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compile: bool) -> EngineModel:  # noqa: A002
     """An engine model of the graph; `compile` is passed on where it means something.
 
@@ -132,4 +131,5 @@ def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compi
             msg = f'compile=True is for backend="native"; {backend.name!r} leaves nothing to torch.compile.'
             raise ConfigError(msg)
         options["compile"] = True
-    return backend.lower(graph, **options)
+    with torch.autocast("cpu", enabled=False):  # the plan says what computes in which precision, not where the call happens to stand
+        return backend.lower(graph, **options)
