@@ -10,8 +10,6 @@ from nc.artefact import load as load
 from nc.artefact import save as save
 from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
-from nc.comparison import Comparison as Comparison
-from nc.comparison import compare as compare
 from nc.config import ComposedConfig as ComposedConfig
 from nc.config import DynamicQuantConfig as DynamicQuantConfig
 from nc.config import INT8StaticQuantConfig as INT8StaticQuantConfig
@@ -41,7 +39,9 @@ from nc.errors import UnmatchedRuleError as UnmatchedRuleError
 from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
-from nc.quantize import convert as convert
-from nc.quantize import describe as describe
-from nc.quantize import prepare as prepare
-from nc.quantize import quantize as quantize
+from nc.parity.compare import Comparison as Comparison
+from nc.parity.compare import compare as compare
+from nc.workflow import convert as convert
+from nc.workflow import describe as describe
+from nc.workflow import prepare as prepare
+from nc.workflow import quantize as quantize

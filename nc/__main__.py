@@ -1,5 +1,5 @@
 """`python -m nc`."""
 
-from nc.cli import main
+from nc.cli.main import main
 
 main(prog_name="python -m nc")

@@ -14,10 +14,10 @@ from nc.backends import choose_backend, cpu, why_chosen
 from nc.backends.base import Backend, check_bf16, lower
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
-from nc.graph import store
-from nc.graph.narrow import named, narrow
 from nc.graph.qdq import QDQGraph
+from nc.graph.saturation import named, narrow
 from nc.quantized import QuantizedModel
+from nc.storage import store
 
 
 def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
@@ -60,7 +60,7 @@ def load(
 
     Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
     artefact is executed: its graph may only call operators of a fixed list. Outputs come back in the
-    structure that they were captured with; see `nc.graph.tree` for classes that do not exist here.
+    structure that they were captured with; see `nc.storage.pytree_json` for classes that do not exist here.
 
     Where the engine adds products in 16 bits on this CPU, layers whose sums could saturate are quantized anew
     from their int8 codes, with an `NCWarning`; the files stay as they are.

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nc.graph.capture import Graph, capture
-from nc.graph.copying import copy_module
-from nc.process import LOCK
+from nc.capture.capture import Graph, capture
+from nc.global_lock import LOCK
+from nc.graph.fx_utils import copy_module
 
 
 class ExportedModel(torch.nn.Module):

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.algorithms.smoothing import smoothed
+from nc.calibration.diagnostics import NEVER_RAN, Watches, examine, watched
+from nc.calibration.distributed import gather
+from nc.calibration.observe import observed_module, observer_key, watches_for
+from nc.calibration.qparams import find_qparams
+from nc.calibration.statistics import Collected, Samples, Statistics, checksum
+from nc.capture.capture import Graph
 from nc.config import AnyConfig, outer_field
-from nc.distributed import gather
 from nc.errors import CalibrationError, InputError, StateError
-from nc.graph.capture import Graph
 from nc.graph.dataflow import pools_on_codes
-from nc.graph.observe import observed_module, observer_key, watches_for
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
-from nc.health import NEVER_RAN, Watches, examine, watched
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
-from nc.ranges import find_qparams
-from nc.rules import fit
-from nc.smoothing import smoothed
+from nc.planning.rules import fit
 from nc.spec import FLOAT, Capabilities
-from nc.statistics import Collected, Samples, Statistics, checksum
 
 #: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
 _SAMPLES = 96

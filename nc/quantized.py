@@ -11,11 +11,11 @@ import torch
 
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
-from nc.backends.profiling import profile_in_child
+from nc.backends.profiling.process import profile_in_child
 from nc.errors import InputError, UnsupportedError
 from nc.graph.qdq import QDQGraph
-from nc.graph.store import write
 from nc.report import Report, build
+from nc.storage.store import write
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[object]:

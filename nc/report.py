@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport
-from nc.backends.profile import Profile
+from nc.backends.profiling.profile import Profile
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
 

@@ -24,7 +24,7 @@ class TensorSpec:
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
         reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.narrow_sums`.
         paired: codes of neighbouring input channels of a weight are small enough for their products to be added in 16 bits; see
-            `nc.numerics.pairs`.
+            `nc.numerics.int16_pairs`.
         dynamic: its range is found anew in each call.
     """
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from nc import StaticQuantConfig, convert, prepare
-from nc.graph.capture import capture
+from nc.capture.capture import capture
 from nc.numerics.metrics import sqnr_db
 
 FP32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")

@@ -43,11 +43,11 @@ from nc.backends import cpu
 from nc.backends.base import EngineModel
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import _SIZE_OPS
-from nc.graph import operators, store
 from nc.graph.qdq import QDQ_FUNCTIONS, QDQGraph
-from nc.graph.serial import _decode_value
-from nc.graph.traced import TENSORS, Size, Traced, hint_of, strided
-from nc.graph.tree import OutputDict
+from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of, strided
+from nc.storage import allowlist, store
+from nc.storage.graph_json import _decode_value
+from nc.storage.pytree_json import OutputDict
 
 FILES = ("checksums.json", "model.json", "weights.safetensors")
 TINY = {
@@ -467,14 +467,14 @@ def test_a_foreign_format_is_refused(folder):
 def test_an_operator_that_is_not_listed_is_named(folder, target):
     forge(folder, lambda d: node(d, "call_function").update(target=target))
     with pytest.raises(ArtefactOperatorError, match=f"'{target}' is not on the list"):
-        operators.resolve(target, "n")
+        allowlist.resolve(target, "n")
     with pytest.raises(ArtefactOperatorError, match=f"'{target}' is not on the list") as caught:
         store.read(folder)  # before anything is built
     assert "quantize_per_tensor" in str(caught.value)  # the node
 
 
 def test_a_listed_operator_that_this_torch_lacks_is_named(folder, monkeypatch):
-    monkeypatch.setattr(operators, "OPERATORS", operators.OPERATORS | {"aten.of_the_future.default"})
+    monkeypatch.setattr(allowlist, "OPERATORS", allowlist.OPERATORS | {"aten.of_the_future.default"})
     forge(folder, lambda d: node(d, "call_function").update(target="aten.of_the_future.default"))
     with pytest.raises(ArtefactOperatorError, match="has no operator 'aten.of_the_future.default'"):
         load(folder, backend="reference")
@@ -568,7 +568,7 @@ def _torch_save(value):
     "name",
     [
         "subprocess.Popen",
-        "nc.graph.tree.OutputDict",
+        "nc.storage.pytree_json.OutputDict",
         "transformers.utils.generic.ModelOutput",
         "transformers.cache_utils.StaticCache",
         "transformers.modeling_outputs.BaseModelOutput",
@@ -584,7 +584,7 @@ def _torch_save(value):
 def test_other_classes_are_not_looked_up(folder, name, monkeypatch):
     imported = []
     spy = types.SimpleNamespace(import_module=lambda n: imported.append(n) or importlib.import_module(n))
-    monkeypatch.setattr(nc.graph.tree, "importlib", spy)
+    monkeypatch.setattr(nc.storage.pytree_json, "importlib", spy)
     tree = {"type": "object", "name": name, "keys": ["of_no_class"], "items": ["*"]}
     forge(folder, lambda d: d["signature"].update(outputs=tree))
     assert type(load(folder, backend="reference")(torch.ones(2, 3, 8, 8))) is OutputDict
@@ -777,13 +777,13 @@ def test_a_saver_waits_for_one_in_another_process(cnn, tmp_path):
 
 
 def test_the_list_holds_operators_without_side_effects():
-    assert {f"qdq.{f.__name__}" for f in QDQ_FUNCTIONS} <= operators.OPERATORS
+    assert {f"qdq.{f.__name__}" for f in QDQ_FUNCTIONS} <= allowlist.OPERATORS
     for function in _SIZE_OPS:
-        assert operators.name_of(function, "n") in operators.OPERATORS
-    functional = {name.split(".")[1] for name in operators.OPERATORS}
-    for name in operators.OPERATORS:
-        target = operators.resolve(name, "n")
-        assert operators.name_of(target, "n") == name
+        assert allowlist.name_of(function, "n") in allowlist.OPERATORS
+    functional = {name.split(".")[1] for name in allowlist.OPERATORS}
+    for name in allowlist.OPERATORS:
+        target = allowlist.resolve(name, "n")
+        assert allowlist.name_of(target, "n") == name
         if not name.startswith("aten."):
             continue
         schema = target._schema

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nc.backends import get_backend
 from nc.backends.table import support_table
-from nc.keys import KIND_NAMES
+from nc.config.rule_key import KIND_NAMES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "backends.md"
 NAMES = ("ipex", "native", "reference")

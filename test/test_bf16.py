@@ -19,8 +19,8 @@ from nc import (
     prepare,
 )
 from nc.backends import cpu, get_backend
-from nc.graph.capture import capture
-from nc.rules import fit, resolve
+from nc.capture.capture import capture
+from nc.planning.rules import fit, resolve
 
 LOW = StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")
 REST = StaticQuantConfig(remainder="bf16")

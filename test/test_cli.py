@@ -14,11 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from nc import StaticQuantConfig, available_backends, bench, cli_inputs
+from nc import StaticQuantConfig, available_backends, bench
 from nc.artefact import load
 from nc.backends import cpu
-from nc.cli import main
-from nc.graph import store
+from nc.cli import inputs
+from nc.cli.main import main
+from nc.storage import store
 
 MODELS = """
 import torch
@@ -113,7 +114,7 @@ def test_quantize_gives_named_arrays_to_the_arguments_of_that_name(run):
 
 def test_arrays_without_names_are_positional_in_their_order():
     arrays = {f"arr_{i}": np.full((1,), i, dtype=np.float32) for i in (10, 2, 0, 1)}
-    assert [float(tensor) for tensor in cli_inputs.as_inputs(arrays)] == [0, 1, 2, 10]
+    assert [float(tensor) for tensor in inputs.as_inputs(arrays)] == [0, 1, 2, 10]
 
 
 def test_quantize_reads_a_configuration(run, folder):
@@ -414,7 +415,7 @@ def test_doctor_says_what_an_artefact_needs_and_this_cpu_lacks(run, monkeypatch)
 
 def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
     assert quantize(run).exit_code == 0
-    monkeypatch.setattr("nc.cli_doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""})
+    monkeypatch.setattr("nc.cli.doctor.available_backends", lambda: {"ipex": "", "native": "", "reference": ""})
     monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
     result = run("doctor", "out")
     assert result.exit_code == run("doctor").exit_code  # load succeeds

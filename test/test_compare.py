@@ -14,11 +14,11 @@ import nc
 from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
 from nc.backends import cpu, get_backend
 from nc.backends.reference import ReferenceBackend
-from nc.comparison import VERDICTS
-from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
-from nc.graph.points import name_of, places_of, points_at, with_outputs
-from nc.graph.slack import slack_of
+from nc.graph.fx_utils import copy_module
+from nc.parity.compare import VERDICTS
+from nc.parity.intermediates import name_of, places_of, points_at, with_outputs
+from nc.parity.rounding_bounds import slack_of
 
 ENGINES = [name for name in ("ipex", "native") if not available_backends()[name]]
 

@@ -30,7 +30,7 @@ from nc import (
     prepare,
 )
 from nc.config import config_from
-from nc.rules import spec_of
+from nc.planning.rules import spec_of
 
 FIELDS = list(StaticQuantConfig.FIELDS)
 

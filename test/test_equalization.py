@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import nc
 from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.equalization import LARGEST_SCALE, Equalization, equalizing_scale, pairs
+from nc.capture.capture import capture
 from nc.errors import ConfigError
-from nc.graph.capture import capture
 from nc.graph.catalogue import WEIGHTED, op_name
 from nc.numerics import affine
 from nc.numerics.metrics import sqnr_db

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from nc.numerics import clip
+from nc.numerics import weight_mse
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 from nc.numerics.histogram import BINS, MIN_EXPONENT, SIDE, centres, coarsen, count, edges, exponent_for, magnitudes, quantile
 from nc.observers import ALGORITHMS, Observer
@@ -310,7 +310,7 @@ def test_weight_ranges_are_the_best_of_the_grid():
     rows = torch.randn(5, 4096)
     rows[2, 3] = 12.0
     rows[4] = 0.0
-    low, high = clip.best_range(rows, quant_min=-127, quant_max=127)
+    low, high = weight_mse.best_range(rows, quant_min=-127, quant_max=127)
     for row, limit in zip(rows.double(), high.double(), strict=True):
         amax = float(row.abs().max())
         errors = {}

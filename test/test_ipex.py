@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
 from nc.backends import cpu, verify
 from nc.backends.ipex import isolate, lower
-from nc.backends.ipex.lints import LINTS, apply_lints
 from nc.backends.ipex.quiet import quiet
+from nc.backends.ipex.workarounds import LINTS, apply_lints
 from nc.graph.signature import at_least_two
 
 pytestmark = pytest.mark.ipex
@@ -385,7 +385,7 @@ def test_a_child_that_ends_badly(monkeypatch, code, text):
 )
 def test_when_a_child_is_used(monkeypatch, option, familiar, expected):
     calls = []
-    monkeypatch.setattr(lower, "is_familiar", lambda module: familiar)
+    monkeypatch.setattr(lower, "is_tested", lambda module: familiar)
     monkeypatch.setattr(lower, "first_run_in_child", lambda *_: calls.append(1))
     convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate=option)
     assert len(calls) == expected

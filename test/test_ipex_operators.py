@@ -6,8 +6,8 @@ from nets import NETS
 
 import nc
 from nc.backends import cpu
-from nc.backends.ipex.familiar import FAMILIAR
 from nc.backends.ipex.patterns import patterns
+from nc.backends.ipex.tested_patterns import TESTED
 from nc.numerics.metrics import sqnr_db
 
 pytestmark = pytest.mark.ipex
@@ -33,4 +33,4 @@ def test_pattern(name):
     for batch in batches:
         assert sqnr_db(quantized.reference(batch), quantized(batch)) > 30
         assert sqnr_db(net(batch), quantized(batch)) > 22
-    assert patterns(quantized.graph.module) <= FAMILIAR, "run python test/familiar.py"
+    assert patterns(quantized.graph.module) <= TESTED, "run python test/tested_patterns.py"

@@ -11,51 +11,86 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.process", "nc.spec", "nc.graph", "nc.graph.copying", "nc.graph.traced"),
-    ("nc.keys", "nc.checks"),
-    ("nc.numerics", "nc.plan", "nc.graph.signature", "nc.graph.catalogue", "nc.graph.values"),
-    ("nc.observers", "nc.graph.functions", "nc.graph.constants"),
-    ("nc.statistics", "nc.graph.recurrent"),
-    ("nc.graph.dataflow", "nc.graph.decompose", "nc.graph.exported", "nc.graph.naming", "nc.graph.switches", "nc.graph.tree"),
-    ("nc.distributed",),
-    ("nc.graph.passes",),
-    ("nc.graph.placement",),
-    ("nc.graph.capture", "nc.algorithms"),
-    ("nc.config", "nc.graph.small"),
-    ("nc.rules",),
-    ("nc.graph.qdq", "nc.graph.observe"),
-    ("nc.graph.operators", "nc.graph.narrow"),
-    ("nc.graph.serial",),
-    ("nc.graph.points", "nc.graph.slack", "nc.graph.same"),
-    ("nc.graph.forced",),
-    ("nc.graph.store",),
-    ("nc.backends", "nc.health"),
-    ("nc.smoothing", "nc.ranges"),
-    ("nc.prepared", "nc.report", "nc.reading"),
+    ("nc._version", "nc.errors", "nc.global_lock", "nc.spec", "nc.graph", "nc.bench"),
+    ("nc.checks", "nc.numerics", "nc.plan"),
+    (
+        "nc.graph.signature",
+        "nc.graph.tensor_meta",
+        "nc.graph.catalogue",
+        "nc.graph.functions",
+        "nc.graph.dataflow",
+        "nc.graph.fx_utils",
+        "nc.graph.recurrent",
+        "nc.graph.placement",
+        "nc.graph.qdq",
+        "nc.graph.saturation",
+    ),
+    ("nc.observers", "nc.capture"),
+    ("nc.calibration.observe", "nc.calibration.statistics", "nc.calibration.distributed", "nc.storage"),
+    ("nc.algorithms",),
+    ("nc.calibration", "nc.config"),
+    ("nc.planning",),
+    ("nc.backends",),
+    ("nc.prepared", "nc.report"),
     ("nc.quantized", "nc.export"),
-    ("nc.quantize", "nc.artefact", "nc.comparison"),
+    ("nc.workflow", "nc.artefact", "nc.parity"),
     ("nc",),
-    ("nc.bench", "nc.cli_inputs", "nc.cli_doctor"),
     ("nc.cli",),
     ("nc.__main__",),
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
+    "nc.graph": (
+        ("nc.graph.signature", "nc.graph.tensor_meta"),
+        ("nc.graph.catalogue", "nc.graph.functions"),
+        ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),
+        ("nc.graph.placement",),
+        ("nc.graph.qdq",),
+        ("nc.graph.saturation",),
+    ),
+    "nc.capture": (
+        ("nc.capture.decompose", "nc.capture.export_guards", "nc.capture.flatten", "nc.capture.naming"),
+        ("nc.capture.rewrites",),
+        ("nc.capture.capture",),
+        ("nc.capture",),
+    ),
+    "nc.calibration": (
+        ("nc.calibration.observe", "nc.calibration.statistics"),
+        ("nc.calibration.distributed", "nc.calibration.qparams", "nc.calibration.diagnostics"),
+        ("nc.calibration",),
+    ),
+    "nc.storage": (
+        ("nc.storage.json_values", "nc.storage.allowlist"),
+        ("nc.storage.pytree_json",),
+        ("nc.storage.graph_json",),
+        ("nc.storage.store",),
+        ("nc.storage",),
+    ),
+    "nc.planning": (("nc.planning.dynamic_cost",), ("nc.planning.rules",), ("nc.planning",)),
+    "nc.parity": (
+        ("nc.parity.graph_diff", "nc.parity.intermediates", "nc.parity.rounding_bounds"),
+        ("nc.parity.engine_values", "nc.parity.teacher_forcing"),
+        ("nc.parity.compare",),
+        ("nc.parity",),
+    ),
+    "nc.cli": (("nc.cli.doctor", "nc.cli.inputs"), ("nc.cli.main",), ("nc.cli",)),
     "nc.algorithms": (
         ("nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.replay", "nc.algorithms.range_search"),
         ("nc.algorithms.bias_absorption", "nc.algorithms.smooth_search"),
         ("nc.algorithms.smooth_quant",),
+        ("nc.algorithms.smoothing",),
         ("nc.algorithms",),
     ),
     "nc.config": (
+        ("nc.config.rule_key",),
         ("nc.config.document", "nc.config.fields"),
         ("nc.config.base",),
         ("nc.config.strategies",),
         ("nc.config",),
     ),
     "nc.numerics": (
-        ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics", "nc.numerics.pairs"),
-        ("nc.numerics.clip", "nc.numerics.smoothing"),
+        ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics", "nc.numerics.int16_pairs"),
+        ("nc.numerics.weight_mse", "nc.numerics.smoothing"),
         ("nc.numerics.weights",),
         ("nc.numerics",),
     ),
@@ -67,23 +102,25 @@ INSIDE = {
         ("nc.observers",),
     ),
     "nc.backends": (
-        ("nc.backends.cpu", "nc.backends.dynamic", "nc.backends.spawn", "nc.backends.verbose", "nc.backends.verify"),
-        ("nc.backends.profile",),
-        ("nc.backends.base", "nc.backends.nodes"),
-        ("nc.backends.profiling", "nc.backends.reference", "nc.backends.table", "nc.backends.torchscript"),
+        ("nc.backends.cpu", "nc.backends.dynamic", "nc.backends.spawn", "nc.backends.verify", "nc.backends.profiling.onednn_verbose"),
+        ("nc.backends.profiling.profile", "nc.backends.profiling"),
+        ("nc.backends.base",),
+        ("nc.backends.profiling.process", "nc.backends.table", "nc.backends.torchscript"),
+        ("nc.backends.profiling.nodes",),
+        ("nc.backends.reference",),
         ("nc.backends",),
-        ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.codes", "nc.backends.native.fuse"),
+        ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.fuse"),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
         ("nc.backends.native.lower", "nc.backends.native.package"),
         ("nc.backends.native",),
         (
-            "nc.backends.ipex.gate",
+            "nc.backends.ipex.compile_gate",
             "nc.backends.ipex.layout",
             "nc.backends.ipex.quiet",
             "nc.backends.ipex.patterns",
-            "nc.backends.ipex.lints",
-            "nc.backends.ipex.proof",
-            "nc.backends.ipex.familiar",
+            "nc.backends.ipex.workarounds",
+            "nc.backends.ipex.executed_graph",
+            "nc.backends.ipex.tested_patterns",
         ),
         ("nc.backends.ipex.child", "nc.backends.ipex.timing"),
         ("nc.backends.ipex.isolate",),
@@ -97,7 +134,7 @@ DEFERRED = {
     "nc.artefact": ("nc.backends.native.package",),
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
-    "nc.cli": ("nc",),  # `--help` must not wait for torch
+    "nc.cli.main": ("nc",),  # `--help` must not wait for torch
 }
 
 
@@ -198,7 +235,7 @@ def test_nothing_above_the_graph_reads_a_configuration():
 
 
 def test_the_table_catches_an_import_upward(monkeypatch):
-    fake = {"nc.spec": (("nc.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
+    fake = {"nc.spec": (("nc.planning.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
     monkeypatch.setattr(f"{__name__}.imports", lambda module: fake.get(module, ()))
     for module in fake:
         with pytest.raises(AssertionError, match=f"{module} imports"):

@@ -90,7 +90,7 @@ def model():
 def surroundings(tmp_path, monkeypatch):
     """Scripts save to "saved_results"; first runs in a child process, which take seconds each, are tested elsewhere."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nc.backends.ipex.lower.is_familiar", lambda module: True)
+    monkeypatch.setattr("nc.backends.ipex.lower.is_tested", lambda module: True)
 
 
 def dtypes(q_model):

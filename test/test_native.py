@@ -25,8 +25,9 @@ from nc import (
     load,
     prepare,
 )
-from nc.backends import cpu, verbose
+from nc.backends import cpu
 from nc.backends.native import execute, fuse, lower
+from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
@@ -145,9 +146,9 @@ def test_weights_are_laid_out_for_the_example_and_not_anew_at_each_call():
     x = torch.randn(1, 576, 7, 7)
     q = quantized(model, x, None, "native")
     q(x)
-    with verbose.captured() as lines:
+    with onednn_verbose.captured() as lines:
         q(x)
-    assert [kernel.primitive for kernel in verbose.parse(lines)] == ["convolution", "convolution"]
+    assert [kernel.primitive for kernel in onednn_verbose.parse(lines)] == ["convolution", "convolution"]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import nc
 from nc import BackendError, InputError, UnsupportedError, available_backends
-from nc.backends import profiling, verbose
 from nc.backends.base import EngineModel
-from nc.backends.profile import Profile, Step
+from nc.backends.profiling import onednn_verbose, process
+from nc.backends.profiling.onednn_verbose import Kernel, Partition, parse
+from nc.backends.profiling.profile import Profile, Step
 from nc.backends.reference import ReferenceBackend
-from nc.backends.verbose import Kernel, Partition, parse
 
 ROOT = Path(__file__).parents[1]
 IMAGE, ROWS = torch.zeros(2, 3, 16, 16), torch.zeros(4, 16)
@@ -86,17 +86,17 @@ def convolve():
 
 
 def test_marks_stand_in_order_with_what_onednn_prints():
-    with verbose.captured() as lines:
-        verbose.mark(7)
+    with onednn_verbose.captured() as lines:
+        onednn_verbose.mark(7)
         convolve()
-        verbose.mark(8)
+        onednn_verbose.mark(8)
     found = parse(lines)
     assert [entry for entry in found if isinstance(entry, int)] == [7, 8]
     assert "convolution" in [k.primitive for k in found[1 : found.index(8)]]
 
 
 def test_the_standard_output_comes_back(capfd):
-    with verbose.captured() as lines:
+    with onednn_verbose.captured() as lines:
         os.write(1, b"inside")
     os.write(1, b"after")
     assert (lines, capfd.readouterr().out) == (["inside"], "after")
@@ -164,7 +164,7 @@ def leaves_nothing(tmp_path, monkeypatch, capfd):
 
 
 def test_the_stream_goes_nowhere_else(leaves_nothing):
-    with leaves_nothing(), verbose.captured() as lines:
+    with leaves_nothing(), onednn_verbose.captured() as lines:
         convolve()
     assert lines
 
@@ -295,16 +295,16 @@ def test_a_registered_backend_is_profiled_where_it_can_be_imported(monkeypatch, 
 )
 def test_a_child_that_ends_badly(code, text, monkeypatch, simulated, leaves_nothing):
     done = subprocess.CompletedProcess([], code, stdout="", stderr="Traceback\nRuntimeError: no\n" if code == 1 else "")
-    monkeypatch.setattr(profiling, "run_module", lambda *_, **__: done)
+    monkeypatch.setattr(process, "run_module", lambda *_, **__: done)
     with leaves_nothing(), pytest.raises(BackendError, match=text):
         simulated.report(profile_inputs=ROWS)
 
 
 def test_a_child_that_does_not_end(simulated, leaves_nothing):
     with leaves_nothing(), pytest.raises(BackendError, match="did not end within 0 s"):
-        profiling.profile_in_child(simulated.graph, ReferenceBackend(), [ROWS], time_limit_s=0.01)
+        process.profile_in_child(simulated.graph, ReferenceBackend(), [ROWS], time_limit_s=0.01)
 
 
 def test_the_child_says_what_is_wrong(simulated, leaves_nothing):
     with leaves_nothing(), pytest.raises(BackendError, match="in a process of its own failed: .*shapes cannot be multiplied"):
-        profiling.profile_in_child(simulated.graph, ReferenceBackend(), [torch.zeros(4, 3)])
+        process.profile_in_child(simulated.graph, ReferenceBackend(), [torch.zeros(4, 3)])

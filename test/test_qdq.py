@@ -29,8 +29,8 @@ from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import op_name
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.numerics.weights import quantize_weight
+from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
-from nc.rules import resolve
 from nc.spec import TensorSpec
 
 #: Without bias correction every number of the graph follows from ranges and weights alone.

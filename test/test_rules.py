@@ -27,7 +27,7 @@ from nc import (
 )
 from nc.backends import get_backend
 from nc.plan import Plan
-from nc.rules import fit, resolve
+from nc.planning.rules import fit, resolve
 from nc.spec import FLOAT, Capabilities, OpSupport, TensorSpec
 
 SYM = StaticQuantConfig(act_sym=True)

@@ -22,8 +22,8 @@ from nc import (
     convert,
     prepare,
 )
+from nc.calibration.statistics import read
 from nc.observers import ALGORITHMS, RangeAlgorithm
-from nc.statistics import read
 
 HISTOGRAMS = [name for name, a in ALGORITHMS.items() if a.statistic.name == "histogram"]
 
@@ -175,7 +175,7 @@ def test_any_altered_byte_is_found(model, data, tmp_path):
 
 
 def test_a_newer_schema_and_another_format(tmp_path):
-    from nc.statistics import checksum
+    from nc.calibration.statistics import checksum
 
     for document in ({"format": "nc-statistics", "schema_version": 2}, {"format": "other", "schema_version": 1}):
         text = json.dumps(document)

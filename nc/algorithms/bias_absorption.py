@@ -15,7 +15,7 @@ from torch import fx
 from nc.algorithms.equalization import Pair, grouped, pairs
 from nc.checks import is_number, require
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.constants import replace_constant
+from nc.graph.fx_utils import replace_constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

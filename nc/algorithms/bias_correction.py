@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, op_name
-from nc.graph.constants import add_constant, replace_constant
+from nc.graph.fx_utils import add_constant, replace_constant
 
 Batch = Sequence[torch.Tensor]
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.

@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.checks import is_number, require
 from nc.graph.catalogue import POOLS, WEIGHTED, op_name, schema_arguments
-from nc.graph.constants import replace_constant
+from nc.graph.fx_utils import replace_constant
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})

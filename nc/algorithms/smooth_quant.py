@@ -15,8 +15,7 @@ from torch import fx
 
 from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.constants import add_constant, replace_constant
-from nc.graph.copying import copy_module
+from nc.graph.fx_utils import add_constant, copy_module, replace_constant
 from nc.graph.placement import works_in_place
 from nc.spec import OpSpec
 

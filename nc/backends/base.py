@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nc.backends.profile import Profile
+from nc.backends.profiling.profile import Profile
 from nc.errors import BackendUnavailableError, ConfigError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities

@@ -101,7 +101,7 @@ def relied_on() -> tuple[str, ...]:
 def missing(needed: Iterable[str]) -> tuple[str, ...]:
     """What an artefact relies on and this CPU lacks.
 
-    How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`), `nc.graph.narrow` sees to it.
+    How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`), `nc.graph.saturation` sees to it.
     """
     return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
+from nc.global_lock import LOCK
 from nc.graph.catalogue import op_name
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 from nc.graph.recurrent import FUNCTIONS
-from nc.process import LOCK
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100

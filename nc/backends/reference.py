@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
-from nc.backends.nodes import profile_nodes
+from nc.backends.profiling.nodes import profile_nodes
+from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
-from nc.keys import KIND_NAMES
 from nc.spec import Capabilities, OpSupport
 
 NAME = "reference"

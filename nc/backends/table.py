@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nc.backends.base import Backend
+from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import PRODUCTS
-from nc.keys import KIND_NAMES
 from nc.spec import Capabilities
 
 

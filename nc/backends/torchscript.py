@@ -17,8 +17,8 @@ from torch import fx
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
-from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
 
 #: Arithmetic on sizes and its TorchScript spelling.

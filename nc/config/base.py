@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from nc.checks import require
 from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict, check_keys, check_schema, fields_of, key_from, keys_from
 from nc.config.fields import Field
+from nc.config.rule_key import Key, RuleKey, key_text, parse_keys
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
-from nc.keys import Key, RuleKey, key_text, parse_keys
 
 #: Dtypes that are no quantization.
 _FLOATS = frozenset({"fp32", "bf16"})

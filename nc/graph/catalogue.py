@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from nc.graph.traced import TENSORS
+from nc.graph.tensor_meta import TENSORS
 
 #: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
 WEIGHTED: dict[str, str] = {

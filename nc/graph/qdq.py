@@ -10,8 +10,6 @@ from torch import fx
 
 from nc.graph import recurrent
 from nc.graph.catalogue import groups_of, is_float_tensor, op_name, schema_arguments, weight_axis
-from nc.graph.constants import add_constant
-from nc.graph.copying import copy_module
 from nc.graph.functions import (
     dequantize_per_channel,
     dequantize_per_tensor,
@@ -20,6 +18,7 @@ from nc.graph.functions import (
     quantize_per_tensor,
     to_bf16,
 )
+from nc.graph.fx_utils import add_constant, copy_module
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
 from nc.numerics.weights import quantize_weight
@@ -40,10 +39,10 @@ QDQ_FUNCTIONS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about an operator's calibration that is worth a look; `nc.health` finds it.
+    """Something about an operator's calibration that is worth a look; `nc.calibration.diagnostics` finds it.
 
     Attributes:
-        kind: one of `nc.health.KINDS`.
+        kind: one of `nc.calibration.diagnostics.KINDS`.
         operator: its name.
         value: how much, as a share from 0 to 1: of the values, of the range or of the channels.
         text: the same in words.
@@ -69,7 +68,7 @@ class QDQGraph:
         noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
         corrected_biases: number of operators whose bias was corrected.
         health: what calibration leaves to wish for, the worst of each kind first.
-        changes: what algorithms did to the fp32 graph and found in the search for ranges, and `nc.graph.narrow` to this one, a line each.
+        changes: what algorithms did to the fp32 graph and found in the search for ranges, and `saturation.py` to this one, a line each.
     """
 
     module: fx.GraphModule

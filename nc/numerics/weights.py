@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.numerics import affine, clip, pairs
+from nc.numerics import affine, int16_pairs, weight_mse
 from nc.spec import TORCH_DTYPES, TensorSpec
 
 
@@ -33,7 +33,7 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
     return codes, scale
 
 
-def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = pairs.PAIR_LIMIT) -> bool:
+def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = int16_pairs.PAIR_LIMIT) -> bool:
     """Whether the codes of one sign in every pair of input channels add up to a limit at most.
 
     Args:
@@ -42,7 +42,7 @@ def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int
         groups: as for `quantize_weight`.
         limit: what kernels that add two products in 16 bits take, whatever the activations; more if those have fewer codes.
     """
-    return pairs.largest_pair(_inputs_last(codes, axis, groups)) <= limit
+    return int16_pairs.largest_pair(_inputs_last(codes, axis, groups)) <= limit
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:
@@ -56,8 +56,8 @@ def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: in
     """Codes and scale with pairs along the input channels of each group."""
     last = _inputs_last(weight, axis, groups)
     flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
-    shrink = clip.SHRINK if spec.algo == "mse" else ()
-    codes, scale = pairs.quantize_pairs(flat, shrink, clip.NORM if shrink else 2.0)
+    shrink = weight_mse.SHRINK if spec.algo == "mse" else ()
+    codes, scale = int16_pairs.quantize_pairs(flat, shrink, weight_mse.NORM if shrink else 2.0)
     result = torch.empty(weight.shape, dtype=TORCH_DTYPES[spec.dtype])  # strides of its own: those of size 1 count for convolutions
     result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
     return result, scale if per_channel else scale[0]
@@ -65,6 +65,6 @@ def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: in
 
 def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     if spec.algo == "mse":
-        return clip.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
+        return weight_mse.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
     low, high = torch.aminmax(rows, dim=1)
     return low, high

@@ -11,17 +11,17 @@ import torch
 from torch import fx
 
 from nc.backends.ipex import child
-from nc.backends.ipex.familiar import FAMILIAR
 from nc.backends.ipex.patterns import patterns
+from nc.backends.ipex.tested_patterns import TESTED
 from nc.backends.spawn import run_module
 from nc.errors import BackendError
 
 TIME_LIMIT_S = 300.0
 
 
-def is_familiar(module: fx.GraphModule) -> bool:
+def is_tested(module: fx.GraphModule) -> bool:
     """Whether every int8 pattern of the graph is one that the test suite runs."""
-    return patterns(module) <= FAMILIAR
+    return patterns(module) <= TESTED
 
 
 def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...], time_limit_s: float = TIME_LIMIT_S) -> None:

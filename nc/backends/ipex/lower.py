@@ -11,18 +11,18 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport
 from nc.backends.dynamic import packed_bytes
-from nc.backends.ipex.gate import Gate
-from nc.backends.ipex.isolate import first_run_in_child, is_familiar
+from nc.backends.ipex.compile_gate import Gate
+from nc.backends.ipex.executed_graph import build_report, executed_graph
+from nc.backends.ipex.isolate import first_run_in_child, is_tested
 from nc.backends.ipex.layout import make_row_major
-from nc.backends.ipex.lints import apply_lints
-from nc.backends.ipex.proof import build_report, executed_graph
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
+from nc.backends.ipex.workarounds import apply_lints
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
-from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.numerics.metrics import worst_sqnr_db
@@ -50,7 +50,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
     rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
-    familiar = is_familiar(module)
+    familiar = is_tested(module)
     scripted, frozen = _freeze(module)
     inputs = tuple(t.contiguous() for t in graph.example)
     if isolate == "always" or (isolate == "auto" and not familiar):

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
-from nc.process import LOCK
+from nc.global_lock import LOCK
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from nc.backends import verbose
-from nc.backends.ipex.proof import GROUP, executed_graph, line_of
-from nc.backends.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.backends.ipex.executed_graph import GROUP, executed_graph, line_of
+from nc.backends.profiling import onednn_verbose
+from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
 
 _CONVERTERS = frozenset({"aten::quantize_per_tensor", "aten::quantize_per_channel", "aten::dequantize"})
 
@@ -38,11 +38,11 @@ def profile_script(
         records.append(_record(run, inputs))
 
     repeat(once)
-    with verbose.captured() as lines:
+    with onednn_verbose.captured() as lines:
         run(inputs)
     names = [name for name, _ in records[-1]]
     times = [min(column) for column in zip(*([ms for _, ms in r] for r in records if [n for n, _ in r] == names), strict=True)]
-    partitions = [entry for entry in verbose.parse(lines) if isinstance(entry, verbose.Partition)]
+    partitions = [entry for entry in onednn_verbose.parse(lines) if isinstance(entry, onednn_verbose.Partition)]
     return Profile(
         steps=tuple(_steps(names, times, nodes, partitions, operator_at)),
         call_ms=min(calls),
@@ -55,13 +55,13 @@ def _steps(
     names: Sequence[str],
     times: Sequence[float],
     nodes: Sequence[torch._C.Node],
-    partitions: Sequence[verbose.Partition],
+    partitions: Sequence[onednn_verbose.Partition],
     operator_at: Mapping[int, str],
 ) -> Iterator[Step]:
     """What was recorded, with the operators of the nodes that it goes back to."""
     matcher = difflib.SequenceMatcher(None, names, [node.kind() for node in nodes], autojunk=False)
     node_of = {a + i: nodes[b + i] for a, b, size in matcher.get_matching_blocks() for i in range(size)}
-    kernels = iter(partitions if len(partitions) == names.count(GROUP) else [verbose.Partition(())] * names.count(GROUP))
+    kernels = iter(partitions if len(partitions) == names.count(GROUP) else [onednn_verbose.Partition(())] * names.count(GROUP))
     for i, (name, ms) in enumerate(zip(names, times, strict=True)):
         yield Step(
             name=name,

@@ -11,8 +11,8 @@ import torch
 from nc.backends import cpu
 from nc.backends.base import EngineModel, check_available
 from nc.backends.native import lower
+from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
-from nc.process import LOCK
 from nc.spec import Capabilities, OpSupport
 
 NAME = "native"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.codes import dequantize, quantize
+from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
-from nc.graph.traced import TENSORS
+from nc.graph.tensor_meta import TENSORS
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {

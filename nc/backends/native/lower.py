@@ -13,14 +13,14 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes, replace_dynamic
 from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
-from nc.backends.native.codes import CONVERTERS, hoist, pool_codes, remaining, unsigned
 from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import executable
 from nc.backends.native.fuse import fuse, is_kernel, note_shapes
 from nc.backends.native.merge import merge
-from nc.backends.nodes import profile_nodes
+from nc.backends.native.qdq_rewrites import CONVERTERS, hoist, pool_codes, remaining, unsigned
+from nc.backends.profiling.nodes import profile_nodes
 from nc.backends.verify import check_option, verify_outputs
-from nc.graph.copying import copy_module
+from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.plan import Decision
 

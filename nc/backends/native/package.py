@@ -13,13 +13,13 @@ from torch import fx
 
 from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips
-from nc.backends.native.codes import unsigned
 from nc.backends.native.compiled import check_compiler
 from nc.backends.native.fuse import constant, weight_of
+from nc.backends.native.qdq_rewrites import unsigned
 from nc.backends.verify import check_option, verify_outputs
 from nc.errors import BackendError, NCWarning, UnsupportedError
-from nc.graph.copying import copy_module
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 

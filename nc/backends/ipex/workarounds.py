@@ -1,0 +1,221 @@
+"""Patterns that IPEX 2.8's fuser computes wrongly, or never finishes on, and the rewrite that avoids each.
+
+IPEX is archived: none of these will be fixed. Each lint has a name, which the report shows, and a test that runs the pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from nc.backends import cpu
+from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.dataflow import producer
+from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import add_constant
+from nc.graph.tensor_meta import strided
+
+#: The end of a dimension, for slices.
+_END = 2**63 - 1
+#: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
+_NUDGE = 1.0 + 2.0**-20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lint:
+    """One rewrite.
+
+    Attributes:
+        name: shown in the report.
+        why: what IPEX does without it.
+        apply: rewrites a graph in place; returns the names of the operators it changed.
+    """
+
+    name: str
+    why: str
+    apply: Callable[[fx.GraphModule], list[str]]
+
+
+def same_tensor_twice(module: fx.GraphModule) -> list[str]:
+    """`matmul(y, y)`, `r + r`: the pass that splits shared dequantize nodes never ends. The second side gets codes of its own."""
+    changed = []
+    for node in list(module.graph.nodes):
+        if kind_of_node(node) in ("matmul", "add"):
+            left, right = _codes(node.args[0]), _codes(node.args[1])
+            if left is not None and left is right:
+                _own_codes(node, 1)
+                changed.append(node.meta["operator"])
+    return changed
+
+
+def operand_is_source(module: fx.GraphModule) -> list[str]:
+    """`conv(y) + y` with one int8 y: the fused kernel reads the wrong buffer. The added side gets codes of its own."""
+    changed = []
+    for node in list(module.graph.nodes):
+        if kind_of_node(node) != "add":
+            continue
+        for index in (0, 1):
+            other, side = node.args[1 - index], _codes(node.args[index])
+            if side is not None and isinstance(other, fx.Node) and kind_of_node(other) and side is _codes(other.args[0]):
+                _own_codes(node, index)
+                changed.append(node.meta["operator"])
+    return changed
+
+
+def operand_overwritten(module: fx.GraphModule) -> list[str]:
+    """`linear(x) + s`: the sum is written into the memory of s, which may be the caller's, or be read again through a view.
+
+    The pass counts the readers of a value only, not those of its views. The addition gets a copy of s.
+    """
+    changed = []
+    for add in [n for n in module.graph.nodes if op_name(n).rstrip("_") == "add"]:
+        for index in (0, 1):
+            side, other = add.args[index], add.args[1 - index]
+            if not is_float_tensor(side) or side.target is dequantize_per_tensor or not is_float_tensor(other):
+                continue
+            if kind_of_node(producer(other)) and _is_read_elsewhere(side, add):
+                with module.graph.inserting_before(add):
+                    copy = module.graph.call_function(torch.ops.aten.clone.default, (side,))
+                copy.meta["val"] = side.meta.get("val")
+                add.update_arg(index, copy)
+                changed.append(add.meta.get("operator", add.name))
+    return changed
+
+
+def softmax_to_codes(module: fx.GraphModule) -> list[str]:
+    """`softmax` quantized with a zero point, or without AVX-512 to int8: oneDNN has no such kernel, and the first run fails.
+
+    A copy in between keeps softmax out of the group.
+    """
+    signed = "avx512f" in cpu.features()
+    changed = []
+    for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
+        readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
+        for reader in [r for r in readers if r.args[2] != 0 or (r.args[3] < 0 and not signed)]:
+            with module.graph.inserting_before(reader):
+                copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
+            copy.meta["val"] = reader.args[0].meta.get("val")
+            reader.update_arg(0, copy)
+            changed.append(node.meta.get("operator", node.name))
+    return changed
+
+
+def strided_pointwise(module: fx.GraphModule) -> list[str]:
+    """A 1x1 convolution with a stride, of 8, 24, 40... channels: oneDNN gathers rows in steps of 16, over the rows of another thread.
+
+    Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
+    """
+    changed = []
+    for node in list(module.graph.nodes):
+        kind = kind_of_node(node) or ""
+        if not kind.startswith("conv") or "transpose" in kind or not _is_strided_pointwise(node):
+            continue
+        dequantize, codes = node.args[0], _codes(node.args[0])
+        if codes is None:
+            continue
+        strides = schema_arguments(node)["stride"]
+        dims = node.args[1].meta["val"].dim() - 2
+        val = dequantize.meta["val"]
+        with module.graph.inserting_before(node):
+            value = dequantize
+            for i, stride in enumerate([*strides] * (dims if len(strides) == 1 else 1)):
+                val = strided(val, val.dim() - dims + i, stride)
+                value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
+            value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
+            again = module.graph.call_function(quantize_per_tensor, (value, *codes.args[1:]))
+            back = module.graph.call_function(dequantize_per_tensor, (again, *dequantize.args[1:]))
+        value.meta["val"] = again.meta["val"] = back.meta["val"] = val
+        node.update_arg(0, back)
+        node.update_arg(3, [1] * dims)
+        changed.append(node.meta["operator"])
+    return changed
+
+
+def _is_strided_pointwise(node: fx.Node) -> bool:
+    arguments, weight = schema_arguments(node), node.args[1].meta["val"].shape
+    pointwise = all(size == 1 for size in weight[2:]) and not any(arguments["padding"]) and arguments["groups"] == 1
+    return pointwise and max(arguments["stride"]) > 1 and weight[1] % 16 != 0
+
+
+def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
+    """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
+    memory = side
+    while op_name(memory) in MOVES:
+        memory = memory.args[0]
+    before = _ancestors(add)
+    return memory.op == "placeholder" or any(value is not side and user not in before for value, user in _reads(memory))
+
+
+def _reads(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads a tensor or a view of it: (the value that is read, the reader)."""
+    for user in value.users:
+        if op_name(user) in MOVES:
+            yield from _reads(user)
+        else:
+            yield value, user
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = {node}
+    stack = [node]
+    while stack:
+        new = [n for n in stack.pop().all_input_nodes if n not in found]
+        found.update(new)
+        stack += new
+    return found
+
+
+def bare_layer_norm(module: fx.GraphModule) -> list[str]:
+    """Layer norm without weight or bias: the fuser asks for inputs that are not there. It gets ones and zeros."""
+    changed = []
+    for node in [n for n in module.graph.nodes if op_name(n) == "layer_norm"]:
+        arguments = schema_arguments(node)
+        size = arguments["normalized_shape"]
+        missing = {name: value for name, value in (("weight", torch.ones), ("bias", torch.zeros)) if arguments[name] is None}
+        for name, value in missing.items():
+            arguments[name] = add_constant(module, node, f"{node.name}_{name}", value(*size), "")
+        if missing:
+            node.args, node.kwargs = tuple(arguments.values()), {}
+            changed.append(node.meta.get("operator", node.name))
+    return changed
+
+
+LINTS = (
+    Lint("same_tensor_twice", "hangs", same_tensor_twice),
+    Lint("operand_is_source", "returns garbage", operand_is_source),
+    Lint("operand_overwritten", "changes the caller's tensor, or one that is still in use", operand_overwritten),
+    Lint("strided_pointwise", "returns garbage here and there, not the same in each run", strided_pointwise),
+    Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
+    Lint("bare_layer_norm", "fails on its first run", bare_layer_norm),
+)
+
+
+def apply_lints(module: fx.GraphModule) -> tuple[str, ...]:
+    """Apply all, in order; returns "name: operator" for each rewrite."""
+    found = [f"{lint.name}: {operator}" for lint in LINTS for operator in lint.apply(module)]
+    module.graph.lint()
+    module.recompile()
+    return tuple(found)
+
+
+def _codes(node: object) -> fx.Node | None:
+    """The quantize node behind a dequantize, through moves that keep the buffer."""
+    if not isinstance(node, fx.Node) or node.target is not dequantize_per_tensor:
+        return None
+    source = node.args[0]
+    return source if source.target is quantize_per_tensor else None
+
+
+def _own_codes(node: fx.Node, index: int) -> None:
+    """Give one input of an operator a quantize/dequantize pair that no other shares, with a scale that differs enough to stay apart."""
+    dequantize = node.args[index]
+    x, scale, *rest = dequantize.args[0].args
+    graph = node.graph
+    with graph.inserting_before(node):
+        codes = graph.call_function(quantize_per_tensor, (x, scale * _NUDGE, *rest))
+        value = graph.call_function(dequantize_per_tensor, (codes, scale * _NUDGE, rest[0]))
+    codes.meta["val"] = value.meta["val"] = dequantize.meta.get("val")
+    node.update_arg(index, value)

@@ -1,0 +1,1 @@
+"""Profiling: which kernels ran, and for how long."""

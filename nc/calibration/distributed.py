@@ -1,0 +1,84 @@
+"""Calibration on several machines: under `torch.distributed`, `convert` sees what all ranks collected.
+
+The statistics travel in the form that files have, as bytes: nothing is pickled. They are merged in the order of the ranks, alike on each.
+Nobody's own statistics change, so that calibration can go on and a second `convert` counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nc._version import __version__
+from nc.calibration.statistics import Collected, Statistics, decode, encode
+from nc.errors import StateError
+
+_DIGEST = 32
+_SIZE = 8
+
+
+def gather(statistics: Statistics, identity: Callable[[], Mapping[str, bytes]]) -> Collected:
+    """What all ranks of the default process group collected, in the order of the ranks; without one, what was collected here.
+
+    Every rank must call it. It needs a backend for tensors on the CPU: gloo or mpi.
+
+    Args:
+        statistics: of this rank; stays as it is.
+        identity: called in a group only: what must be the same on every rank beside the model, by its name.
+
+    Raises:
+        StateError: on every rank, when one differs in what must be the same; or when the group fails, because a rank ended, say.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return statistics.collected()
+    same = {"version of nc or torch": f"{__version__} {torch.__version__}".encode(), **statistics.identity(), **identity()}
+    data = encode(statistics.collected())
+    sizes = _agree(same, len(data))
+    return statistics.combined(_from_each(data, sizes))
+
+
+def _agree(same: Mapping[str, bytes], size: int) -> list[int]:
+    """Every rank's `size`, once all are found to have the same things."""
+    digests = b"".join(hashlib.sha256(value).digest() for value in same.values())
+    mine = _tensor(digests + size.to_bytes(_SIZE, "little"))
+    cards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    _collective(dist.all_gather, cards, mine)
+    cards = [bytes(card.tolist()) for card in cards]
+    for i, name in enumerate(same):
+        part = slice(i * _DIGEST, (i + 1) * _DIGEST)
+        others = [rank for rank, card in enumerate(cards) if card[part] != cards[0][part]]
+        if others:
+            ranks = f"Rank {others[0]} has" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} have"
+            msg = (
+                f"{ranks} another {name} than rank 0, so that there is no common model. Give prepare() the same model, with the same "
+                "weights, configuration and example_inputs, on every rank; only the calibration data differs."
+            )
+            raise StateError(msg)
+    return [int.from_bytes(card[-_SIZE:], "little") for card in cards]
+
+
+def _from_each(data: bytes, sizes: list[int]) -> Iterator[tuple[str, Collected]]:
+    """Rank by rank, so that one rank's data at a time is in memory."""
+    for rank, size in enumerate(sizes):
+        sent = _tensor(data) if rank == dist.get_rank() else torch.empty(size, dtype=torch.uint8)
+        _collective(dist.broadcast, sent, rank)
+        yield f"rank {rank}", decode(sent.numpy().tobytes(), f"rank {rank}")
+
+
+def _collective(call: Callable[..., Any], *args: Any) -> None:
+    try:
+        call(*args)
+    except RuntimeError as error:
+        msg = (
+            f"The ranks could not exchange their statistics ({error}). Every rank of the process group must call convert(), equally often, "
+            "and the group needs a backend for tensors on the CPU, such as gloo."
+        )
+        raise StateError(msg) from error
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Capture: a model → one flat graph of named ATen operators."""

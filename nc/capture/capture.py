@@ -1,0 +1,353 @@
+"""Model → Graph: one flat fx graph of ATen operators, with every operator named as the user would name it.
+
+`torch.export` does the tracing; what follows is a list of rewrites (`rewrites.py`) that leave plain inference operators: no dropout, no
+checks, batch norm folded, attention decomposed, every constant weight in the form of its kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from nc.capture import rewrites
+from nc.capture.export_guards import eval_mode, exportable, named_keywords
+from nc.capture.flatten import flatten_program, own_constants
+from nc.capture.naming import Operator, name_operators
+from nc.errors import CaptureError, InputError, NCWarning
+from nc.global_lock import LOCK
+from nc.graph.signature import Leaf, Parameter, Signature, parameters_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured model.
+
+    Attributes:
+        module: flat fx module; placeholders are the used input leaves, the output is a flat tuple, constants are its buffers.
+        signature: the call contract.
+        operators: every named operator, in execution order.
+        submodules: paths of the model's modules, for error messages about rules.
+        example: the flat example tensors.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    operators: tuple[Operator, ...]
+    submodules: tuple[str, ...]
+    example: tuple[torch.Tensor, ...]
+
+    def operator(self, name: str) -> Operator:
+        """The operator of that name."""
+        return next(op for op in self.operators if op.name == name)
+
+
+def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None, *, share_weights: bool = False) -> Graph:
+    """Capture a model.
+
+    Args:
+        model: any module in any mode; captured in eval mode, its flags are restored.
+        example_inputs: a tensor, a tuple or list (positional), or a dict (keywords).
+        dynamic_shapes: as `torch.export.export` takes it, by argument name; None frees every dimension that the model leaves free, but not
+            height and width of images for models with tokens (layer norm, attention, embeddings).
+        share_weights: use the model's own tensors as constants instead of copies.
+
+    Raises:
+        InputError: example_inputs are missing, do not fit `forward`, or are not on the CPU.
+        CaptureError: torch.export can't express the model; names the user's line.
+    """
+    values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
+    parameters = parameters_of(model.forward, values)
+    failures: list[Exception] = []
+    with LOCK, eval_mode(model), torch.no_grad():
+        expected = _first_run(model, parameters, values)
+        for attempt in _attempts(values, dynamic_shapes, _takes_any_image(model)):
+            try:
+                graph = _attempt(model, parameters, values, attempt, share_weights)
+                check_captured(model, graph, values, expected)
+            except CaptureError:
+                raise
+            except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
+                failures.append(error)
+                continue
+            if attempt.warning:
+                warnings.warn(f"{attempt.warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
+            return graph
+    raise CaptureError(_capture_message(model, failures[0])) from failures[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One way to export.
+
+    Attributes:
+        values: example arguments, perhaps with a larger batch.
+        shapes: dynamic_shapes for torch.export.
+        oblivious: let sizes 0 and 1 stay symbols.
+        warning: what the user must know when this attempt is the one that works.
+    """
+
+    values: dict[str, Any]
+    shapes: Any
+    oblivious: bool
+    warning: str = ""
+
+
+def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
+    """From all dimensions free to none; every one is checked against the model before it is accepted.
+
+    A batch of 1 is repeated for tracing: export treats a size of 1 as a constant, and where it is told not to (`oblivious`), some
+    models (Llama, DistilBert) come out with the batch baked into an `expand` all the same.
+    """
+    repeated = with_batch(values, 7)
+    if dynamic_shapes is not None:
+        yield _Attempt(repeated or values, dynamic_shapes, False)
+        yield _Attempt(values, dynamic_shapes, True)
+        return
+    for dims, warning in (
+        (functools.partial(_auto_dims, images=images, lengths=_lengths(values)), ""),
+        (_batch_dim, "Only the first dimension of the inputs stays free; all of them could not."),
+    ):
+        shapes = pytree.tree_map(dims, values)
+        if repeated is not None:
+            yield _Attempt(repeated, shapes, False, warning)
+        yield _Attempt(values, shapes, True, warning)
+    yield _Attempt(values, None, False, "The captured model takes inputs of exactly the example's shapes; no dimension could stay free.")
+
+
+def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
+    """The arguments repeated to another batch size; None when the tensors do not share a first dimension."""
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    sizes = {t.shape[0] if t.dim() else None for t in tensors}
+    if len(sizes) != 1 or None in sizes or 0 in sizes:
+        return None
+    copies = -(-size // sizes.pop())
+
+    def repeat(leaf: Any) -> Any:
+        return torch.cat([leaf] * copies)[:size].contiguous() if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(repeat, values)
+
+
+def _attempt(
+    model: torch.nn.Module,
+    parameters: tuple[Parameter, ...],
+    values: dict[str, Any],
+    attempt: _Attempt,
+    share_weights: bool,
+) -> Graph:
+    args, kwargs = _split_call(parameters, attempt.values)
+    with exportable(attempt.oblivious), named_keywords(model, kwargs):
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
+    module, placeholders = flatten_program(program)
+    leaves, in_spec = _leaves(attempt.values, placeholders)
+    rewrites.normalise(module)
+    if not share_weights:
+        own_constants(module, program)
+    operators = name_operators(module, model)
+    signature = Signature(parameters, in_spec, leaves, program.call_spec.out_spec)
+    example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
+    return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example)
+
+
+def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any], expected: Any) -> None:
+    """The graph must compute what the model computes, also for another batch size.
+
+    Raises:
+        RuntimeError: it does not; the caller tries another way to export.
+    """
+    _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))))
+    doubled = with_batch(values, 2)
+    if doubled is None or not _batch_is_free(graph):
+        return
+    try:
+        other = _run(model, graph.signature.parameters, doubled)
+    except Exception:  # noqa: BLE001 - the model itself can't take this batch; nothing to compare
+        return
+    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), doubled))))
+
+
+def _batch_is_free(graph: Graph) -> bool:
+    return all(isinstance(leaf.dims[0], str) for leaf in graph.signature.leaves if leaf.used)
+
+
+def _same_outputs(expected: Any, got: Any) -> None:
+    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
+        if isinstance(a, torch.Tensor) and not (a.shape == b.shape and _is_close(a, b)):
+            msg = "the captured graph gives another output than the model (random numbers, or a size that was baked in)"
+            raise RuntimeError(msg)
+
+
+def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to rounding, which is relative to a tensor's largest value: sums of large terms can end near 0."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+
+
+def _first_run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
+    try:
+        return _run(model, parameters, values)
+    except Exception as error:
+        given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
+        msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
+        raise InputError(msg) from error
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
+    """The model's own outputs, also of layer norms over several dimensions.
+
+    IPEX, once imported, computes garbage for those, unless gradients are recorded (docs/ipex.md).
+    """
+    args, kwargs = _split_call(parameters, pytree.tree_map(_copy, values))
+    risky = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
+    with torch.set_grad_enabled(risky):
+        return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, model(*args, **kwargs))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]:
+    """Example inputs by parameter name of `forward`, in its order; arguments that are None are left out."""
+    if example_inputs is None:
+        msg = (
+            "example_inputs is missing: the model is captured by running it once. Give one batch as a tensor, a tuple (positional) or a "
+            "dict (keywords)."
+        )
+        raise InputError(msg)
+    args, kwargs = (), {}
+    if isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    elif isinstance(example_inputs, (tuple, list)):
+        args = tuple(example_inputs)
+    elif isinstance(example_inputs, torch.Tensor):
+        args = (example_inputs,)
+    else:
+        msg = f"Expected example_inputs to be a tensor, a tuple, a list or a dict, but got {type(example_inputs).__name__}."
+        raise InputError(msg)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        msg = f"example_inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}."
+        raise InputError(msg) from error
+    values: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = inspect.signature(model.forward).parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values.update(value)
+        elif value is not None:
+            values[name] = value
+    _check_examples(values)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_examples(values: dict[str, Any]) -> None:
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if not tensors:
+        msg = "example_inputs hold no tensor; give one batch of real inputs."
+        raise InputError(msg)
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            msg = f"example_inputs hold a tensor on device {tensor.device}; this is quantization for CPUs, call .cpu() on it."
+            raise InputError(msg)
+        if not tensor.numel():
+            msg = f"example_inputs hold an empty tensor, of shape {tuple(tensor.shape)}: nothing could be verified on it."
+            raise InputError(msg)
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
+            raise InputError(msg)
+
+
+def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call arguments: keywords where possible; positions only as far as a variadic or positional-only parameter needs them."""
+    last = max((i for i, p in enumerate(parameters) if p.captured and not p.keyword), default=-1)
+    args: list[Any] = []
+    for parameter in parameters[: last + 1]:
+        value = values.get(parameter.name)
+        args += value or () if parameter.variadic else (value,)
+    named = {p.name for p in parameters[: last + 1]}
+    return tuple(args), {k: v for k, v in values.items() if k not in named}
+
+
+def _auto_dims(leaf: Any, images: bool, lengths: frozenset[int]) -> Any:
+    """Every dimension free; of images and videos only the batch, unless `images`. A mask over `lengths` is no image."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    free = leaf.dim() < 4 or images or set(leaf.shape[-2:]) <= lengths
+    return dict.fromkeys(range(leaf.dim() if free else 1), torch.export.Dim.AUTO)
+
+
+def _lengths(values: dict[str, Any]) -> frozenset[int]:
+    """Sizes of the second dimension of the inputs that are sequences."""
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return frozenset(t.shape[1] for t in tensors if t.dim() in (2, 3))
+
+
+def _takes_any_image(model: torch.nn.Module) -> bool:
+    """Whether a model looks convolutional throughout. Models that cut images into tokens fix the size, or cost export minutes (Swin)."""
+    tokens = (torch.nn.LayerNorm, torch.nn.MultiheadAttention, torch.nn.Embedding)
+    return not any(isinstance(m, tokens) for m in model.modules())
+
+
+def _batch_dim(leaf: Any) -> Any:
+    return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+
+
+def _leaves(values: dict[str, Any], placeholders: list[fx.Node | None]) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
+    """The flat inputs; `placeholders` has one entry per leaf, None where the graph does not read it."""
+    paths, in_spec = pytree.tree_flatten_with_path(values)
+    leaves = []
+    for (path, value), node in zip(paths, placeholders, strict=True):
+        name = str(path[0].key) + "".join(f"[{getattr(p, 'key', getattr(p, 'idx', p))!r}]" for p in path[1:])
+        if not isinstance(value, torch.Tensor):
+            leaves.append(Leaf(name, None, value=value, used=False))
+            continue
+        shape = node.meta["val"].shape if node is not None else value.shape
+        dims = tuple(_dim(size) for size in shape)
+        leaves.append(Leaf(name, value.dtype, dims, used=node is not None and bool(node.users)))
+    return tuple(leaves), in_spec
+
+
+def _dim(size: Any) -> int | str:
+    """A size that the model fixed, or the name of a free one; export notes fixed sizes apart from the shape."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.shape_env.replace(size.node.expr)
+    return int(expression) if expression.is_number else str(expression)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _capture_message(model: torch.nn.Module, error: Exception) -> str:
+    where = _user_line(error)
+    advice = (
+        "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / torch.cond, or quantize the "
+        "submodules around it one by one."
+    )
+    if "not a known type" in str(error):
+        advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
+    text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
+    return f"{text}\n  at {where}\n{advice}" if where else f"{text}\n{advice}"
+
+
+def _user_line(error: Exception) -> str:
+    """File, line and source of the innermost frame that is not torch's own."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "/nc/graph/" not in f.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""

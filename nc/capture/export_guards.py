@@ -1,0 +1,130 @@
+"""What is switched process-wide while a model is exported, each put back afterwards; callers hold `nc.global_lock.LOCK`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+import torch
+
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+
+
+@contextlib.contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Every submodule in eval mode inside; its own flag, and the buffers that forward changed, as before afterwards."""
+    flags = [(m, m.training) for m in model.modules()]
+    owners = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        model.eval()
+    except NotImplementedError:  # modules of torch.export have no such call
+        for module, _ in flags:
+            module.training = False
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        for module, own in owners:
+            module._buffers.update(own)  # forward may have put other tensors in their place
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def exportable(oblivious: bool) -> Iterator[None]:
+    """Process-wide switches that export needs, each put back afterwards (callers hold the lock).
+
+    * `oblivious`: sizes 0 and 1 of the example stay symbols, so that a batch of 1 does not fix the batch;
+    * the fused fast path of `nn.MultiheadAttention` hides its linears in one operator;
+    * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+        stack.enter_context(_broadcast_masks())
+        stack.enter_context(contextlib.redirect_stderr(_OtherThreads(sys.stderr)))
+        for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails; the last failure is raised instead
+            logger = logging.getLogger(name)
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
+        yield
+
+
+@contextlib.contextmanager
+def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Parameters of their own for arguments that `forward` collects in `**kwargs`: torch 2.8 frees no dimension of those."""
+    signature = inspect.signature(model.forward)
+    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    extra = [name for name in names if name not in signature.parameters]
+    if len(kept) == len(signature.parameters) or not extra:
+        yield
+        return
+    original, own = model.forward, "forward" in vars(model)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
+    forward.__signature__ = signature.replace(parameters=[*kept, *named])
+    model.forward = forward
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = original
+        else:
+            del model.forward
+
+
+class _OtherThreads(io.TextIOBase):
+    """Standard error for all threads but this one: export prints the whole graph there whenever an attempt fails."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._muted = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._muted else self._stream.write(text)
+
+
+@contextlib.contextmanager
+def _broadcast_masks() -> Iterator[None]:
+    masks = sys.modules.get("transformers.masking_utils")
+    original = getattr(masks, "_vmap_for_bhqkv", None)
+    if original is None:
+        yield
+        return
+
+    def broadcast(mask_function: Any, bh_indices: bool = True) -> Any:
+        def mask(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            if not bh_indices:
+                return mask_function(b, h, q[:, None], k[None, :]).expand(q.shape[0], k.shape[0])
+            grid = mask_function(b[:, None, None, None], h[None, :, None, None], q[:, None], k[None, :])
+            return grid.expand(b.shape[0], h.shape[0], q.shape[0], k.shape[0])
+
+        return mask
+
+    # makes indexing something that vmap understands: torch 2.13 exports that as a control-flow operator
+    indexing = getattr(masks, "TransformGetItemToIndex", contextlib.nullcontext)
+    masks._vmap_for_bhqkv, masks.TransformGetItemToIndex = broadcast, contextlib.nullcontext
+    try:
+        yield
+    finally:
+        masks.TransformGetItemToIndex = indexing
+        masks._vmap_for_bhqkv = original

@@ -1,0 +1,114 @@
+"""An exported program → one flat fx module whose parameters are constants: what the rewrites in `rewrites.py` start from."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+import torch
+from torch import fx
+
+from nc.errors import CaptureError
+
+
+def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | None]]:
+    """A flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
+
+    Returns:
+        The module, and for each user input leaf its placeholder, or None when the leaf is not a tensor.
+    """
+    signature = program.graph_signature
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        names = ", ".join([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()])
+        msg = f"The model changes its buffers or inputs while it runs ({names}); a quantized graph has no state. Move that out of forward."
+        raise CaptureError(msg)
+    constants = {**program.state_dict, **program.constants}
+    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    placeholders: list[fx.Node | None] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in targets:
+            fqn = targets[node.name]
+            mapping[node] = _constant_node(root, graph, fqn, constants[fqn], node.meta.get("val"))
+        elif node.op == "placeholder":
+            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+            if is_tensor:
+                mapping[node] = graph.placeholder(node.name)
+                mapping[node].meta = dict(node.meta)
+            placeholders.append(mapping[node] if is_tensor else None)
+        else:
+            _copy(program.graph_module, node, graph, mapping)
+    module = fx.GraphModule(root, graph)
+    used = {n for n in placeholders if n is not None and n.users}
+    for node in [n for n in placeholders if n is not None and n not in used]:
+        graph.erase_node(node)
+    return module, [n if n is None or n in used else _Unused(n) for n in placeholders]
+
+
+def own_constants(module: fx.GraphModule, program: torch.export.ExportedProgram) -> None:
+    """Copy the constants that still are the model's own tensors; those that a rewrite has replaced never were copied."""
+    theirs = {t.untyped_storage().data_ptr() for t in (*program.state_dict.values(), *program.constants.values()) if _has_storage(t)}
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, value in list(module.named_buffers(remove_duplicate=False)):
+        if _has_storage(value) and value.untyped_storage().data_ptr() in theirs:
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            copies.setdefault(key, value.clone())
+            setattr(module, name, copies[key])
+
+
+def _has_storage(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+class _Unused:
+    """Stands for the placeholder of a tensor that the model never reads: keeps its shape, has no users."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.meta, self.users = node.meta, {}
+
+
+def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object) -> fx.Node:
+    name = re.sub(r"\W", "_", fqn)
+    while hasattr(root, name):
+        name += "_"
+    value = value.detach()
+    root.register_buffer(name, value)
+    node = graph.get_attr(name)
+    node.meta = {"val": val, "fqn": fqn}
+    return node
+
+
+def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
+    """Copy one node; regions of grad mode and of disabled autocast are copied inline."""
+    name = getattr(node.target, "__name__", "")
+    if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), fx.GraphModule):
+        return
+    if node.op == "call_function" and name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+        inner_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        inner = getattr(owner, node.args[inner_at].target)
+        if name == "wrap_with_autocast" and node.args[2] and node.args[0] == "cpu":
+            msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
+            raise CaptureError(msg)
+        outer = [mapping[a] if isinstance(a, fx.Node) else a for a in node.args[inner_at + 1 :]]
+        inputs = iter(outer)
+        for inside in inner.graph.nodes:
+            if inside.op == "placeholder":
+                mapping[inside] = next(inputs)
+            elif inside.op == "output":
+                mapping[node] = fx.map_arg(inside.args[0], lambda n: mapping[n])
+            else:
+                _copy(inner, inside, graph, mapping)
+        return
+    if node.op == "call_function" and node.target is operator.getitem and isinstance(mapping.get(node.args[0]), (tuple, list)):
+        mapping[node] = mapping[node.args[0]][node.args[1]]
+        return
+    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and _is_higher_order(node):
+        msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."
+        raise CaptureError(msg)
+    mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+
+
+def _is_higher_order(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)

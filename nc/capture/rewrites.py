@@ -1,0 +1,336 @@
+"""Rewrites from an exported program to plain inference operators; one visible, ordered list (`normalise`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from nc.capture.decompose import decompose_attention
+from nc.errors import CaptureError
+from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, op_name, schema_arguments
+from nc.graph.fx_utils import add_constant, constant_value, fqn_of
+
+aten = torch.ops.aten
+
+
+def normalise(module: fx.GraphModule) -> None:
+    """All rewrites, in order; each leaves a valid graph."""
+    for rewrite in REWRITES:
+        rewrite(module)
+        _sweep(module)
+    module.graph.lint()
+    module.recompile()
+
+
+def drop_checks(module: fx.GraphModule) -> None:
+    """Remove export's run-time assertions; `Signature.bind` checks the inputs."""
+    for node in reversed(module.graph.nodes):
+        if op_name(node) in CHECKS and not node.users:
+            module.graph.erase_node(node)
+
+
+def own_inputs(module: fx.GraphModule) -> None:
+    """An input that the model changes in place is copied first: the caller's tensor stays as it was.
+
+    Raises:
+        CaptureError: the model changes a buffer of its own; a graph without state can't.
+    """
+    for node in list(module.graph.nodes):
+        if not _is_in_place(node):
+            continue
+        root = node.args[0]
+        while isinstance(root, fx.Node) and (_is_view(root) or _is_in_place(root)):
+            root = root.args[0]
+        if not isinstance(root, fx.Node) or root.op not in ("placeholder", "get_attr"):
+            continue
+        if root.op == "get_attr" and not _is_lifted(root):
+            msg = (
+                f"The model changes its buffer {root.meta.get('fqn')!r} while it runs; a quantized graph has no state. Move that out of "
+                "forward."
+            )
+            raise CaptureError(msg)
+        with module.graph.inserting_after(root):
+            copy = module.graph.call_function(aten.clone.default, (root,))
+        copy.meta["val"] = root.meta["val"]
+        root.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _is_lifted(node: fx.Node) -> bool:
+    """A constant that `forward` writes down (`torch.tensor(0.0)`), made anew at each call."""
+    return node.meta.get("fqn", "").startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def views(module: fx.GraphModule) -> None:
+    """`view` becomes `reshape`: the strides that a view was traced with need not survive the rewrites below."""
+    for node in module.graph.nodes:
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+
+
+def flattens(module: fx.GraphModule) -> None:
+    """`flatten` becomes `reshape`, whose sizes are read from the inputs: fusers look through the one and not through the other."""
+    for node in [n for n in module.graph.nodes if n.target is aten.flatten.using_ints]:
+        shape, a = list(node.args[0].meta["val"].shape), schema_arguments(node)
+        if not shape:
+            continue
+        start, end = a["start_dim"] % len(shape), a["end_dim"] % len(shape)
+        merged = shape[start : end + 1]
+        sizes = [_size(module, s) for s in shape[:start]]
+        sizes += [math.prod(merged) if all(isinstance(s, int) for s in merged) else -1]
+        sizes += [_size(module, s) for s in shape[end + 1 :]]
+        if None not in sizes:
+            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], sizes), {}
+
+
+def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
+    """A size as an argument: a number, or a node that reads it from an input; None when no input has it."""
+    if isinstance(size, int):
+        return size
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
+    for node in inputs:
+        for dim, other in enumerate(node.meta["val"].shape):
+            if not isinstance(other, int) and other.node.expr == size.node.expr:
+                with module.graph.inserting_after(inputs[-1]):
+                    read = module.graph.call_function(aten.sym_size.int, (node, dim))
+                read.meta["val"] = size
+                return read
+    return None
+
+
+def flat_layer_norms(module: fx.GraphModule) -> None:
+    """A layer norm over several dimensions becomes one over their product: IPEX's kernel reads past the end of weights of several."""
+    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default and len(n.args[1]) > 1]:
+        a = schema_arguments(node)
+        x, shape = a["input"], list(a["normalized_shape"])
+        with module.graph.inserting_before(node):
+            flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
+            weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
+        with module.graph.inserting_after(node):
+            back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
+        back.meta["val"] = node.meta["val"]
+        sizes = [*node.meta["val"].shape[: -len(shape)], math.prod(shape)]
+        flat.meta["val"] = node.meta["val"] = node.meta["val"].new_empty(sizes)
+        for weight in [w for w in weights if w is not None]:
+            weight.meta["val"] = weight.args[0].meta["val"].new_empty([math.prod(shape)])
+            value = constant_value(module, weight)
+            if value is not None:
+                fqn = fqn_of(weight)
+                weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
+
+
+def pool_strides(module: fx.GraphModule) -> None:
+    """A pool without a stride steps by its window; written out, since IPEX can't fuse an empty stride."""
+    for node in module.graph.nodes:
+        if op_name(node) in POOLS and schema_arguments(node).get("stride") == []:
+            node.args = (*node.args[:2], node.args[1], *node.args[3:])
+
+
+def drop_identities(module: fx.GraphModule) -> None:
+    """Remove dropout, detach and conversions to the dtype that a tensor has already."""
+    for node in list(module.graph.nodes):
+        if op_name(node) in IDENTITIES or _is_same_dtype_cast(node):
+            _replace(node, node.args[0])
+
+
+def _is_same_dtype_cast(node: fx.Node) -> bool:
+    if op_name(node) not in ("to", "type_as", "_to_copy") or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
+
+
+def functionalise(module: fx.GraphModule) -> None:
+    """`x.relu_()` → `relu(x)`, where x is a fresh value that nothing else looks into; other mutations stay as they are."""
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    for node in list(module.graph.nodes):
+        functional = _functional_overload(node)
+        if functional is None:
+            continue
+        target = node.args[0]
+        if not isinstance(target, fx.Node) or target.op in ("placeholder", "get_attr") or _is_view(target):
+            continue
+        if any(_is_view(user) for user in target.users):
+            continue
+        node.target = functional
+        for user in list(target.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(target, node)
+
+
+def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    name = op_name(node)
+    if not name.endswith("_") or name.endswith("__") or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, node.target._overloadname, None) if packet is not None else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result may share memory with an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is not None
+        and any(r.alias_info is not None for r in schema.returns)
+        and not schema.is_mutable
+        or op_name(node) in ("reshape", "contiguous", "flatten", "to", "getitem")
+    )
+
+
+def linears(module: fx.GraphModule) -> None:
+    """`addmm`, `mm` and `matmul` with a constant matrix become `linear`; weights computed from constants are folded."""
+    for node in list(module.graph.nodes):
+        name = op_name(node)
+        if name == "addmm" and node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1:
+            _to_linear(module, node, node.args[1], node.args[2], node.args[0])
+        elif name in ("mm", "matmul"):
+            _to_linear(module, node, node.args[0], node.args[1], None)
+        elif name in WEIGHTED and node.args[1].op != "get_attr":
+            value = constant_value(module, node.args[1])
+            if value is not None:
+                fqn = fqn_of(node.args[1])
+                node.update_arg(1, add_constant(module, node, f"{node.name}_weight", value, fqn))
+
+
+def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> None:
+    value = constant_value(module, w)
+    if value is None or value.dim() != 2 or constant_value(module, x) is not None:
+        return
+    if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
+        return
+    fqn = fqn_of(w)
+    weight = add_constant(module, node, re.sub(r"\W", "_", f"{fqn}_t"), value.t(), fqn)
+    node.target = aten.linear.default
+    node.args = (x, weight, bias)
+    node.kwargs = {}
+
+
+def batched_matmul(module: fx.GraphModule) -> None:
+    """`matmul` of two 3-D tensors with the same batch is `bmm`, which integer kernels exist for."""
+    for node in module.graph.nodes:
+        if node.target is aten.matmul.default:
+            a, b = (n.meta["val"].shape for n in node.args)
+            if len(a) == len(b) == 3 and str(a[0]) == str(b[0]):
+                node.target = aten.bmm.default
+
+
+def explicit_padding(module: fx.GraphModule) -> None:
+    """`padding="same"` and "valid" become numbers where both sides are equal: the integer kernels take numbers only."""
+    for node in module.graph.nodes:
+        name = op_name(node)
+        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
+            continue
+        arguments = schema_arguments(node)
+        kernel = node.args[1].meta["val"].shape[2:]
+        dilation = list(arguments["dilation"])
+        dilation = dilation * len(kernel) if len(dilation) == 1 else dilation
+        totals = [0 if arguments["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        if any(t % 2 for t in totals):
+            continue
+        arguments["padding"] = [t // 2 for t in totals]
+        node.target = getattr(aten, name).default
+        node.args, node.kwargs = tuple(arguments.values()), {}
+
+
+def fold_padding(module: fx.GraphModule) -> None:
+    """A zero padding that only one convolution reads, equal on both sides, becomes that convolution's own padding."""
+    for node in list(module.graph.nodes):
+        name = op_name(node)
+        if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
+            continue
+        pad = node.args[0]
+        if op_name(pad) not in ("pad", "constant_pad_nd") or len(pad.users) != 1:
+            continue
+        before = schema_arguments(pad)
+        sizes = before["pad"]
+        dims = node.args[1].meta["val"].dim() - 2
+        is_zero = before.get("mode", "constant") == "constant" and before.get("value") in (None, 0, 0.0)
+        if not is_zero or len(sizes) > 2 * dims or not all(isinstance(s, int) and s >= 0 for s in sizes):
+            continue
+        sides = [tuple(sizes[i : i + 2]) for i in range(0, len(sizes), 2)][::-1]  # pad lists the last dimension first
+        if any(low != high for low, high in sides):
+            continue
+        arguments = schema_arguments(node)
+        own = list(arguments["padding"]) * (dims if len(arguments["padding"]) == 1 else 1)
+        added = [0] * (dims - len(sides)) + [low for low, _ in sides]
+        arguments["padding"] = [a + b for a, b in zip(own, added, strict=True)]
+        arguments["input"] = before["self"]
+        node.args, node.kwargs = tuple(arguments.values()), {}
+
+
+def fold_batch_norm(module: fx.GraphModule) -> None:
+    """conv/linear → batch_norm becomes one conv/linear (Jacob et al., arXiv 1712.05877, section 3.2), computed in float64."""
+    for node in list(module.graph.nodes):
+        if op_name(node) != "batch_norm":
+            continue
+        producer = node.args[0]
+        kind = op_name(producer)
+        if kind not in WEIGHTED or len(producer.users) != 1 or (kind == "linear" and producer.meta["val"].dim() != 2):
+            continue
+        bn = schema_arguments(node)
+        gamma, beta, mean, var = (constant_value(module, bn[k]) for k in ("weight", "bias", "running_mean", "running_var"))
+        conv = schema_arguments(producer)
+        weight = constant_value(module, conv["weight"])
+        bias = constant_value(module, conv["bias"])
+        if bn["training"] or mean is None or weight is None or (conv["bias"] is not None and bias is None):
+            continue
+        if kind.startswith("conv_transpose") and conv["groups"] != 1:
+            continue
+        factor = (var.double() + bn["eps"]).rsqrt() * (1.0 if gamma is None else gamma.double())
+        axis = 1 if kind.startswith("conv_transpose") else 0
+        shape = [-1 if d == axis else 1 for d in range(weight.dim())]
+        new_weight = (weight.double() * factor.reshape(shape)).to(weight.dtype)
+        shift = -mean.double() if bias is None else bias.double() - mean.double()
+        new_bias = (shift * factor + (0.0 if beta is None else beta.double())).to(weight.dtype)
+        fqn = conv["weight"].meta["fqn"]
+        name = re.sub(r"\W", "_", fqn)
+        conv["weight"] = add_constant(module, producer, f"{name}_folded", new_weight, fqn)
+        conv["bias"] = add_constant(module, producer, f"{name}_folded_bias", new_bias, fqn.removesuffix("weight") + "bias")
+        producer.args, producer.kwargs = tuple(conv.values()), {}
+        # what bias absorption knows of the output without data: float64 [channels]
+        producer.meta["output_mean"] = torch.zeros_like(factor) if beta is None else beta.double()
+        producer.meta["output_std"] = torch.ones_like(factor) if gamma is None else gamma.double().abs()
+        _replace(node, producer)
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _sweep(module: fx.GraphModule) -> None:
+    """Remove dead nodes and the constants that only they used."""
+    module.graph.eliminate_dead_code(
+        lambda n: n.op in ("placeholder", "output") or (isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable)
+    )
+    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
+    for name in [name for name in module._buffers if name not in used]:
+        del module._buffers[name]
+
+
+#: Order matters: views are found before mutations are undone, weights are constants before batch norm is folded into them.
+REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
+    drop_checks,
+    drop_identities,
+    own_inputs,
+    functionalise,
+    views,
+    flat_layer_norms,
+    flattens,
+    pool_strides,
+    decompose_attention,
+    linears,
+    batched_matmul,
+    explicit_padding,
+    fold_padding,
+    fold_batch_norm,
+)

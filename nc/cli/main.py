@@ -1,0 +1,362 @@
+"""`python -m nc quantize | inspect | bench | doctor`.
+
+What a command computes goes to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the
+request can't be met and one line says why; 1 that `doctor` found something to repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nc.errors import NCError, NCWarning
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_PIPE_WIDTH = 160
+_PACKAGES = ("torch", "intel-extension-for-pytorch", "transformers", "torchvision", "safetensors", "numpy")
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Add `--debug`, and turn our own errors and warnings into lines on stderr."""
+
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(function)
+    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
+        try:
+            with _our_warnings():
+                function(*args, **kwargs)
+        except (NCError, OSError) as error:
+            if debug:
+                traceback.print_exc()
+            click.echo(f"nc: error: {error}", err=True)
+            sys.exit(2)
+
+    return run
+
+
+@contextlib.contextmanager
+def _our_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NCWarning)
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+            if issubclass(category, NCWarning):
+                click.echo(f"nc: warning: {message}", err=True)
+            else:
+                usual(message, category, *where, **options)
+
+        warnings.showwarning = show
+        yield
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would cut operator names
+    return console
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = _console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="nc", prog_name="nc")
+def main() -> None:
+    """Post-training int8 quantization of PyTorch models for Intel CPUs."""
+
+
+@main.command()
+@click.argument("factory", metavar="PKG.MODULE:FACTORY")
+@click.option("--calib", type=_FILE, required=True, help="Calibration data: .npz, one array per argument of forward.")
+@click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
+@click.option("--config", type=_FILE, help="A configuration as to_json_file writes it (default: the default static config).")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
+@click.option(
+    "--example",
+    type=_FILE,
+    help="Example inputs, .npz like --calib (default: its first sample). They are saved too.",
+)
+@click.option(
+    "--verify",
+    type=click.Choice(["raise", "warn", "off"]),
+    default="raise",
+    show_default=True,
+    help="When the engine disagrees with the reference.",
+)
+@_command
+def quantize(
+    factory: str,
+    calib: Path,
+    out: Path,
+    config: Path | None,
+    backend: str,
+    batch_size: int,
+    example: Path | None,
+    verify: str,
+) -> None:
+    """Quantize the model that FACTORY returns, and save it.
+
+    FACTORY is called without arguments and returns a torch.nn.Module; modules in the current directory are
+    found. Arrays in the .npz are named after the arguments of the model's forward (arr_0, arr_1, … are
+    positional); their first axis is samples.
+    """
+    import nc
+    from nc.artefact import save
+    from nc.backends import choose_backend
+    from nc.cli import inputs
+
+    # what can fail cheaply comes first
+    inputs.check_can_be_made(out)
+    if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
+        msg = f"{out} holds other files; give --out a new folder, or one with an artefact to replace."
+        raise inputs.RequestError(msg)
+    arrays = inputs.read_npz(calib)
+    examples = inputs.read_npz(example) if example else {name: array[:1] for name, array in arrays.items()}
+    inputs.check_same_names(arrays, examples)
+
+    quant_config = inputs.read_config(config) if config else nc.get_default_static_config()
+    choose_backend(backend)
+    model = inputs.make_model(factory)
+
+    with _progress() as progress:
+        step = progress.add_task("prepare", total=1)
+        prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
+        progress.update(step, completed=1)
+        for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
+            inputs.call(prepared, batch)
+        step = progress.add_task("convert", total=1)
+        q_model = nc.convert(prepared, verify=verify)
+        progress.update(step, completed=1)
+        save(q_model, out)
+    click.echo(str(q_model.report()))
+    click.echo(f"saved to {out}")
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_command
+def inspect(folder: Path, as_json: bool) -> None:
+    """Show what the artefact in DIR holds; no engine is needed, and nothing of it is run."""
+    contents = _contents(folder)
+    if as_json:
+        click.echo(json.dumps(contents, indent=2))
+        return
+    from nc.plan import format_table
+
+    columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
+    rows = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
+    int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
+    sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
+    lines = {
+        "schema": contents["schema"],
+        "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
+        "quantized on": contents["backend"],
+        "CPU features": ", ".join(contents["cpu_features"]) or "none in particular",
+        "inputs": "; ".join(contents["inputs"]),
+        "operators": f"{int8} of {len(rows) - 1} are quantized",
+        "tensors": sizes,
+        "fp32 model": f"{contents['fp32_bytes'] / 1e6:.2f} MB of constants",
+        "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in contents["files"].items()),
+        "quantized graph": f"{contents['noise_db']} dB against fp32, on the example inputs",
+    }
+    click.echo(f"{format_table(rows)}\n")
+    for name, text in lines.items():
+        click.echo(f"{name:16}{text}")
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """What an artefact says of itself, as plain values."""
+    from nc.plan import Plan
+    from nc.storage import store
+
+    stored = store.read(folder)
+    document = stored.document
+    plan = Plan.from_dict(document["plan"])
+    return {
+        "schema": document["schema"],
+        "versions": document["versions"],
+        "backend": document["backend"],
+        "cpu_features": list(plan.isa),
+        "inputs": [_input_text(leaf) for leaf in document["signature"]["leaves"]],
+        "operators": [
+            {
+                "operator": d.operator,
+                "type": d.kind,
+                "activations": d.spec.activations,
+                "weight": str(d.spec.weight or "-"),
+                "rule": d.rule,
+                "why fp32": d.reason,
+            }
+            for d in plan.decisions
+        ],
+        "bytes_by_dtype": _bytes_by_dtype(stored.weights),
+        "fp32_bytes": document["float_bytes"],
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "noise_db": round(float(document["noise_db"]), 1),
+    }
+
+
+def _input_text(leaf: dict[str, Any]) -> str:
+    if "dtype" not in leaf:
+        return f"{leaf['path']} = {leaf['value']}"
+    return f"{leaf['path']} {leaf['dtype']}[{', '.join(map(str, leaf['dims']))}]"
+
+
+def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
+    """Bytes of the tensors of each dtype, example inputs apart, from the header of a safetensors file."""
+    length = int.from_bytes(safetensors[:8], "little")
+    sizes: dict[str, int] = {}
+    for name, entry in json.loads(safetensors[8 : 8 + length]).items():
+        if name != "__metadata__":
+            kind = "example inputs" if name.startswith("example.") else entry["dtype"]
+            start, end = entry["data_offsets"]
+            sizes[kind] = sizes.get(kind, 0) + end - start
+    return dict(sorted(sizes.items()))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
+@_command
+def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
+    """Time the artefact in DIR on the example inputs in it.
+
+    The second row, for scale, is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is
+    NOT the fp32 model: an artefact holds none, so this tells nothing of the gain over fp32.
+    """
+    import torch
+
+    from nc.artefact import load
+    from nc.bench import interleaved, median
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with _progress() as progress:
+        step = progress.add_task("load", total=1)
+        q_model = load(folder, backend=backend)
+        progress.update(step, completed=1)
+        example = q_model.graph.example
+        names = {
+            "engine": f"int8 on {q_model.backend}",
+            "reference": "simulation in eager PyTorch (not the fp32 model)",
+        }
+        candidates = {"engine": lambda: q_model.engine.run(example)}
+        if q_model.backend != "reference":
+            candidates["reference"] = lambda: q_model.graph.module(*example)
+        else:
+            names["engine"] = names["reference"]
+        with torch.no_grad():
+            timer = interleaved(candidates, rounds)
+            times = list(progress.track(timer, total=rounds, description="time"))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in example)
+    click.echo(f"example inputs {shapes}; {torch.get_num_threads()} threads; median of {rounds} rounds")
+    for name, milliseconds in median(times).items():
+        click.echo(f"{milliseconds:10.2f} ms  {names[name]}")
+
+
+@main.command()
+@click.argument("folder", metavar="[DIR]", type=_FOLDER, required=False)
+@_command
+def doctor(folder: Path | None) -> None:
+    """Say what this machine can run, and what to do about what it can't.
+
+    With DIR, also whether this CPU has the features that the artefact in it relies on, and which of its layers
+    `load` would quantize anew here because 16-bit sums of products could saturate.
+    """
+    from nc.backends import available_backends, choose_backend, why_chosen
+    from nc.cli.doctor import tell_whether_it_runs_here
+    from nc.errors import BackendUnavailableError
+
+    console = _console()
+    machine = Table("machine", "", box=None, pad_edge=False)
+    for row in _machine():
+        machine.add_row(*row)
+    console.print(machine)
+    console.print()
+
+    table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
+    for name, why in available_backends().items():
+        table.add_row(name, "no" if why else "yes", escape(why or _remark(name)))
+    console.print(table)
+    console.print()
+
+    healthy = True
+    try:
+        chosen = choose_backend("auto").name
+        click.echo(f'backend="auto" picks {chosen}. {why_chosen("auto", chosen)}')
+    except BackendUnavailableError as error:
+        healthy = False
+        click.echo(f'backend="auto" picks nothing. {error}')
+    if folder is not None:
+        click.echo()
+        healthy &= tell_whether_it_runs_here(folder, console)
+    if not healthy:
+        sys.exit(1)
+
+
+def _remark(backend: str) -> str:
+    from nc.backends import cpu
+
+    if backend == "reference":
+        return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
+    if backend in ("ipex", "native") and not cpu.accumulates_wide():
+        why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
+        return f"{why}: pairs of weights give way where their 16-bit sums would saturate"
+    return ""
+
+
+def _machine() -> list[tuple[str, str]]:
+    import torch
+
+    from nc.backends import cpu
+
+    rows = [
+        ("CPU", cpu_model()),
+        ("features", (", ".join(cpu.features()) or "none of those that matter here") + cpu.why_narrow()),
+        ("cores", f"{os.cpu_count()} in the machine, {len(os.sched_getaffinity(0))} for this process"),
+        ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
+        ("Python", platform.python_version()),
+        ("nc", importlib.metadata.version("nc")),
+    ]
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        rows.append((package, version))
+    return rows
+
+
+def cpu_model() -> str:
+    """The CPU's name as the kernel gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )

@@ -1,0 +1,75 @@
+"""Helpers for fx graphs: copies, and constants with their values."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import schema_arguments
+
+
+def copy_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy whose nodes can be changed, and the copy of each node; constants are shared."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, mapping))
+    return fx.GraphModule(module, graph), mapping
+
+
+def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
+    """The value of a node that depends on constants only; None when it depends on inputs."""
+    value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]) -> object:
+    """Value of a constant node, None for others; `memo` keeps the walk linear in the size of the graph."""
+    if node not in memo:
+        memo[node] = None
+        if node.op == "get_attr":
+            memo[node] = getattr(module, node.target)
+        elif node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+            # the last inputs first: activations come before weights, and one non-constant input ends the search
+            values = {}
+            for source in reversed(node.all_input_nodes):
+                values[source] = _evaluate(module, source, memo)
+                if values[source] is None:
+                    return None
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            with torch.no_grad():
+                memo[node] = node.target(*args, **kwargs)
+    return memo[node]
+
+
+def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
+    """A new constant of the graph, inserted in front of `before`."""
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, value.detach().contiguous())
+    with module.graph.inserting_before(before):
+        node = module.graph.get_attr(name)
+    node.meta = {"val": value, "fqn": fqn}
+    return node
+
+
+def replace_constant(module: fx.GraphModule, node: fx.Node, argument: str, value: torch.Tensor) -> None:
+    """Give an operator a new constant as "weight" or "bias"; the old one goes where nobody else reads it."""
+    arguments = schema_arguments(node)
+    old, index = arguments[argument], list(arguments).index(argument)
+    name = fqn_of(old) if old is not None else f"{fqn_of(arguments['weight']).removesuffix('weight')}bias"
+    constant = add_constant(module, node, f"{node.name}_{argument}", value, name)
+    if index < len(node.args):
+        node.update_arg(index, constant)
+    else:
+        node.args, node.kwargs = tuple({**arguments, argument: constant}.values()), {}
+    if old is not None and not old.users:
+        module.graph.erase_node(old)
+        if not any(n.op == "get_attr" and n.target == old.target for n in module.graph.nodes):
+            del module._buffers[old.target]
+
+
+def fqn_of(node: fx.Node) -> str:
+    """Name of the first constant that a node is, or is computed from."""
+    while node.op != "get_attr":
+        node = node.all_input_nodes[0]
+    return node.meta.get("fqn", "")

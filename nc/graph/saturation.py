@@ -1,0 +1,195 @@
+"""QDQ graph → one whose sums fit kernels that add pairs of products in 16 bits: proven operator by operator, re-quantized where not.
+
+Such a kernel multiplies unsigned codes x with signed codes w and adds two products before it widens them. With 0 <= x <= h a pair fits
+when h times its weights of one sign, and h times those of the other, fit 16 bits. So of the activation only the highest code counts: how
+low its codes go makes room for nothing, since two weights of different signs never exceed 255 * 128. What the graph proves of h is the
+highest code that its quantize node gives.
+
+Weights that do not fit are quantized anew from their own codes, as `nc.numerics.int16_pairs` does it; a matmul's second input, which is no
+constant, moves to 7 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import WEIGHTED, groups_of, op_name, weight_axis
+from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import add_constant, copy_module, fqn_of
+from nc.graph.qdq import QDQGraph
+from nc.numerics import affine
+from nc.numerics.metrics import worst_sqnr_db
+from nc.numerics.weights import pairs_fit, quantize_weight
+from nc.plan import Plan
+from nc.spec import Capabilities, TensorSpec
+
+_LARGEST = 2**15 - 1
+#: Kernels take unsigned activations and signed second inputs; codes of the other kind are shifted by this.
+_SHIFT = 128
+_ALL_CODES = 255
+_NAMED = 5
+
+#: What was quantized anew → the call that dequantizes its codes.
+_Done = dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
+
+
+def saturating(graph: QDQGraph, capabilities: Capabilities) -> tuple[str, ...]:
+    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run them."""
+    run_so = {d.operator for d in graph.plan.quantized if capabilities.sums_narrow(d.kind, d.spec)}
+    nodes = (node for node in graph.module.graph.nodes if node.meta.get("operator") in run_so)
+    return tuple(dict.fromkeys(node.meta["operator"] for node in nodes if not _fits(graph.module, node)))
+
+
+def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple[str, ...]]:
+    """The graph for an engine and CPU, and which operators were quantized anew for it; what fits keeps its codes.
+
+    Args:
+        graph: shares its other constants with the result; nothing of it changes.
+        capabilities: of the engine that will run it, here.
+
+    Returns:
+        A graph whose plan, `changes` and codes tell what was done, and the operators' names; with none of them the codes are the same.
+    """
+    if not capabilities.narrow_sums:
+        return graph, ()
+    names = saturating(graph, capabilities)
+    plan = dataclasses.replace(_narrowed(graph.plan, names), isa=capabilities.isa)
+    if not names:
+        return dataclasses.replace(graph, plan=plan), ()
+    module, _ = copy_module(graph.module)
+    done: _Done = {}
+    for node in [n for n in module.graph.nodes if n.meta.get("operator") in names]:
+        spec = plan[node.meta["operator"]].spec
+        if spec.weight is None:
+            _requantize_input(node, spec.right, done)
+            continue
+        for weight in _weights(node):
+            _requantize_weight(module, node, weight, spec.weight, done)
+    _drop_unused(module)
+    changed = dataclasses.replace(graph, module=module, plan=plan)
+    return dataclasses.replace(changed, changes=(*graph.changes, _account(graph, changed, names))), names
+
+
+def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether no input whatever can make the sums of an operator saturate."""
+    weights = _weights(node)
+    highest = _highest_code(node.args[0])
+    if not weights:
+        return len(node.args) < 2 or 2 * highest * _largest_size(node.args[1]) <= _LARGEST
+    return all(pairs_fit(getattr(module, w.args[0].target), *_layout(node), _LARGEST // highest) for w in weights)
+
+
+def _weights(node: fx.Node) -> list[fx.Node]:
+    """The dequantize nodes of an operator's constant weights."""
+    return [n for n in node.all_input_nodes if n.target in (dequantize_per_channel, dequantize_per_tensor) and n.args[0].op == "get_attr"]
+
+
+def _layout(node: fx.Node) -> tuple[int | None, int]:
+    """Output axis and groups of an operator's weights."""
+    return (weight_axis(node), groups_of(node)) if op_name(node) in WEIGHTED else (0, 1)
+
+
+def _quantize_of(value: object) -> fx.Node | None:
+    """The quantize node whose codes a value has, or None."""
+    codes = value.args[0] if isinstance(value, fx.Node) and value.target is dequantize_per_tensor else None
+    return codes if codes is not None and codes.target is quantize_per_tensor else None
+
+
+def _highest_code(value: object) -> int:
+    """The highest unsigned code of an activation."""
+    quantize = _quantize_of(value)
+    if quantize is None:
+        return _ALL_CODES
+    _, _, _, low, high = quantize.args
+    return max(high + _SHIFT if low < 0 else high, 1)
+
+
+def _largest_size(value: object) -> int:
+    """The largest absolute signed code of a matmul's second input; 0 where it has no codes, and so no integer kernel."""
+    quantize = _quantize_of(value)
+    if quantize is None:
+        return 0
+    _, _, _, low, high = quantize.args
+    shift = 0 if low < 0 else _SHIFT
+    return max(shift - low, high - shift)
+
+
+def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec: TensorSpec, done: _Done) -> None:
+    """Give an operator codes of its own weight that fit; those that read the same codes alike share them."""
+    axis, groups = _layout(node)
+    key = (old.args, spec, axis, groups)
+    if key not in done:
+        done[key] = _new_weight(module, old, spec, axis, groups)
+    with module.graph.inserting_before(node):
+        new = module.graph.call_function(*done[key])
+    new.meta["val"] = old.meta.get("val")
+    node.replace_input_with(old, new)
+
+
+def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int) -> tuple[Any, tuple[Any, ...]]:
+    """The call that dequantizes a weight's new codes, which become constants of the graph."""
+    value = old.target(*(getattr(module, a.target) if isinstance(a, fx.Node) else a for a in old.args))
+    codes, scale = quantize_weight(value, spec, axis, groups)
+    name, fqn, first = f"{old.args[0].target}_paired", fqn_of(old.args[0]), next(iter(module.graph.nodes))
+    constant = add_constant(module, first, name, codes, fqn)
+    if not scale.dim():
+        return dequantize_per_tensor, (constant, float(scale), 0)
+    return dequantize_per_channel, (constant, add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale"), axis)
+
+
+def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
+    """Give a matmul codes of its second input in 7 bits, for the same range of values; others that read the old codes keep them."""
+    old, graph = node.args[1].args[0], node.graph
+    if (old, spec) not in done:
+        source, scale, zero_point, *ends = old.args
+        low, high = (torch.tensor((end - zero_point) * scale) for end in ends)
+        limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
+        new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
+        qparams = float(new_scale), int(new_zero_point)
+        with graph.inserting_after(old):  # where the value is what it was: operators may change it in place
+            codes = graph.call_function(quantize_per_tensor, (source, *qparams, *limits.values()))
+        codes.meta["val"] = old.meta.get("val")
+        done[old, spec] = dequantize_per_tensor, (codes, *qparams)
+    with graph.inserting_before(node):
+        value = graph.call_function(*done[old, spec])
+    value.meta["val"] = node.args[1].meta.get("val")
+    node.update_arg(1, value)
+
+
+def _drop_unused(module: fx.GraphModule) -> None:
+    """Remove the old pairs and codes that nobody reads any more."""
+    ours = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
+    for node in reversed(list(module.graph.nodes)):
+        if not node.users and (node.target in ours or node.op == "get_attr"):
+            module.graph.erase_node(node)
+    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
+    for name in [name for name in module._buffers if name not in used]:
+        del module._buffers[name]
+    module.graph.lint()
+    module.recompile()
+
+
+def _narrowed(plan: Plan, names: tuple[str, ...]) -> Plan:
+    decisions = (dataclasses.replace(d, spec=d.spec.narrow()) if d.operator in names else d for d in plan.decisions)
+    return dataclasses.replace(plan, decisions=tuple(decisions))
+
+
+def _account(before: QDQGraph, after: QDQGraph, names: tuple[str, ...]) -> str:
+    """A line for the report."""
+    with torch.no_grad():
+        distance = worst_sqnr_db(before.module(*before.example), after.module(*after.example))
+    share = f"{len(names)} of {len(after.plan.quantized)} layers"
+    return (
+        f"re-quantized from int8 for a CPU that adds products in 16 bits: {share}: {named(names)}; outputs before and after agree to "
+        f"{distance:.1f} dB, the figure against fp32 is from before"
+    )
+
+
+def named(names: tuple[str, ...]) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

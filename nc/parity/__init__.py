@@ -1,0 +1,1 @@
+"""Parity: do two engines compute the same, tensor by tensor?"""

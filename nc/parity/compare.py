@@ -1,0 +1,309 @@
+"""Two engines side by side, tensor by tensor: where they differ, and whether an operator is to blame or only rounding; docs/parity.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends import get_backend
+from nc.errors import ConfigError, InputError, StateError
+from nc.graph.qdq import QDQGraph
+from nc.numerics.metrics import sqnr_db
+from nc.parity.engine_values import Run, read
+from nc.parity.graph_diff import difference
+from nc.parity.intermediates import Point, name_of, places_of, points_at
+from nc.parity.teacher_forcing import Local, recompute
+from nc.plan import format_table
+from nc.quantized import QuantizedModel, ReferenceModule
+
+REFERENCE = "reference"
+#: From the best to the worst.
+VERDICTS = ("equal", "within one quantum", "propagated", "disagreement")
+#: A fp32 tensor has no codes; its quantum is what it would have as 8 bits over its own range: the largest magnitude over this.
+_STEPS = 255
+#: Where roundings that can't be read feed operators that nothing bounds, a tensor is judged as a whole: behind an LSTM or GRU, which round
+#: in every step what the last step made, or behind a norm that the engine fused with them.
+WHOLE_DB = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """What one engine made of one tensor, against what it should be, given that engine's own tensors above.
+
+    Attributes:
+        error: the largest error in quanta, beyond what rounding explains: half a quantum to either side of a code, and ties between this
+            tensor and those above; or, where nothing bounds single elements, the SQNR in dB.
+        unit: "quanta" or "dB".
+        wrong: number of elements whose error is above the backend's tolerance; all, where the SQNR is below `WHOLE_DB`.
+    """
+
+    error: float
+    unit: str
+    wrong: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorComparison:
+    """One tensor in both engines.
+
+    Attributes:
+        tensor: name of its node in the quantized graph.
+        operator: the operator that made it.
+        operators: all operators between it and the tensors above that were compared; the fault is with one of them.
+        how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact"; docs/parity.md says how each is judged.
+        verdict: one of `VERDICTS`.
+        distance: the largest difference between the engines, in quanta.
+        different: number of elements that differ.
+        elements: number of all elements.
+        since: where differences begin: tensors above that differ, with nothing above them that does.
+        sides: both engines, in the order of the comparison.
+    """
+
+    tensor: str
+    operator: str
+    operators: tuple[str, ...]
+    how: str
+    verdict: str
+    distance: float
+    different: int
+    elements: int
+    since: tuple[str, ...]
+    sides: tuple[Side, Side]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What `compare` found; `print` shows a table of what differs.
+
+    Attributes:
+        engines: names of the two backends.
+        tolerances: how far, in quanta, each may be from a tie that it rounds the other way.
+        tensors: all that were compared, in execution order.
+        unread: tensors that were not compared, since an engine computes something else when it has to show them; what stands behind them
+            is judged together with what makes them.
+    """
+
+    engines: tuple[str, str]
+    tolerances: tuple[float, float]
+    tensors: tuple[TensorComparison, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def disagreements(self) -> tuple[TensorComparison, ...]:
+        """Tensors that an engine computed wrongly from what it had above them."""
+        return tuple(t for t in self.tensors if t.verdict == "disagreement")
+
+    @property
+    def first(self) -> TensorComparison | None:
+        """The first of `disagreements` in execution order; None when there are none."""
+        return next(iter(self.disagreements), None)
+
+    def counts(self) -> dict[str, int]:
+        """Number of tensors with each verdict."""
+        found = Counter(t.verdict for t in self.tensors)
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "counts": self.counts()}
+
+    def __str__(self) -> str:
+        """The tensors that differ, then a summary."""
+        rows = [("tensor", "made by", "verdict", "different", "quanta", "since")]
+        rows += [_row(t) for t in self.tensors if t.verdict != "equal"]
+        lines = [format_table(rows), ""] if len(rows) > 1 else []
+        lines.append(f"{self.engines[0]} against {self.engines[1]}, {len(self.tensors)} tensors: ")
+        lines[-1] += ", ".join(f"{n} {verdict}" for verdict, n in self.counts().items() if n)
+        lines += [_accusation(t, self.engines, self.tolerances) for t in self.disagreements]
+        if self.unread:
+            lines.append(f"not read, since engines compute something else when they have to show them: {', '.join(self.unread)}")
+        return "\n".join(lines)
+
+
+@torch.autocast("cpu", enabled=False)  # as when the models are called
+def compare(
+    q_a: QuantizedModel, q_b: QuantizedModel | ReferenceModule | str = REFERENCE, inputs: Any = None, *, isolate: str = "auto"
+) -> Comparison:
+    """Run two engines on the same inputs, and tell for every tensor whether they agree, and if not, why.
+
+    Both engines lower the quantized graph once more, with the tensors as additional outputs, so this takes longer than `convert`.
+
+    Args:
+        q_a: what `convert` or `load` returned.
+        q_b: the same quantized model on another engine, or "reference".
+        inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords); None: the example inputs of `prepare`.
+        isolate: first fused run in a child process, as in `convert`.
+
+    Raises:
+        StateError: not quantized models.
+        ConfigError: they are not the same quantized model; says what differs.
+        InputError: the inputs do not fit what was captured.
+        BackendUnavailableError: an engine can't run here.
+    """
+    graph, sides = _checked(q_a, q_b)
+    bound = _bind(graph, inputs)
+    places = places_of(graph.module, frozenset(d.operator for d in graph.plan.quantized))
+    readings = [read(graph, get_backend(side.backend), side.run, bound, places, isolate=isolate) for side in sides]
+    tolerances = (sides[0].tolerance, sides[1].tolerance)
+    common = [n for n in places if all(n in reading for reading in readings)]
+    tensors = _judge_all(graph, bound, common, readings, tolerances)
+    for node in [n for n in common if any(t.tensor == name_of(n) and t.verdict == "disagreement" for t in tensors)]:
+        # what an engine made of a tensor tells what the tensor was: was it shown wrongly, all is right without it
+        fewer = [n for n in common if n is not node]
+        others = _judge_all(graph, bound, fewer, readings, tolerances)
+        if sum(t.verdict == "disagreement" for t in others) < sum(t.verdict == "disagreement" for t in tensors) - 1:
+            common, tensors = fewer, others
+    return Comparison(
+        engines=(sides[0].backend, sides[1].backend),
+        tolerances=tolerances,
+        tensors=tensors,
+        unread=tuple(name_of(n) for n in places if n not in common),
+    )
+
+
+def _judge_all(
+    graph: QDQGraph,
+    inputs: Sequence[torch.Tensor],
+    places: Sequence[fx.Node],
+    readings: Sequence[Mapping[fx.Node, torch.Tensor]],
+    tolerances: tuple[float, float],
+) -> tuple[TensorComparison, ...]:
+    """All verdicts, with `places` and the outputs as points."""
+    points = points_at(graph.module, places, frozenset(d.operator for d in graph.plan.quantized))
+    locals_ = [recompute(graph.module, inputs, {p.node: reading[p.node] for p in points}) for reading in readings]
+    tensors: list[TensorComparison] = []
+    for point in points:
+        values, local = (tuple(found[point.node] for found in both) for both in (readings, locals_))
+        tensors.append(_judged(point, values, local, tolerances, tensors))
+    return tuple(tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Engine:
+    backend: str
+    run: Run
+
+    @property
+    def tolerance(self) -> float:
+        return get_backend(self.backend).capabilities().tolerance
+
+
+def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
+    """The graph and both engines."""
+    if not isinstance(q_a, QuantizedModel):
+        msg = f"compare() takes what convert() or load() returned, but got {type(q_a).__name__}."
+        raise StateError(msg)
+    graph = q_a.graph
+    a = _Engine(q_a.backend, q_a.engine.run)
+    if isinstance(q_b, str) and q_b != REFERENCE:
+        msg = f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with backend={q_b!r} for that.'
+        raise ConfigError(msg)
+    if not isinstance(q_b, (QuantizedModel, ReferenceModule, str)):
+        msg = f'compare() takes what convert() or load() returned, or "reference", to compare with, but got {type(q_b).__name__}.'
+        raise StateError(msg)
+    found = "" if isinstance(q_b, str) or q_b.graph is graph else difference(graph.module, q_b.graph.module)
+    if found:
+        msg = f"The two are not the same quantized model: {found}. Save one and load it on both engines."
+        raise ConfigError(msg)
+    if isinstance(q_b, QuantizedModel):
+        return graph, (a, _Engine(q_b.backend, q_b.engine.run))
+    return graph, (a, _Engine(REFERENCE, get_backend(REFERENCE).lower(graph).run))
+
+
+def _bind(graph: QDQGraph, inputs: Any) -> Sequence[torch.Tensor]:
+    """The flat inputs."""
+    if inputs is None:
+        return graph.example
+    if isinstance(inputs, Mapping):
+        return graph.signature.bind((), dict(inputs))
+    if isinstance(inputs, (torch.Tensor, tuple, list)):
+        return graph.signature.bind((inputs,) if isinstance(inputs, torch.Tensor) else inputs, {})
+    msg = f"Expected inputs to be a tensor, a tuple, a list or a dict, but got {type(inputs).__name__}."
+    raise InputError(msg)
+
+
+def _judged(
+    point: Point,
+    values: tuple[torch.Tensor, torch.Tensor],
+    local: tuple[Local, Local],
+    tolerances: Sequence[float],
+    done: Sequence[TensorComparison],
+) -> TensorComparison:
+    """The verdict on one tensor, given those above."""
+    distance, different = _distances(*values)
+    quanta = _largest(distance) / (1.0 if point.how in ("codes", "exact") else _quantum(values[1]))
+    sides = tuple(_side(point, v, should, tolerance) for v, should, tolerance in zip(values, local, tolerances, strict=True))
+    if any(side.wrong for side in sides):
+        verdict = "disagreement"
+    elif not different:
+        verdict = "equal"
+    else:
+        verdict = "within one quantum" if quanta <= 1 else "propagated"
+    above = [done[i] for i in point.above if done[i].different]
+    since = dict.fromkeys(name for t in above for name in (t.since or (t.tensor,)))
+    return TensorComparison(
+        tensor=name_of(point.node),
+        operator=point.operator,
+        operators=point.operators,
+        how=point.how,
+        verdict=verdict,
+        distance=quanta,
+        different=different,
+        elements=values[0].numel(),
+        since=tuple(since),
+        sides=sides,
+    )
+
+
+def _side(point: Point, value: torch.Tensor, local: Local, tolerance: float) -> Side:
+    slack = torch.zeros(()) if local.slack is None else local.slack
+    bounded = point.how != "recurrent" and not bool(slack.isinf().any())
+    errors, different = _distances(value, local.value)
+    if point.how == "exact":
+        return Side(error=_largest(errors), unit="quanta", wrong=different if bounded else 0)
+    if not bounded:
+        zero_point = point.node.args[2] if point.how == "codes" else 0
+        db = sqnr_db(local.value - zero_point, value.double() - zero_point)
+        return Side(error=db, unit="dB", wrong=value.numel() if db < WHOLE_DB else 0)
+    free, quantum = (0.5, 1.0) if point.how == "codes" else (0.0, _quantum(local.value))
+    errors = (errors - slack - free).clamp_min(0) / quantum
+    return Side(error=_largest(errors), unit="quanta", wrong=int((errors > tolerance).sum()))
+
+
+def _largest(distances: torch.Tensor) -> float:
+    return distances.max().item() if distances.numel() else 0.0
+
+
+def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """|a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is; and how many elements differ."""
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    distance = (a - b).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
+    return distance, int((~same).sum())
+
+
+def _quantum(value: torch.Tensor) -> float:
+    """That of a fp32 tensor."""
+    finite = value[torch.isfinite(value)].double().abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    return largest / _STEPS or 1.0
+
+
+def _row(t: TensorComparison) -> tuple[str, ...]:
+    since = ", ".join(t.since) or ("unread tensors" if t.verdict == "propagated" else "here")
+    return (t.tensor, t.operator, t.verdict, f"{t.different} of {t.elements}", f"{t.distance:.3g}", since)
+
+
+def _accusation(t: TensorComparison, engines: tuple[str, str], tolerances: tuple[float, float]) -> str:
+    """Which side is wrong at one tensor, by how much, and which operators it may be."""
+    found = []
+    for side, engine, tolerance in zip(t.sides, engines, tolerances, strict=True):
+        unit = f"{side.error:.1f} dB, less than {WHOLE_DB:.0f}" if side.unit == "dB" else f"up to {side.error:.3g} quanta"
+        if side.wrong:
+            found.append(f"{engine} is wrong in {side.wrong} of {t.elements} elements, {unit} (tolerance {tolerance:g})")
+    return f"{t.operator!r} (between the tensors above and {t.tensor}: {', '.join(t.operators) or 'nothing'}): {'; '.join(found)}"

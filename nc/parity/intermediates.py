@@ -1,0 +1,144 @@
+"""Points of a QDQ graph at which engines can be compared: what leaves an operator as codes, fp32 results of int8 operators, outputs.
+
+A point cuts the graph. What stands between two points an engine may fuse, so points are where values are in memory anyway: codes, and fp32
+values that several operators read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from nc.graph.catalogue import is_float_tensor, op_name
+from nc.graph.functions import dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.fx_utils import copy_module
+from nc.graph.placement import works_in_place
+from nc.graph.recurrent import FUNCTIONS
+from nc.graph.tensor_meta import TENSORS
+
+#: Calls that quantize inside.
+_RECURRENT = frozenset(FUNCTIONS.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One tensor.
+
+    Attributes:
+        node: a quantize node, whose codes are compared, or any other node that yields a tensor.
+        how: "codes"; "fp32"; "dynamic" and "recurrent" for fp32 results of operators that quantize their inputs themselves; "exact" for
+            outputs of another dtype.
+        operator: name of the int8 operator that made it; where none stands between it and the points above, of another operator, or of
+            the input.
+        operators: names of all operators between it and the points above, in execution order.
+        above: indices of the points that it is computed from.
+    """
+
+    node: fx.Node
+    how: str
+    operator: str
+    operators: tuple[str, ...]
+    above: tuple[int, ...]
+
+
+def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    """The computed tensors that a graph returns, each once, in the order of its outputs."""
+    leaves = dict.fromkeys(leaf for leaf in list(module.graph.nodes)[-1].args[0] if isinstance(leaf, fx.Node))
+    return tuple(n for n in leaves if n.op == "call_function" and isinstance(n.meta.get("val"), TENSORS))
+
+
+def places_of(module: fx.GraphModule, quantized: frozenset[str]) -> tuple[fx.Node, ...]:
+    """All that can be compared but outputs, in execution order.
+
+    Args:
+        module: a QDQ graph.
+        quantized: names of the operators that are to run in int8.
+    """
+    nodes = list(module.graph.nodes)
+    chosen = {n for n in nodes if n.target is quantize_per_tensor}
+    if not works_in_place(module):  # else a value depends on when it is read
+        for node in (n for n in nodes if n.meta.get("operator") in quantized or n.target in _RECURRENT):
+            chosen.update(_results(node))
+        chosen.update(n.args[0] for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT)
+    chosen -= {*outputs_of(module)}
+    return tuple(n for n in nodes if n in chosen and n.op == "call_function")
+
+
+def points_at(module: fx.GraphModule, places: Iterable[fx.Node], quantized: frozenset[str]) -> tuple[Point, ...]:
+    """Points at these nodes and the outputs, in execution order; `quantized` as in `places_of`."""
+    chosen = {*places, *outputs_of(module)}
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    index = {node: i for i, node in enumerate(n for n in order if n in chosen)}
+    found = []
+    for node in index:
+        between, above = _segment(node, index)
+        named = [n for n in sorted(between, key=order.__getitem__) if "operator" in n.meta]
+        operators = tuple(dict.fromkeys(n.meta["operator"] for n in named))
+        int8 = [name for name in operators if name in quantized]
+        start = next((n.name for n in between if n.op == "placeholder"), node.name)
+        found.append(Point(node, _how(node), [start, *operators[-1:], *int8[-1:]][-1], operators, tuple(sorted(above))))
+    return tuple(found)
+
+
+def name_of(place: fx.Node) -> str:
+    """How a tensor is called: the value's name, whether it is seen as codes or not."""
+    return place.args[0].name if place.target is quantize_per_tensor else place.name
+
+
+def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
+    """A copy of a QDQ graph that also returns the values of nodes, behind its own outputs; of codes the fp32 values that they stand for."""
+    copy, mapping = copy_module(module)
+    output = next(iter(reversed(copy.graph.nodes)))
+    values = []
+    with copy.graph.inserting_before(output):
+        for place in places:
+            node = mapping[place]
+            if place.target is quantize_per_tensor:
+                node = copy.graph.call_function(dequantize_per_tensor, (node, *place.args[1:3]))
+                node.meta["val"] = place.meta.get("val")
+            values.append(node)
+    output.args = ((*output.args[0], *values),)
+    copy.graph.lint()
+    copy.recompile()
+    return copy
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The fp32 tensors in which the result of an int8 operator is first kept in memory; none where it is kept as codes."""
+    if node.target in _RECURRENT:
+        return list(node.users)
+    if isinstance(node.args[0], fx.Node) and node.args[0].target is quantize_dequantize_dynamic:
+        return [node]
+    while len(node.users) == 1 and is_float_tensor(user := next(iter(node.users))):
+        if user.target is quantize_per_tensor:
+            return []
+        node = user
+    return [] if all(user.target is quantize_per_tensor for user in node.users) else [node]
+
+
+def _how(node: fx.Node) -> str:
+    if node.target is quantize_per_tensor:
+        return "codes"
+    if not is_float_tensor(node):
+        return "exact"
+    first = node.args[0] if node.args else None
+    if isinstance(first, fx.Node) and first.target in _RECURRENT:
+        return "recurrent"
+    if op_name(node) == "linear" and isinstance(first, fx.Node) and first.target is quantize_dequantize_dynamic:
+        return "dynamic"
+    return "fp32"
+
+
+def _segment(node: fx.Node, index: dict[fx.Node, int]) -> tuple[set[fx.Node], set[int]]:
+    """The nodes between a point and the points above it, itself included, and the indices of those points."""
+    between, above, stack = {node}, set(), [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source in index:
+                above.add(index[source])
+            elif source not in between:
+                between.add(source)
+                stack.append(source)
+    return between, above

@@ -1,0 +1,58 @@
+"""Operators that int8 with ranges found in each call makes slower: finding and applying them costs more than the product saves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.capture.capture import Graph
+from nc.capture.naming import Operator
+
+#: fp32 on two AVX2 cores: multiply-adds and bytes of weights per microsecond (docs/dynamic.md has what was measured).
+_MACS, _BYTES = 70e3, 20e3
+#: int8 takes about half of that away, and costs in microseconds: for each call, and for each element of input and output.
+_SAVED = 0.5
+_COST = {"per_tensor": (35.0, 0.15e-3), "per_token": (90.0, 0.5e-3)}
+
+
+class Sizes:
+    """Sizes of a graph's operators on its example, found by one run when they are first asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    @functools.cached_property
+    def _outputs(self) -> dict[str, tuple[int, ...]]:
+        recorder = _Recorder(self._graph.module)
+        with torch.no_grad():
+            recorder.run(*self._graph.example)
+        return recorder.shapes
+
+    def slower_in_int8(self, op: Operator, granularity: str) -> str:
+        """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; "" where it would not."""
+        if op.kind != "linear":
+            return ""
+        node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
+        outputs, inner = node.args[1].meta["val"].shape
+        rows = math.prod(self._outputs[op.node][:-1])
+        saved = _SAVED * (rows * inner * outputs / _MACS + 4 * inner * outputs / _BYTES)
+        call, element = _COST[granularity]
+        if saved > call + element * rows * (inner + outputs):
+            return ""
+        return f"skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if isinstance(value, torch.Tensor):
+            self.shapes[node.name] = tuple(value.shape)
+        return value

@@ -1,0 +1,349 @@
+"""resolve(config, graph, capabilities) → Plan: which rule applies to which operator. Pure; needs no data.
+
+Precedence, written here and nowhere else: exact name > pattern (the last one declared wins) > type (the last one declared wins) >
+global. The most specific rule says by which strategy an operator is quantized, or that it stays fp32; a field that it leaves open takes
+its value from the next level of the same family of strategies, and last its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from nc.capture.capture import Graph
+from nc.capture.naming import Operator
+from nc.config import AnyConfig, QuantConfig, parts_of
+from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
+from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
+from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
+from nc.graph.dataflow import behind_matmul, useless_adds
+from nc.plan import Decision, Plan
+from nc.planning.dynamic_cost import Sizes
+from nc.spec import BF16, FLOAT, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec
+
+_LEVELS = ("global", "type", "pattern", "name")
+_OUTSIDE = "not on the white list"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Match:
+    """A configuration that speaks of an operator.
+
+    Attributes:
+        level: index into `_LEVELS`.
+        config: the configuration.
+        label: how the rule is called in plans.
+    """
+
+    level: int
+    config: QuantConfig
+    label: str
+
+
+def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
+    """Decide for every operator.
+
+    Args:
+        config: the user's configuration with its local rules.
+        graph: the captured model.
+        capabilities: what the backend can run.
+        strict: a rule whose name matches nothing is an error; False makes it a warning.
+
+    Raises:
+        UnmatchedRuleError: a rule's name or pattern matches no operator.
+        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
+        ConfigError: fields of several levels contradict each other.
+    """
+    for part in parts_of(config):
+        for each in (part, *(rule.config for rule in part.rules)):
+            each.check_values({**each.defaults(), **each.given})
+        for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
+            _check_matches(key, graph, strict)
+    sizes = Sizes(graph)
+    modules = frozenset(graph.submodules)
+    decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
+    mixers = behind_matmul(graph.module)
+    decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
+    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and op_name(n) in WEIGHTED)
+    mixed = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
+    decisions = [_one_weight_scale(d) if d.operator in mixed else d for d in decisions]
+    # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
+    asked = {d.operator for d in decisions if d.spec.quantized and not d.spec.activation.dynamic}
+    # a rule that names the operator or its type asks for it explicitly; only the global default gives way
+    explicit = {d.operator for d in decisions if d.rule != "global"}
+    useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
+    decisions = [dataclasses.replace(d, spec=FLOAT, reason=useless[d.operator]) if d.operator in useless else d for d in decisions]
+    return plan_of(decisions, capabilities)
+
+
+def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
+    """The plan that these decisions make on a backend.
+
+    Raises:
+        UnsupportedError: an operator is to compute in bf16, and that can't be there.
+    """
+    low = next((d for d in decisions if d.spec.bf16), None)
+    if low is not None and capabilities.why_no_bf16:
+        msg = (
+            f"Operator {low.operator!r} can't compute in bf16 on backend {capabilities.backend!r}: {capabilities.why_no_bf16}. Leave "
+            'remainder="bf16" and dtypes "bf16" out of the configuration.'
+        )
+        raise UnsupportedError(msg)
+    isa = (*capabilities.isa, *(capabilities.bf16_isa if low is not None else ()))
+    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=isa)
+
+
+def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
+    base = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
+    row = capabilities.row(op.kind)
+    matches = _matches(op, config, row, modules)
+    if not op.quantizable:
+        rule = matches[0].label if matches and _LEVELS[matches[0].level] == "name" else "-"
+        return Decision(**base, rule=rule, reason=op.reason or "follows its neighbours")
+    if not matches:
+        return Decision(**base, rule="white_list", reason=_OUTSIDE)
+    chosen = matches[0]
+    base["rule"] = chosen.label
+    if chosen.config.is_float:
+        return _float(base, chosen.config.act_dtype, f"{chosen.config.act_dtype} was asked for", _excluded(matches))
+    values, fields = _merged(matches)
+    if row is not None and chosen.config.family == "dynamic":
+        values, fields = _kernel_granularity(values, fields, row)
+    base["fields"] = fields
+    try:
+        chosen.config.check_values(values)
+    except NCError as error:
+        msg = f"Operator {op.name!r} (rule: {chosen.label}): {error}"
+        raise type(error)(msg) from error
+    spec = spec_of(chosen.config.algorithm, values, op.kind)
+    reason = _why_no_kernel(op, spec, row, chosen, capabilities)
+    if not reason and values.get("skip_slow"):
+        reason = sizes.slower_in_int8(op, spec.activation.granularity)
+    if reason:
+        return _float(base, "fp32" if "bf16" in _excluded(matches) else values["remainder"], reason)
+    if not row.weights:
+        spec = dataclasses.replace(spec, weight=None)
+    return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _float(base: Mapping[str, Any], dtype: str, reason: str, excluded: Collection[str] = ()) -> Decision:
+    """The decision for an operator that is not quantized.
+
+    Raises:
+        ConfigError: a rule asks for a precision that another one excludes.
+    """
+    if dtype == "bf16" and dtype in excluded:
+        msg = f"Operator {base['operator']!r} (rule: {base['rule']}): {reason}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
+        raise ConfigError(msg)
+    if dtype == "bf16" and base["kind"] not in PRODUCTS:
+        return Decision(**base, reason=f"{reason}; {base['kind']} stays fp32")
+    return Decision(**base, spec=BF16 if dtype == "bf16" else FLOAT, reason=reason)
+
+
+def _excluded(matches: Iterable[_Match]) -> Collection[str]:
+    """Precisions that an operator may not use: the most specific level that says any."""
+    name = "excluded_precisions"
+    return next((m.config.given[name] for m in matches if name in m.config.given), ())
+
+
+def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
+    """Everything that speaks of an operator, the most specific first; of what is equally specific, the last declared first."""
+    found: list[_Match] = []
+    for part in parts_of(config):
+        if part.white_list is None:
+            found.append(_Match(0, part, "global"))
+        for key in part.white_list or ():
+            level = match_level(key, op, modules)
+            if level is not None:
+                found.append(_Match(_LEVELS.index(level), part, f"{level} {key.text!r}"))
+    for part in parts_of(config):
+        for rule in part.rules:
+            level = match_level(rule.key, op, modules)
+            if level is not None:
+                found.append(_Match(_LEVELS.index(level), rule.config, f"{level} {rule.key.text!r}"))
+    # of several global strategies those come first that have a kernel for this kind of operator
+    order = {id(m): (m.level, m.level > 0 or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
+    return sorted(found, key=lambda m: order[id(m)], reverse=True)
+
+
+def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
+    return row is not None and bool(row.dynamic if config.family == "dynamic" else row.activations)
+
+
+def _merged(matches: list[_Match]) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
+    """The value of each field, and where it comes from."""
+    first = matches[0].config
+    # an outer fp32 says nothing of how to quantize
+    levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
+    values, fields = first.defaults(), []
+    for name, field in first.FIELDS.items():
+        if field.outer:
+            continue
+        source = next((m for m in levels if name in m.config.given), None)
+        if source is not None:
+            values[name] = source.config.given[name]
+        fields.append((name, str(values[name]), source.label if source else "default"))
+    return values, tuple(fields)
+
+
+def _kernel_granularity(
+    values: dict[str, Any], fields: tuple[tuple[str, str, str], ...], row: OpSupport
+) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
+    """The granularity of the only kernel there is (LSTM, GRU), where nobody asked for another one."""
+    name = "act_granularity"
+    asked = (name, values[name], "default") not in fields
+    if asked or not row.dynamic or values[name] in row.dynamic:
+        return values, fields
+    chosen = (name, row.dynamic[0], "kernel")
+    return {**values, name: row.dynamic[0]}, tuple(chosen if f[0] == name else f for f in fields)
+
+
+def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
+    """What an operator of some kind gets under a strategy and the values of its fields."""
+    weight = TensorSpec(
+        dtype=values["w_dtype"], symmetric=values["w_sym"], granularity=values["w_granularity"], algo=values["w_algo"], narrow=True
+    )
+    activation = {"dtype": values["act_dtype"], "symmetric": values["act_sym"], "granularity": values["act_granularity"]}
+    if algorithm == "dynamic":
+        return OpSpec(activation=TensorSpec(**activation, dynamic=True), weight=weight)
+    percentile = values["percentile"] if values["act_algo"] in ("percentile", "auto") else None
+    smooth = None
+    if algorithm == "smooth" and kind == "linear":
+        options = {f.name: values[f.name] for f in dataclasses.fields(SmoothSpec)}
+        smooth = SmoothSpec(**{**options, "alpha": None if values["alpha"] == "auto" else values["alpha"]})
+    return OpSpec(activation=TensorSpec(**activation, algo=values["act_algo"], percentile=percentile), weight=weight, smooth=smooth)
+
+
+def fit(plan: Plan, capabilities: Capabilities) -> Plan:
+    """The plan for another backend than the one it was made for; the same calibration serves both.
+
+    Raises:
+        UnsupportedError: an operator's activation dtype has no kernel there, or it can't compute in bf16.
+    """
+    if plan.backend == capabilities.backend:
+        return plan
+    decisions = []
+    for d in plan.decisions:
+        row = capabilities.row(d.kind)
+        if not d.spec.quantized:
+            decisions.append(d)
+        elif row is None or not (row.dynamic if d.spec.activation.dynamic else row.activations):
+            low = _remainder(d) == "bf16" and d.kind in PRODUCTS
+            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
+        else:
+            _check_activation(d.operator, d.spec, row, d.rule, capabilities)
+            decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
+    return plan_of(decisions, capabilities)
+
+
+def _remainder(decision: Decision) -> str:
+    """What an operator that loses its kernel was asked to compute in."""
+    fields = {name: value for name, value, _ in decision.fields}
+    return "fp32" if "bf16" in fields.get("excluded_precisions", "") else fields.get("remainder", "fp32")
+
+
+def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> str:
+    """Why an operator stays fp32; "" where a kernel exists. Raises where a rule asks for something that never can be."""
+    if not _has_kernel(match.config, row):
+        return _no_kernel(op.kind, spec, capabilities)
+    _check_activation(op.name, spec, row, match.label, capabilities)
+    return ""
+
+
+def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> str:
+    how = "dynamic int8" if spec.activation.dynamic else "int8"
+    return f"backend {capabilities.backend!r} has no {how} kernel for {kind}"
+
+
+def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
+    field, value, legal = "act_dtype", spec.activation.dtype, row.activations
+    if spec.activation.dynamic:
+        field, value, legal = "act_granularity", spec.activation.granularity, row.dynamic
+        if row.affine_only and spec.activation.symmetric:
+            field, value, legal = "act_sym", True, ("False",)
+    if value not in legal:
+        msg = (
+            f"Operator {operator!r} ({row.kind}): {field}={value!r} (rule: {rule}) has no kernel on backend "
+            f"{capabilities.backend!r}; legal there: {', '.join(legal)}."
+        )
+        raise UnsupportedError(msg)
+
+
+def _unsmoothed(decision: Decision) -> Decision:
+    """Without SmoothQuant, unless the operator was named: a multiplication there cuts attention out of the engine's int8 groups."""
+    if decision.spec.smooth is None or decision.rule.startswith(("name", "pattern")):
+        return decision
+    fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
+
+
+def _one_weight_scale(decision: Decision) -> Decision:
+    """A transposed convolution in groups, whose output channels lie across its weight: kernels take one scale for all of it."""
+    if decision.spec.weight is None or decision.spec.weight.granularity == "per_tensor":
+        return decision
+    field = ("w_granularity", "per_tensor", "kernel")
+    fields = tuple(field if f[0] == field[0] else f for f in decision.fields)
+    weight = dataclasses.replace(decision.spec.weight, granularity="per_tensor")
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields)
+
+
+def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
+    """A right-hand side whose products can't saturate, where this CPU needs it."""
+    return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec
+
+
+def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> str | None:
+    """How a key matches an operator: "name", "pattern", "type", or None when it does not.
+
+    A string that is the name of one of the model's `modules` means that one, also where it is spelled like a type ("linear").
+    """
+    if not key.is_type and key.text in (op.name, op.module_name):
+        return "name"
+    if _matches_type(key.text, op) and (key.is_type or key.text not in modules):
+        return "type"
+    if not key.is_type and re.fullmatch(key.text, op.name):
+        return "pattern"
+    return None
+
+
+def _matches_type(text: str, op: Operator) -> bool:
+    anchor, *rest = fused_names(text)
+    if rest and op.followed_by[: len(rest)] != tuple(rest):
+        return False
+    kind = kind_of(anchor)
+    if kind is not None:
+        return kind == op.kind
+    return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
+
+
+def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
+    if any(match_level(key, op, graph.submodules) for op in graph.operators):
+        return
+    if key.names_type and (key.is_type or key.text not in graph.submodules):
+        types = sorted(set(_types(graph, fused="&" in key.text)))
+        text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
+        warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
+        return
+    names = [op.name for op in graph.operators]
+    if key.text in graph.submodules:
+        pattern = re.escape(key.text) + r"\..*"
+        inside = sum(name.startswith(f"{key.text}.") for name in names)
+        hint = f"It is a module with {inside} operators inside; to mean all of them write {pattern!r}."
+    else:
+        near = difflib.get_close_matches(key.text, names, n=3, cutoff=0.0)
+        hint = f"The closest names: {', '.join(near)}. describe(model, config, example_inputs) lists all."
+    text = f"Rule {key.text!r} matches no operator of this model. {hint}"
+    if strict:
+        raise UnmatchedRuleError(text)
+    warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
+
+
+def _types(graph: Graph, *, fused: bool) -> Iterator[str]:
+    """Types of the model's operators, with what follows them where `fused`."""
+    for op in graph.operators:
+        if op.kind in KIND_NAMES:
+            yield "&".join((KIND_NAMES[op.kind][0], *(op.followed_by if fused else ())))

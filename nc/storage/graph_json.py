@@ -1,0 +1,332 @@
+"""QDQ graph ↔ JSON and named tensors.
+
+fx writes Python source for a graph and runs it, so every name that enters that source (of nodes, inputs,
+constants and keywords) is checked here before the graph is built; arguments enter it as values that this
+module made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from nc.errors import ArtefactError
+from nc.graph.qdq import Finding, QDQGraph
+from nc.graph.signature import Leaf, Parameter, Signature
+from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
+from nc.plan import Plan
+from nc.storage import allowlist, json_values, pytree_json
+
+_WORD = re.compile(r"\w+", re.ASCII)
+#: What safetensors can hold.
+_STORABLE = frozenset(json_values.DTYPES.values()) - {torch.complex128}
+
+
+def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A graph as JSON and tensors.
+
+    Returns:
+        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, changes, health, nodes,
+        sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
+        which share memory.
+
+    Raises:
+        ArtefactOperatorError: an operator is not on the allow-list.
+        ArtefactError: a constant, an argument or a container that an artefact can't hold.
+    """
+    module, signature = graph.module, graph.signature
+    sizes = _Sizes(signature, module)
+    order: dict[str, list[int]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    constants = {f"constant.{n.target}": getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    examples = {f"example.{i}": tensor for i, tensor in enumerate(graph.example)}
+    for name, tensor in {**constants, **examples}.items():
+        tensors[name] = _flat(name, tensor, order)
+    _unshare(tensors)
+    document = {
+        "signature": _encode_signature(signature, sizes),
+        "plan": graph.plan.to_dict(),
+        "notes": dict(graph.notes),
+        "float_bytes": graph.float_bytes,
+        "corrected_biases": graph.corrected_biases,
+        "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "changes": list(graph.changes),
+        "health": [dataclasses.asdict(finding) for finding in graph.health],
+        "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
+        "sizes": sizes.hints,
+        "memory_order": order,
+    }
+    return document, tensors
+
+
+def check_operators(document: Mapping[str, Any]) -> None:
+    """Raise ArtefactOperatorError for the first operator that is not on the allow-list."""
+    for entry in document["nodes"]:
+        if entry["op"] == "call_function":
+            allowlist.check(entry["target"], entry["name"])
+
+
+def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> QDQGraph:
+    """The inverse of `encode`; takes the tensors as they are.
+
+    Raises:
+        ArtefactOperatorError: an operator is not on the allow-list, or not in this version of torch.
+        Exception: of any other type, when the document is not what `encode` writes.
+    """
+    order = document["memory_order"]
+    tensors = {name: _in_order(tensor, order.get(name)) for name, tensor in tensors.items()}
+    constants = {n.removeprefix("constant."): t for n, t in tensors.items() if n.startswith("constant.")}
+    example = tuple(tensors[f"example.{i}"] for i in range(len(tensors) - len(constants)))
+    signature = _decode_signature(document["signature"])
+    sizes = {name: Size(name, hint) for name, hint in document["sizes"].items()}
+    module = _decode_module(document["nodes"], constants, sizes)
+    _check_contract(module, signature, example)
+    return QDQGraph(
+        module=module,
+        signature=signature,
+        plan=Plan.from_dict(document["plan"]),
+        example=example,
+        notes=document["notes"],
+        float_bytes=document["float_bytes"],
+        noise_db=float(document["noise_db"]),
+        corrected_biases=document["corrected_biases"],
+        changes=tuple(map(str, document.get("changes", ()))),
+        health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
+    )
+
+
+def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:
+    nodes = list(module.graph.nodes)
+    inputs = sum(n.op == "placeholder" for n in nodes)
+    counts = {
+        "leaves": (len(signature.leaves), signature.in_spec.num_leaves),
+        "inputs": (sum(leaf.used for leaf in signature.leaves), inputs),
+        "example inputs": (len(example), inputs),
+        "outputs": (len(nodes[-1].args[0]), signature.out_spec.num_leaves),
+    }
+    for what, (got, expected) in counts.items():
+        if got != expected:
+            msg = f"{got} {what}, expected {expected}"
+            raise ValueError(msg)
+
+
+# --- tensors ---
+
+
+def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
+    """A tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _STORABLE:
+        msg = (
+            f"Tensor {name!r} ({tensor.dtype}, {tensor.layout}) can't be stored: artefacts hold plain dense "
+            "tensors. Convert it to one in the model."
+        )
+        raise ArtefactError(msg)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dims = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    if dims != sorted(dims) and tensor.permute(dims).is_contiguous():
+        order[name] = dims  # kernels are chosen by layout and round differently, so it is part of the model
+        return tensor.permute(dims)
+    return tensor.contiguous()
+
+
+def _in_order(tensor: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    return tensor if dims is None else tensor.permute([dims.index(d) for d in range(tensor.dim())])
+
+
+def _unshare(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy tensors that lie in the memory of another: safetensors refuses them."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        if address in seen:
+            tensors[name] = tensor.clone()
+        seen.add(address)
+
+
+# --- sizes and the values that nodes had when they were traced ---
+
+
+class _Sizes:
+    """Names for free sizes: n0, n1, … as they appear, so that the same graph gives the same names.
+
+    Attributes:
+        hints: name → the size that it had when the model was traced; None where it depends on data.
+    """
+
+    def __init__(self, signature: Signature, module: fx.GraphModule) -> None:
+        self.hints: dict[str, int | None] = {}
+        self._names: dict[object, str] = {}
+        self._alias: dict[object, str] = {}
+        for dim in (d for leaf in signature.leaves for d in leaf.dims):
+            self.of_dim(dim)
+        inputs = (n for n in module.graph.nodes if n.op == "placeholder")
+        for leaf, node in zip((leaf for leaf in signature.leaves if leaf.used), inputs, strict=True):
+            for dim, size in zip(leaf.dims, node.meta["val"].shape, strict=True):
+                if isinstance(dim, str) and not isinstance(size, int):
+                    self._alias[_key(size)] = dim
+
+    def of_dim(self, dim: int | str) -> int | str:
+        """A dimension of the signature."""
+        return dim if isinstance(dim, int) else self._name(dim)
+
+    def of_value(self, size: int | torch.SymInt | Size) -> int | str:
+        """A size of a traced value; an expression of sizes is a size of its own."""
+        fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+        if isinstance(fixed, int):
+            return fixed
+        name = self._name(self._alias.get(_key(size), _key(size)))
+        if name not in self.hints:
+            self.hints[name] = hint_of(size)
+        return name
+
+    def _name(self, key: object) -> str:
+        return self._names.setdefault(key, f"n{len(self._names)}")
+
+    def encode(self, value: object) -> json_values.Json:
+        """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
+        if isinstance(value, TENSORS):
+            dtype = json_values.encode(value.dtype, "A traced value")
+            return {**dtype, "shape": [self.of_value(s) for s in value.shape]}
+        return [self.encode(v) for v in value] if isinstance(value, (list, tuple)) else None
+
+
+def _key(size: torch.SymInt | Size) -> object:
+    """What equal sizes have in common; of a symbol, an expression that is compared as it is: to print the long ones takes seconds."""
+    return size if isinstance(size, Size) else size.node.expr
+
+
+def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
+    """The inverse of `_Sizes.encode`."""
+    if data is None:
+        return None
+    if isinstance(data, list):
+        return [_decode_value(v, sizes) for v in data]
+    return Traced(json_values.DTYPES[data["dtype"]], tuple(sizes[s] if isinstance(s, str) else s for s in data["shape"]))
+
+
+# --- nodes ---
+
+
+def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
+    where = f"Node {node.name!r}"
+    target = allowlist.name_of(node.target, node.name) if node.op == "call_function" else node.target
+    entry: dict[str, Any] = {"name": node.name, "op": node.op, "target": target}
+    if node.args:
+        entry["args"] = [json_values.encode(a, where) for a in node.args]
+    if node.kwargs:
+        entry["kwargs"] = {k: json_values.encode(v, where) for k, v in node.kwargs.items()}
+    entry.update({key: node.meta[key] for key in ("operator", "fqn") if key in node.meta})
+    value = sizes.encode(node.meta.get("val"))
+    if value is not None:
+        entry["value"] = value
+    return entry
+
+
+def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.Tensor], sizes: Mapping[str, Size]) -> fx.GraphModule:
+    root = torch.nn.Module()
+    for name, tensor in constants.items():
+        _check_word(name)
+        root.register_buffer(name, tensor)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for entry in entries:
+        name = entry["name"]
+        _check_identifier(name)
+        nodes[name] = _decode_node(graph, entry, constants, nodes)
+        if nodes[name].name != name:
+            msg = f"node name {name!r} is taken, or reserved"
+            raise ValueError(msg)
+        nodes[name].meta.update({key: entry[key] for key in ("operator", "fqn") if key in entry})
+        if "value" in entry:
+            nodes[name].meta["val"] = _decode_value(entry["value"], sizes)
+    if [e["op"] for e in entries].count("output") != 1 or entries[-1]["op"] != "output":
+        msg = "a graph has one output, at its end"
+        raise ValueError(msg)
+    graph.lint()
+    return fx.GraphModule(root, graph)
+
+
+def _decode_node(
+    graph: fx.Graph,
+    entry: dict[str, Any],
+    constants: Mapping[str, torch.Tensor],
+    nodes: Mapping[str, fx.Node],
+) -> fx.Node:
+    name, op, target = entry["name"], entry["op"], entry["target"]
+    args = tuple(json_values.decode(a, nodes) for a in entry.get("args", []))
+    kwargs = {k: json_values.decode(v, nodes) for k, v in entry.get("kwargs", {}).items()}
+    match op:
+        case "call_function":
+            target = allowlist.resolve(target, name)
+            known = {a.name for a in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
+            if not set(kwargs) <= known:
+                msg = f"node {name!r}: {entry['target']} has no argument {', '.join(kwargs)}"
+                raise ValueError(msg)
+        case "placeholder" if not args and not kwargs:
+            _check_identifier(target)
+        case "get_attr" if not args and not kwargs and target in constants:
+            pass  # whose names are checked
+        case "output" if len(args) == 1 and isinstance(args[0], tuple) and not kwargs:
+            target = "output"
+        case _:
+            msg = f"node {name!r} is a malformed {op!r}"
+            raise ValueError(msg)
+    return graph.create_node(op, target, args, kwargs, name)
+
+
+def _check_word(name: str) -> None:
+    if not _WORD.fullmatch(name):
+        msg = f"{name!r} is not a name"
+        raise ValueError(msg)
+
+
+def _check_identifier(name: str) -> None:
+    _check_word(name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        msg = f"{name!r} is not an identifier"
+        raise ValueError(msg)
+
+
+# --- the call contract ---
+
+
+def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
+    leaves = []
+    for leaf in signature.leaves:
+        entry: dict[str, Any] = {"path": leaf.path, "used": leaf.used}
+        if leaf.dtype is None:
+            entry["value"] = json_values.encode(leaf.value, f"Argument {leaf.path!r}")
+        else:
+            entry["dtype"] = json_values.encode(leaf.dtype, f"Argument {leaf.path!r}")["dtype"]
+            entry["dims"] = [sizes.of_dim(d) for d in leaf.dims]
+        leaves.append(entry)
+    parameters = [
+        {"name": p.name, "positional": p.positional, "captured": p.captured, "variadic": p.variadic} for p in signature.parameters
+    ]
+    return {
+        "parameters": parameters,
+        "inputs": pytree_json.encode(signature.in_spec, "inputs"),
+        "leaves": leaves,
+        "outputs": pytree_json.encode(signature.out_spec, "outputs"),
+    }
+
+
+def _decode_signature(data: dict[str, Any]) -> Signature:
+    in_spec: pytree.TreeSpec = pytree_json.decode(data["inputs"], inputs=True)
+    leaves = []
+    for entry in data["leaves"]:
+        if "dtype" in entry:
+            dims = tuple(entry["dims"])
+            leaves.append(Leaf(entry["path"], json_values.DTYPES[entry["dtype"]], dims, used=entry["used"]))
+        else:
+            leaves.append(Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"]))
+    parameters = tuple(Parameter(**p) for p in data["parameters"])
+    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]))

@@ -1,0 +1,207 @@
+"""The front door: prepare, convert, quantize, describe."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nc.backends import choose_backend, get_backend, why_chosen
+from nc.backends.base import Backend, lower
+from nc.capture.capture import Graph, capture
+from nc.config import AnyConfig, config_from, outer_field
+from nc.errors import ConfigError, InputError, NCWarning, StateError
+from nc.export import ExportedModel
+from nc.global_lock import LOCK
+from nc.numerics.metrics import worst_sqnr_db
+from nc.plan import Plan
+from nc.planning.rules import resolve
+from nc.prepared import PreparedModel
+from nc.quantized import QuantizedModel, ReferenceModule
+
+
+def prepare(
+    model: torch.nn.Module,
+    quant_config: AnyConfig | dict[str, Any],
+    inplace: bool = False,
+    example_inputs: Any = None,
+    *,
+    backend: str = "auto",
+    dynamic_shapes: Any = None,
+    strict: bool = True,
+) -> PreparedModel:
+    """Capture a model and put observers where it will be quantized.
+
+    Args:
+        model: a trained fp32 model on the CPU, or what `nc.export.export` made of it; never changed, quantized as in eval mode.
+        quant_config: what to quantize to: a configuration, a sum of several, or a dict as `to_dict` gives it.
+        inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
+            afterwards would then change the prepared model too.
+        example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
+        backend: the engine to plan for: "auto", "ipex", "native", "reference" or a registered one.
+        dynamic_shapes: as for `torch.export.export`, by argument name; None frees every dimension that the model leaves free, but not
+            height and width of images for models with tokens (layer norm, attention, embeddings).
+        strict: a rule whose name matches nothing raises; False makes it a warning.
+
+    Returns:
+        A module with the model's signature and outputs, to be called with calibration data.
+
+    Raises:
+        InputError: example_inputs are missing or do not fit, or the model fails on them.
+        CaptureError: the model can't be captured as one graph.
+        UnmatchedRuleError: a rule matches nothing.
+        UnsupportedError: the backend has no kernel for a dtype that was asked for.
+        BackendUnavailableError: the backend can't run here.
+        StateError: the model was prepared or converted already.
+    """
+    config = copy.deepcopy(config_from(quant_config))  # what the user does to it later changes nothing here
+    _check_model(model)
+    engine = choose_backend(backend)
+    engine.start()
+    graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
+    capabilities = engine.capabilities()
+    plan = resolve(config, graph, capabilities, strict=strict)
+    changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
+    if inplace:
+        model.eval()
+    chosen = why_chosen(backend, engine.name)
+    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes, chosen=chosen)
+
+
+def convert(
+    model: PreparedModel,
+    quant_config: AnyConfig | dict[str, Any] | None = None,
+    inplace: bool = True,
+    *,
+    backend: str | None = None,
+    verify: str = "raise",
+    isolate: str = "auto",
+    compile: bool = False,  # noqa: A002
+) -> QuantizedModel:
+    """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
+
+    Args:
+        model: what `prepare` returned, after calibration; dynamic quantization needs none.
+        quant_config: the configuration that `prepare` was given, or None; another one would need another preparation.
+        inplace: for scripts written for Neural Compressor; the prepared model stays as it is in either case.
+        backend: another engine than the one planned for.
+        verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
+        isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+        compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
+
+    Raises:
+        StateError: not a prepared model, or nothing was calibrated.
+        ConfigError: `quant_config` is not the one that `prepare` was given, or the backend has no `compile`.
+        UnsupportedError: the other engine has no kernel for a dtype that was asked for.
+        VerificationError: the engine computes something else than the reference.
+        BackendUnavailableError: the engine can't run here.
+    """
+    if isinstance(model, QuantizedModel):
+        msg = "The model is converted already; convert() takes what prepare() returned."
+        raise StateError(msg)
+    if not isinstance(model, PreparedModel):
+        msg = f"convert() takes what prepare() returned, but got {type(model).__name__}."
+        raise StateError(msg)
+    if quant_config is not None and config_from(quant_config) != model.quant_config:
+        msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
+        raise ConfigError(msg)
+    engine = choose_backend(backend) if backend is not None else get_backend(model.backend)
+    engine.start()
+    graph = model.quantized_graph(engine.capabilities())
+    chosen = model.chosen if backend is None else why_chosen(backend, engine.name)
+    lowered = lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
+    return QuantizedModel(graph, lowered, engine.name, chosen)
+
+
+def quantize(
+    model: torch.nn.Module,
+    quant_config: AnyConfig | dict[str, Any],
+    run_fn: Callable[..., Any] | None = None,
+    run_args: Any = None,
+    inplace: bool = False,
+    example_inputs: Any = None,
+    **options: Any,
+) -> QuantizedModel:
+    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one; `options` are prepare's. Dynamic quantization needs no `run_fn`.
+
+    Example:
+        >>> import torch
+        >>> from nc import StaticQuantConfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> x = torch.randn(4, 8)
+        >>> q = quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="reference")
+        >>> tuple(q(x).shape)
+        (4, 8)
+    """
+    prepared = prepare(model, quant_config, inplace, example_inputs, **options)
+    if run_fn is not None:
+        args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
+        run_fn(prepared, *args)
+    return convert(prepared)
+
+
+def describe(
+    model: torch.nn.Module,
+    quant_config: AnyConfig | dict[str, Any],
+    example_inputs: Any = None,
+    *,
+    backend: str = "auto",
+    strict: bool = True,
+) -> Plan:
+    """The plan before any data: every operator, what it will be quantized to, and by which rule.
+
+    Returns:
+        A `Plan`; `print` shows a table, `.to_dict()` gives plain values. Raises what `prepare` raises.
+    """
+    config = config_from(quant_config)
+    _check_model(model)
+    engine: Backend = choose_backend(backend)
+    graph = _capture(model, example_inputs, None, share_weights=True)
+    return resolve(config, graph, engine.capabilities(), strict=strict)
+
+
+@torch.no_grad()
+def _transformed(graph: Graph, algorithm: Any) -> str:
+    """Let an algorithm change the fp32 graph; returns what it did, and how far its outputs on the example have moved."""
+    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in graph.module(*graph.example)]
+    operators = algorithm.apply(graph.module)
+    distance = worst_sqnr_db(before, graph.module(*graph.example))
+    return f"{algorithm.name}: {len(operators)} operators changed; fp32 outputs before and after agree to {distance:.0f} dB"
+
+
+#: A model that is one of these, or holds one, is quantized already.
+_OURS = (PreparedModel, QuantizedModel, ReferenceModule)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, (PreparedModel, QuantizedModel)):
+        msg = f"The model is a {type(model).__name__} already; give prepare() the fp32 model."
+        raise StateError(msg)
+    inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
+    if inside is not None:
+        msg = f"The model holds a {type(inside).__name__}; give prepare() the fp32 model."
+        raise StateError(msg)
+    if not isinstance(model, torch.nn.Module):
+        msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
+        raise InputError(msg)
+    with LOCK:  # while another thread captures this model, its parameters are fake ones
+        devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for name, device in devices.items():
+        if device.type != "cpu":
+            msg = f"Parameter {name!r} is on device {device}; this is quantization for CPUs, call model.cpu()."
+            raise InputError(msg)
+
+
+def _capture(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, *, inplace: bool = False, share_weights: bool = False
+) -> Graph:
+    if isinstance(model, ExportedModel):
+        return model.own_graph()
+    with LOCK:  # capture in another thread switches the same flags for a while
+        if any(m.training for m in model.modules()):
+            flags = "it stays in eval mode, since inplace=True" if inplace else "its own flags stay as they are"
+            warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=3)
+        return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace)
