@@ -13,7 +13,7 @@ from torch import fx
 
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
-from nc.graph.catalogue import WEIGHTED, op_name, schema_arguments, weight_axis
+from nc.graph.catalogue import WEIGHTED, first_input, op_name, schema_arguments, weight_axis
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import Edge, edge_key
 from nc.graph.qdq import Finding
@@ -123,7 +123,7 @@ def _of_weights(module: fx.GraphModule, plan: Plan, watches: Watches) -> Iterato
     names = {d.operator for d in plan.quantized}
     for node in module.graph.nodes:
         axis = weight_axis(node) if node.meta.get("operator") in names and op_name(node) in WEIGHTED else None
-        codes = node.args[1].args[0] if axis is not None and node.args[1].op == "call_function" else None
+        codes = first_input(node.args[1]) if axis is not None else None
         if codes is None or codes.op != "get_attr":
             continue
         name = node.meta["operator"]

@@ -5,6 +5,10 @@ Names are those of the operator without namespace and overload: "linear" for `at
 
 from __future__ import annotations
 
+import operator
+import types
+from collections.abc import Callable, Sequence
+
 from torch import fx
 
 from nc.graph.tensor_meta import TENSORS
@@ -131,17 +135,25 @@ CHECKS = frozenset(
 )
 
 
-def op_name(node: fx.Node) -> str:
-    """Name of a node's operator without namespace and overload ("linear"); "" for what is not a call."""
-    if node.op != "call_function":
+def op_name(node: object) -> str:
+    """Name of a node's operator without namespace and overload ("linear"); "" for what is not a call, and for arguments that are no node.
+
+    Operators of other namespaces keep it ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"): neither is the ATen
+    operator of that name.
+    """
+    if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
-    schema = getattr(node.target, "_schema", None)
+    target = node.target
+    schema = getattr(target, "_schema", None)
     if schema is not None:
-        return schema.name.split("::")[-1]
-    return getattr(node.target, "__name__", str(node.target))
+        return schema.name.removeprefix("aten::")
+    name = getattr(target, "__name__", str(target))
+    if isinstance(target, types.BuiltinFunctionType) and target is not operator.getitem:
+        return f"{target.__module__.lstrip('_')}.{name}"
+    return name
 
 
-def kind_of_node(node: fx.Node) -> str | None:
+def kind_of_node(node: object) -> str | None:
     """The quantizable kind of a node ("linear", "matmul", …), or None."""
     name = op_name(node)
     return WEIGHTED.get(name) or BINARY.get(name) or (name if name in RECURRENT else None)
@@ -153,10 +165,30 @@ def is_float_tensor(node: object) -> bool:
     return isinstance(val, TENSORS) and val.dtype.is_floating_point
 
 
+def first_input(node: fx.Node) -> fx.Node | None:
+    """The node that an operator reads first; None where its first argument is a number, a list, or missing."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
+    """The first node that is not `through`, from `node` up along first inputs; also where a first input is no node."""
+    while through(node) and (source := first_input(node)) is not None:
+        node = source
+    return node
+
+
+def joined_inputs(node: fx.Node) -> Sequence[object]:
+    """What an operator of `JOINS` puts together; empty where that is one value, a list of which the graph does not say the length."""
+    parts = node.args[0] if node.args else ()
+    return parts if isinstance(parts, (list, tuple)) else ()
+
+
 def schema_arguments(node: fx.Node) -> dict[str, object]:
-    """All arguments of an ATen call by their schema name, defaults filled in."""
+    """All arguments of an ATen call by their schema name, defaults filled in; none for Python functions, which have no schema."""
     values: dict[str, object] = {}
-    for i, argument in enumerate(node.target._schema.arguments):
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if i < len(node.args):
             values[argument.name] = node.args[i]
         elif argument.name in node.kwargs:

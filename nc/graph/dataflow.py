@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, climb, first_input, kind_of_node, op_name, schema_arguments
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
 _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})
@@ -17,9 +17,7 @@ NO_READER = "no int8 operator reads the sum; it is fused in fp32"
 
 def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
     """The tensor whose codes `node` carries: up through whole moves, and through `pools`, those that run on codes."""
-    while op_name(node) in MOVES - _PARTS or node in pools:
-        node = node.args[0]
-    return node
+    return climb(node, lambda n: op_name(n) in MOVES - _PARTS or n in pools)
 
 
 def pools_on_codes(module: fx.GraphModule, asked: set[str]) -> set[fx.Node]:
@@ -27,7 +25,8 @@ def pools_on_codes(module: fx.GraphModule, asked: set[str]) -> set[fx.Node]:
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}
     passing = {n for n in module.graph.nodes if n in int8 or n in pools or op_name(n) in MOVES}
-    return {n for n in pools if producer(n.args[0]) in int8 and set(n.args[0].users) <= passing}
+    sources = {n: source for n in pools if (source := first_input(n)) is not None}
+    return {n for n, source in sources.items() if producer(source) in int8 and set(source.users) <= passing}
 
 
 def _takes_codes(node: fx.Node) -> bool:
@@ -41,28 +40,28 @@ def _takes_codes(node: fx.Node) -> bool:
 
 def producer(node: fx.Node) -> fx.Node:
     """The operator that computed a tensor: up through everything that an engine fuses behind it or passes codes through."""
-    while op_name(node) in MOVES or op_name(node) in POOLS or op_name(node) in ACTIVATIONS:
-        node = node.args[0]
-    return node
+    return climb(node, lambda n: op_name(n) in MOVES | POOLS | ACTIVATIONS)
 
 
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read a tensor, seen through moves, pools, joins and elementwise activations."""
-    for user in node.users:
-        name = op_name(user)
-        if name in MOVES or name in POOLS or name in JOINS or name in ACTIVATIONS:
-            yield from consumers(user)
-        else:
-            yield user
+    """The operators that read a tensor, seen through moves, pools, joins and elementwise activations; each once."""
+    seen, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in seen:
+                seen.add(user)
+                if op_name(user) in MOVES | POOLS | JOINS | ACTIVATIONS:
+                    stack.append(user)
+                else:
+                    yield user
 
 
 def behind_matmul(module: fx.GraphModule) -> frozenset[str]:
     """Names of the operators whose first input a matmul made: what reads an attention's result."""
     found = set()
     for node in module.graph.nodes:
-        source = node.args[0] if kind_of_node(node) is not None else node
-        while op_name(source) in MOVES:
-            source = source.args[0]
+        source = first_input(node) if kind_of_node(node) is not None else node
+        source = climb(source, lambda n: op_name(n) in MOVES) if source is not None else node
         if source is not node and kind_of_node(source) == "matmul":
             found.add(node.meta.get("operator"))
     return frozenset(found - {None})
@@ -95,7 +94,7 @@ def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_
 
 
 def _why_useless(add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> str:
-    if not any(producer(side) in int8 for side in add.args[:2]):
+    if not any(producer(side) in int8 for side in add.args[:2] if isinstance(side, fx.Node)):
         return "no int8 operator produces either side"
     if not any(reader in int8 for reader in consumers(add)):
         return NO_READER

@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, kind_of_node, op_name
+from nc.graph.catalogue import MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import NO_READER, is_fused_side, origin
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
@@ -103,8 +103,7 @@ def _add_edge(edges: dict[tuple[fx.Node, int], Edge], pools: set[fx.Node], edge:
     """Enter an edge, and one for every pool in front of it that runs on codes."""
     edges.setdefault((edge.reader, edge.index), edge)
     node = edge.source
-    while op_name(node) in MOVES or node in pools:
-        source = node.args[0]
+    while (op_name(node) in MOVES or node in pools) and (source := first_input(node)) is not None:
         if node in pools:
             edges.setdefault((node, 0), dataclasses.replace(edge, reader=node, index=0, source=source, origin=origin(source, pools)))
         node = source

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, op_name
 from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
@@ -83,7 +84,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     def slack(source: Any) -> Any:
         """Of an argument; 0 of what has none."""
         if isinstance(source, fx.Node):
-            return slacks[source] if source in slacks else torch.zeros_like(env[source])
+            return slacks[source] if source in slacks else pytree.tree_map(_none_of, env[source])
         return source
 
     name, first = op_name(node), node.args[0]
@@ -102,11 +103,20 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         terms = [slack(side) for side in node.args[:2] if isinstance(side, fx.Node)]
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name in _PRODUCTS:
-        sizes = [abs(v) for v in (env[first], rest[0])]
-        reach = [size + slack(side) if isinstance(side, fx.Node) else size for size, side in zip(sizes, node.args, strict=False)]
+        sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[first], rest[0])]
+        reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, node.args, strict=False)]
         return node.target(*reach) - node.target(*sizes)
-    if name == "div" and node.args[1] not in slacks:
+    if name == "div" and node.args[1] not in slacks and not options.get("rounding_mode"):
         return slack(first) / abs(rest[0])
     if name == "softmax":
         return value * torch.expm1(2 * slack(first).amax(rest[0], keepdim=True))
+    return pytree.tree_map(_no_bound, value)
+
+
+def _none_of(value: object) -> object:
+    """No slack, in the form of a value."""
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _no_bound(value: object) -> object:
     return torch.full_like(value, torch.inf, dtype=torch.float32) if isinstance(value, torch.Tensor) else None

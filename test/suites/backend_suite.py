@@ -55,6 +55,21 @@ class Branches(nn.Module):
         return self.out(joined)
 
 
+class Shuffle(nn.Module):
+    """Channels shuffled by hand between convolutions with a stride, as in ShuffleNet: sizes are computed in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.right = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x):
+        y = self.stem(x)
+        batch, channels, height, width = y.size()
+        y = y.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, channels, height, width)
+        left, right = y.chunk(2, 1)
+        return torch.cat([left, self.right(right)], 1)
+
+
 class Broadcast(nn.Module):
     """An addition whose sides have different shapes: each sample's pooled features on its feature map."""
 
@@ -181,6 +196,7 @@ MODELS = {
     "patches": (PatchEncoder, (2, 3, 8, 8), {"patch", "up", "down", "mix"}),
     "channels last block": (ChannelsLastBlock, (2, 3, 8, 8), {"stem", "depthwise", "up", "down", "head"}),
     "broadcast": (Broadcast, (2, 3, 8, 8), {"stem", "local", "whole", "head"}),
+    "shuffle": (Shuffle, (2, 3, 8, 8), {"stem", "right"}),
 }
 
 

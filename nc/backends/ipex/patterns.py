@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from nc.graph.catalogue import MOVES, kind_of_node, op_name
+from nc.graph.catalogue import MOVES, climb, kind_of_node, op_name
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 
 
@@ -25,8 +25,7 @@ def _is_dequantize(node: object) -> bool:
 def _source(node: fx.Node) -> str:
     """What made a tensor, with "q:" in front when it comes as codes."""
     codes = _is_dequantize(node)
-    while _is_dequantize(node) or node.target is quantize_per_tensor or op_name(node) in MOVES:
-        node = node.args[0]
+    node = climb(node, lambda n: _is_dequantize(n) or n.target is quantize_per_tensor or op_name(n) in MOVES)
     return ("q:" if codes else "") + (op_name(node) or node.op)
 
 

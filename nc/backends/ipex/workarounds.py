@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.graph.catalogue import MOVES, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import MOVES, climb, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import add_constant
@@ -59,7 +59,7 @@ def operand_is_source(module: fx.GraphModule) -> list[str]:
             continue
         for index in (0, 1):
             other, side = node.args[1 - index], _codes(node.args[index])
-            if side is not None and isinstance(other, fx.Node) and kind_of_node(other) and side is _codes(other.args[0]):
+            if side is not None and kind_of_node(other) and side is _codes(other.args[0]):
                 _own_codes(node, index)
                 changed.append(node.meta["operator"])
     return changed
@@ -71,7 +71,7 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
     The pass counts the readers of a value only, not those of its views. The addition gets a copy of s.
     """
     changed = []
-    for add in [n for n in module.graph.nodes if op_name(n).rstrip("_") == "add"]:
+    for add in [n for n in module.graph.nodes if op_name(n) in ("add", "add_")]:
         for index in (0, 1):
             side, other = add.args[index], add.args[1 - index]
             if not is_float_tensor(side) or side.target is dequantize_per_tensor or not is_float_tensor(other):
@@ -142,9 +142,7 @@ def _is_strided_pointwise(node: fx.Node) -> bool:
 
 def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
     """Whether the memory of `side` belongs to the caller, or may be read after `add` through another value."""
-    memory = side
-    while op_name(memory) in MOVES:
-        memory = memory.args[0]
+    memory = climb(side, lambda n: op_name(n) in MOVES)
     before = _ancestors(add)
     return memory.op == "placeholder" or any(value is not side and user not in before for value, user in _reads(memory))
 

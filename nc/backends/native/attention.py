@@ -71,8 +71,8 @@ def attention_of(node: fx.Node) -> Attention | None:
         inner.append(scores)
         left, right = scores.args[:2]
         if op_name(scores) != "add":
-            if not isinstance(right, (int, float)):
-                return None
+            if not isinstance(right, (int, float)) or scores.kwargs:
+                return None  # a factor that depends on the inputs, or a division that rounds
             factor = factor * right if op_name(scores) == "mul" else factor / right
             scores = left
         elif factor != 1.0 or scores.kwargs.get("alpha", 1) != 1:
@@ -85,8 +85,10 @@ def attention_of(node: fx.Node) -> Attention | None:
     if str(tuple(scores.meta["val"].shape)) != str(tuple(softmax.meta["val"].shape)):
         return None  # a bias with more rows or heads than the scores
     query, key = scores.args
-    if op_name(key) != "transpose" or {dim % 4 for dim in key.args[1:]} != {2, 3}:
+    if op_name(key) != "transpose" or not _is_4d(key) or {dim % 4 for dim in key.args[1:]} != {2, 3}:
         return None
+    if len({str(tuple(side.meta["val"].shape[:2])) for side in (query, key, value)}) > 1 or not (_is_4d(query) and _is_4d(value)):
+        return None  # `matmul` repeats what is missing, the one call does not
     inner += [scores, key] if len(key.users) == 1 else [scores]
     return Attention(query, key.args[0], value, factor, tuple(biases), tuple(inner))
 

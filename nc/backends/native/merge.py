@@ -26,7 +26,7 @@ def merge(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if op_name(node) == "linear" and reads_codes(node):
             region = region_of(node)
-            if region.codes is None and region.nodes == (node,) and not _is_returned(node):
+            if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
                 groups.setdefault((*node.args[0].args, region.bf16), []).append(node)
     for (*_, bf16), nodes in groups.items():
         if len(nodes) > 1:
@@ -66,6 +66,11 @@ def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
 def _is_returned(node: fx.Node) -> bool:
     """Whether a result, or a view of it, is an output."""
     return any(user.op == "output" or (op_name(user) in MOVES and _is_returned(user)) for user in node.users)
+
+
+def _has_constant_bias(node: fx.Node) -> bool:
+    bias = schema_arguments(node)["bias"]
+    return bias is None or bias.op == "get_attr"
 
 
 def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:

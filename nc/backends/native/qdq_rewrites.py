@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nc.backends.torchscript import explicit_clamps
-from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, op_name, schema_arguments
+from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, joined_inputs, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 from nc.graph.placement import works_in_place
 
@@ -56,8 +56,8 @@ def hoist(module: fx.GraphModule) -> None:
         if len(found) != 1 or None in found:
             continue
         ((function, *qparams),) = found
-        sources = node.args[0] if op_name(node) in JOINS else [node.args[0]]
-        if not all(is_float_tensor(source) for source in sources):
+        sources = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
+        if not sources or not all(is_float_tensor(source) for source in sources):
             continue
         for source in dict.fromkeys(sources):
             with module.graph.inserting_before(node):
@@ -85,8 +85,10 @@ def pool_codes(module: fx.GraphModule) -> None:
     """Maximum pools between two quantizations with one scale work on the codes themselves."""
     for node in [n for n in module.graph.nodes if op_name(n) == "max_pool2d"]:
         source, users = node.args[0], list(node.users)
-        if source.target is not dequantize_per_tensor or not all(
-            u.target is quantize_per_tensor and u.args[1:3] == source.args[1:] for u in users
+        if (
+            not isinstance(source, fx.Node)
+            or source.target is not dequantize_per_tensor
+            or not all(u.target is quantize_per_tensor and u.args[1:3] == source.args[1:] for u in users)
         ):
             continue
         a = schema_arguments(node)
