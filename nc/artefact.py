@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from nc.backends import choose_backend, cpu, why_chosen
-from nc.backends.base import Backend, check_bf16, lower
+from nc.backends import choose_backend, cpu, first_that_computes
+from nc.backends.base import Backend, EngineModel, check_bf16, lower
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
@@ -70,7 +70,8 @@ def load(
         original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
-        backend: the engine to run on: "auto", "ipex", "native", "reference" or a registered one.
+        backend: the engine to run on: "ipex", "native", "reference", a registered one, or "auto": the first that can run here and
+            computes this model; the report says why one was passed over.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
             "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
@@ -84,20 +85,25 @@ def load(
         UnsupportedError: its numbers rely on CPU features that this CPU lacks, and that nothing makes up for.
         UnknownBackendError, BackendUnavailableError: as for `prepare`.
         VerificationError: the engine computes something else than the reference.
+        BackendError: the engine fails; for "auto", every engine does, and the message has all reasons.
         ConfigError: another format or device, or the backend has no `compile`.
     """
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
     stored = store.read(model_name_or_path)
-    engine = choose_backend(backend)
-    if engine.name != REFERENCE:  # which computes in fp32, alike on every CPU
+    first = choose_backend(backend).name
+    if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)
     graph = stored.graph()
     del stored  # it holds the weights once more
-    graph = _narrowed(graph, engine)
-    lowered = lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
-    return QuantizedModel(graph, lowered, engine.name, why_chosen(backend, engine.name))
+
+    def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
+        narrowed = _narrowed(graph, engine, frames=2)
+        return narrowed, lower(engine, narrowed, verify=verify, isolate=isolate, compile=compile)
+
+    (graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
+    return QuantizedModel(graph, lowered, name, chosen)
 
 
 def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:
@@ -194,8 +200,14 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
         raise UnsupportedError(msg)
 
 
-def _narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
-    """The graph with sums that can't saturate on this engine and CPU; warns when codes had to change for that."""
+def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
+    """The graph with sums that can't saturate on this engine and CPU; warns when codes had to change for that.
+
+    Args:
+        graph: the stored model.
+        engine: what it is for.
+        frames: calls between the public function and the one that calls this.
+    """
     graph, names = narrow(graph, engine.capabilities())
     if names:
         text = (
@@ -203,5 +215,5 @@ def _narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
             f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized anew from their int8 codes, "
             "which costs some accuracy (see the report). To avoid that convert the model on such a CPU, from fp32. The files are unchanged."
         )
-        warnings.warn(text, NCWarning, stacklevel=3)
+        warnings.warn(text, NCWarning, stacklevel=3 + frames)
     return graph

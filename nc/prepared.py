@@ -39,7 +39,7 @@ class PreparedModel(torch.nn.Module):
         graph: the captured model.
         plan: the decisions; `print(prepared.plan)` shows them.
         backend: name of the backend that `convert` will use by default.
-        chosen: why "auto" took it; "" when it was asked for.
+        asked: the name that `prepare` was given for it, perhaps "auto".
         quant_config: the configuration.
     """
 
@@ -52,7 +52,7 @@ class PreparedModel(torch.nn.Module):
         quant_config: AnyConfig,
         *,
         changes: Sequence[str] = (),
-        chosen: str = "",
+        asked: str = "",
     ) -> None:
         super().__init__()
         _check_weights(graph, plan)
@@ -60,7 +60,7 @@ class PreparedModel(torch.nn.Module):
         self.plan = plan
         self.capabilities = capabilities
         self.backend = backend
-        self.chosen = chosen
+        self.asked = asked or backend
         self.quant_config = quant_config
         self._post = outer_field(quant_config, "post")
         self._changes = tuple(changes)

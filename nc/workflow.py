@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from nc.backends import choose_backend, get_backend, why_chosen
-from nc.backends.base import Backend, lower
+from nc.backends import choose_backend, first_that_computes
+from nc.backends.base import Backend, EngineModel, lower
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, config_from, outer_field
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
+from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import resolve
@@ -41,7 +42,8 @@ def prepare(
         inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
             afterwards would then change the prepared model too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: the engine to plan for: "auto", "ipex", "native", "reference" or a registered one.
+        backend: the engine to plan for: "ipex", "native", "reference", a registered one, or "auto": the first that can run here. When
+            that one can't compute this model, `convert` goes on to the next.
         dynamic_shapes: as for `torch.export.export`, by argument name; None frees every dimension that the model leaves free, but not
             height and width of images for models with tokens (layer norm, attention, embeddings).
         strict: a rule whose name matches nothing raises; False makes it a warning.
@@ -67,8 +69,7 @@ def prepare(
     changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
     if inplace:
         model.eval()
-    chosen = why_chosen(backend, engine.name)
-    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes, chosen=chosen)
+    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes, asked=backend)
 
 
 def convert(
@@ -87,7 +88,8 @@ def convert(
         model: what `prepare` returned, after calibration; dynamic quantization needs none.
         quant_config: the configuration that `prepare` was given, or None; another one would need another preparation.
         inplace: for scripts written for Neural Compressor; the prepared model stays as it is in either case.
-        backend: another engine than the one planned for.
+        backend: another engine than the one planned for. Where `prepare` was given "auto", or this is it, an engine that can't compute
+            this model gives way to the next one; the report then says why.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
         compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
@@ -98,6 +100,7 @@ def convert(
         UnsupportedError: the other engine has no kernel for a dtype that was asked for.
         VerificationError: the engine computes something else than the reference.
         BackendUnavailableError: the engine can't run here.
+        BackendError: it fails; for "auto", every engine does, and the message has all reasons.
     """
     if isinstance(model, QuantizedModel):
         msg = "The model is converted already; convert() takes what prepare() returned."
@@ -108,12 +111,15 @@ def convert(
     if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
         raise ConfigError(msg)
-    engine = choose_backend(backend) if backend is not None else get_backend(model.backend)
-    engine.start()
-    graph = model.quantized_graph(engine.capabilities())
-    chosen = model.chosen if backend is None else why_chosen(backend, engine.name)
-    lowered = lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
-    return QuantizedModel(graph, lowered, engine.name, chosen)
+    asked, first = (model.asked, model.backend) if backend is None else (backend, choose_backend(backend).name)
+
+    def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
+        engine.start()
+        graph = model.quantized_graph(engine.capabilities())
+        return graph, lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
+
+    (graph, lowered), name, chosen = first_that_computes(asked, first, attempt)
+    return QuantizedModel(graph, lowered, name, chosen)
 
 
 def quantize(

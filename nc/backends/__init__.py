@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
 from nc.backends.base import Backend, check_available
 from nc.backends.reference import ReferenceBackend
-from nc.errors import BackendUnavailableError, ConfigError, UnknownBackendError
+from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnknownBackendError, UnsupportedError
+
+_T = TypeVar("_T")
 
 BUILT_IN = ("ipex", "native", "reference")
 #: What "auto" tries, in this order; not the reference, which computes in fp32.
@@ -85,14 +90,56 @@ def choose_backend(name: str = "auto") -> Backend:
     raise BackendUnavailableError(msg)
 
 
-def why_chosen(name: str, chosen: str) -> str:
-    """Why `choose_backend(name)` takes the backend called `chosen`: what comes before it can't run here; "" when it was asked for."""
+def first_that_computes(name: str, first: str, attempt: Callable[[Backend], _T]) -> tuple[_T, str, str]:
+    """Lower a model on a backend; for "auto" on the next one when that backend can't compute this model.
+
+    Args:
+        name: what the user asked for: a backend's name, or "auto".
+        first: name of the backend to begin with.
+        attempt: what to do with a backend.
+
+    Returns:
+        What `attempt` returned, the name of the backend that it returned for, and why that one was chosen ("" when it was asked for).
+
+    Raises:
+        BackendError, UnsupportedError: the backend that was asked for fails, or for "auto" every backend from the first on that can run
+            here; the message has all reasons, and the type is that of the failures where they share one, else BackendError.
+    """
+    candidates = (*AUTO, *_REGISTERED)
+    if name != "auto":
+        return attempt(get_backend(first)), first, ""
+    failed: dict[str, NCError] = {}
+    for candidate in candidates[candidates.index(first) :]:
+        backend = get_backend(candidate)
+        if backend.why_unavailable():
+            continue
+        try:
+            return attempt(backend), candidate, why_chosen(name, candidate, {key: str(error) for key, error in failed.items()})
+        except (BackendError, UnsupportedError) as error:
+            failed[candidate] = error
+    errors = list(failed.values())
+    if len(errors) == 1:
+        raise errors[0]
+    types = {type(error) for error in errors}
+    msg = "No engine computes this model. " + " ".join(f"{key}: {error}" for key, error in failed.items())
+    raise (types.pop() if len(types) == 1 else BackendError)(msg) from errors[-1]
+
+
+def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None) -> str:
+    """Why `name` leads to the backend called `chosen`; "" when it was asked for.
+
+    Args:
+        name: what the user asked for.
+        chosen: the backend that was taken.
+        failed: backends that can run here, but could not compute the model, and why; None or empty: no model was tried.
+    """
     if name != "auto":
         return ""
     candidates = (*AUTO, *_REGISTERED)
     before = candidates[: candidates.index(chosen)]
-    return f'"auto" takes the first of {", ".join(candidates)} that can run here' + (f"; {_why_not(before)}" if before else "")
+    what = "can run here and computes this model" if failed else "can run here"
+    return f'"auto" takes the first of {", ".join(candidates)} that {what}' + (f"; {_why_not(before, failed)}" if before else "")
 
 
-def _why_not(names: tuple[str, ...]) -> str:
-    return " ".join(f"{name}: {get_backend(name).why_unavailable()}" for name in names)
+def _why_not(names: Sequence[str], failed: Mapping[str, str] | None = None) -> str:
+    return " ".join(f"{name}: {(failed or {}).get(name) or get_backend(name).why_unavailable()}" for name in names)

@@ -55,7 +55,7 @@ def verify_outputs(
         text = _disagreement(engine, None if first is None else first(), sqnr, required)
         if verify == "raise":
             raise VerificationError(text)
-        warnings.warn(text, NCWarning, stacklevel=6)
+        warnings.warn(text, NCWarning, stacklevel=8)
     return sqnr
 
 

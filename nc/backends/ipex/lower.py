@@ -20,6 +20,7 @@ from nc.backends.ipex.timing import profile_script
 from nc.backends.ipex.workarounds import apply_lints
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
+from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import copy_module
@@ -55,7 +56,11 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     inputs = tuple(t.contiguous() for t in graph.example)
     if isolate == "always" or (isolate == "auto" and not familiar):
         first_run_in_child(frozen, inputs)
-    outputs = _warm_up(frozen, inputs)
+    try:
+        outputs = _warm_up(frozen, inputs)
+    except RuntimeError as error:
+        msg = f'IPEX failed on this graph: {str(error).strip().splitlines()[-1]} Use backend="native", or backend="reference".'
+        raise BackendError(msg) from error
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)

@@ -1,0 +1,198 @@
+"""`backend="auto"`: the next engine takes a model that one can't compute, and the report says why."""
+
+import pytest
+import torch
+from models import MLP, prepared_for, worst_db
+from torch import nn
+
+import nc
+from nc import (
+    BackendError,
+    NCError,
+    NCWarning,
+    StateError,
+    StaticQuantConfig,
+    UnsupportedError,
+    VerificationError,
+    available_backends,
+    convert,
+    load,
+    prepare,
+    quantize,
+)
+from nc.backends.reference import ReferenceBackend
+
+X = torch.randn(4, 16)
+WHY_NO_NATIVE = available_backends()["native"]
+
+
+class Engine(ReferenceBackend):
+    """The reference under another name; raises `error`, if it has one, when it is to lower a graph."""
+
+    def __init__(self, name, error=None):
+        self.name, self.error, self.graphs = name, error, []
+
+    def lower(self, graph, **options):
+        self.graphs.append(graph)
+        if self.error is not None:
+            raise self.error
+        return super().lower(graph)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Registers engines, which are then all that "auto" tries."""
+
+    def register(*made, order=()):
+        monkeypatch.setattr(nc.backends, "AUTO", order)
+        monkeypatch.setattr(nc.backends, "_REGISTERED", {engine.name: engine for engine in made})
+        return made
+
+    return register
+
+
+WRONG = VerificationError("3 dB")
+
+
+@pytest.mark.parametrize("error", [WRONG, BackendError("it crashed"), UnsupportedError("no bf16")])
+def test_the_next_engine_takes_over(engines, error):
+    engines(Engine("first", error), Engine("second"))
+    prepared = prepared_for(MLP(), X, backend="auto")
+    assert prepared.backend == "first"
+    q = convert(prepared)
+    assert q.backend == "second"
+    expected = f'"auto" takes the first of first, second that can run here and computes this model; first: {error}'
+    assert q.report().chosen == expected
+    assert expected in q.report().summary().splitlines()
+    torch.testing.assert_close(q(X), q.reference(X))
+
+
+def test_what_is_in_front_and_can_not_run_is_named_too(engines):
+    absent, broken, works = engines(Engine("absent"), Engine("broken", WRONG), Engine("works"))
+    absent.why_unavailable = lambda: "not installed."
+    q = quantize(MLP().eval(), StaticQuantConfig(), lambda m: m(X), example_inputs=X)
+    assert q.report().chosen.endswith("; absent: not installed. broken: 3 dB")
+    assert not absent.graphs
+    assert len(broken.graphs) == len(works.graphs) == 1
+
+
+def test_an_engine_that_works_is_the_last_one_tried(engines):
+    first, second = engines(Engine("first"), Engine("second"))
+    q = convert(prepared_for(MLP(), X, backend="auto"))
+    assert q.report().chosen == '"auto" takes the first of first, second that can run here'
+    assert first.graphs
+    assert not second.graphs
+
+
+def test_a_named_engine_raises(engines):
+    _, second = engines(Engine("first", WRONG), Engine("second"))
+    with pytest.raises(VerificationError, match="^3 dB$"):
+        convert(prepared_for(MLP(), X, backend="first"))
+    with pytest.raises(VerificationError, match="^3 dB$"):
+        convert(prepared_for(MLP(), X, backend="auto"), backend="first")
+    assert not second.graphs
+    assert convert(prepared_for(MLP(), X, backend="first"), backend="auto").backend == "second"
+
+
+UNABLE = UnsupportedError("no bf16")
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind"), [((WRONG, WRONG), VerificationError), ((WRONG, UNABLE), BackendError), ((UNABLE, UNABLE), UnsupportedError)]
+)
+def test_none_computes_it(engines, errors, kind):
+    engines(*(Engine(name, error) for name, error in zip(("first", "second"), errors, strict=True)))
+    with pytest.raises(NCError) as caught:
+        convert(prepared_for(MLP(), X, backend="auto"))
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"No engine computes this model. first: {errors[0]} second: {errors[1]}"
+
+
+def test_the_only_engine_raises_its_own_error(engines):
+    engines(Engine("first", WRONG))
+    with pytest.raises(VerificationError, match="^3 dB$"):
+        convert(prepared_for(MLP(), X, backend="auto"))
+
+
+def test_other_errors_are_nobody_elses_chance(engines):
+    _, second = engines(Engine("first"), Engine("second"))
+    with pytest.raises(StateError, match="Nothing was calibrated"):
+        convert(prepare(MLP().eval(), StaticQuantConfig(), example_inputs=X))
+    assert not second.graphs
+
+
+def test_load_goes_on_too(engines, tmp_path):
+    engines(Engine("first", WRONG), Engine("second"))
+    convert(prepared_for(MLP(), X, backend="auto")).save(tmp_path / "m")
+    q = load(tmp_path / "m")
+    assert q.backend == "second"
+    assert q.report().chosen.endswith("computes this model; first: 3 dB")
+    with pytest.raises(VerificationError, match="^3 dB$"):
+        load(tmp_path / "m", backend="first")
+
+
+def test_warnings_name_the_callers_line(engines, tmp_path):
+    """Of an engine that is only warned about, by the function that all engines share."""
+
+    class Warns(Engine):
+        def lower(self, graph, **options):
+            return _lower(graph, options["verify"])
+
+    def _lower(graph, verify):
+        nc.backends.verify.verify_outputs(graph, [t + 1 for t in graph.module(*graph.example)], verify, "It")
+        return ReferenceBackend().lower(graph)
+
+    engines(Warns("first"))
+    prepared = prepared_for(MLP(), X, backend="auto")
+    for call in (lambda: convert(prepared, verify="warn"), lambda: load(tmp_path / "m", verify="warn")):
+        with pytest.warns(NCWarning, match="It computes something else") as caught:
+            q = call()
+        assert caught[0].filename == __file__
+        q.save(tmp_path / "m")
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.matmul(self.a(x), self.b(x).transpose(0, 1))
+
+
+@pytest.mark.skipif(bool(WHY_NO_NATIVE), reason=WHY_NO_NATIVE or "it can run")
+def test_the_plan_is_fitted_to_the_next_engine(engines):
+    """A matmul is int8 in the plan of the first engine; native has no kernel for it."""
+    engines(Engine("first", WRONG), order=("first", "native"))
+    prepared = prepared_for(Products(), X, backend="auto")
+    assert prepared.plan["matmul"].spec.quantized
+    q = convert(prepared)
+    assert q.backend == "native"
+    assert {op.operator: op.ran for op in q.report().ops}.items() >= {"a": "int8", "b": "int8", "matmul": "fp32"}.items()
+    assert q.report().chosen.endswith("first: 3 dB")
+    assert worst_db(q.reference(X), q(X)) > 40
+
+
+class Attention(nn.Module):
+    """IPEX finds no kernel for it on CPUs with AVX512-VNNI and BF16."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.fc = nn.MultiheadAttention(32, 4, batch_first=True), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.fc(self.attention(x, x, x)[0])
+
+
+@pytest.mark.ipex
+@pytest.mark.parametrize("isolate", ["always", "never"])
+def test_multi_head_attention_is_computed_on_every_cpu(isolate):
+    x = torch.randn(2, 16, 32)
+    prepared = prepared_for(Attention(), x, backend="auto")
+    q = convert(prepared, isolate=isolate)
+    assert worst_db(q.reference(x), q(x)) > 40
+    if q.backend != "ipex":
+        assert q.backend == "native"
+        assert "computes this model; ipex: IPEX failed on this graph" in q.report().chosen
+        with pytest.raises(BackendError, match="IPEX failed on this graph"):
+            convert(prepared, backend="ipex", isolate=isolate)
