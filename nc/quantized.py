@@ -16,6 +16,7 @@ from nc.errors import InputError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.report import Report, build
 from nc.storage.store import write
+from nc.verdict import Verdict
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[object]:
@@ -45,14 +46,16 @@ class QuantizedModel(torch.nn.Module):
         engine: the lowered model.
         backend: name of the backend.
         chosen: why "auto" took it; "" when it was asked for.
+        verdict: how fast it is against fp32, as `convert` measured it; None when nothing was measured. It is not saved.
     """
 
-    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "") -> None:
+    def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "", verdict: Verdict | None = None) -> None:
         super().__init__()
         self.graph = graph
         self.engine = engine
         self.backend = backend
         self.chosen = chosen
+        self.verdict = verdict
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +71,7 @@ class QuantizedModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         """A model of its own around the same engine: nothing in that ever changes."""
-        return QuantizedModel(self.graph, self.engine, self.backend, self.chosen)
+        return QuantizedModel(self.graph, self.engine, self.backend, self.chosen, self.verdict)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stays in eval mode: there is nothing to train."""
@@ -88,7 +91,7 @@ class QuantizedModel(torch.nn.Module):
             BackendError: that process failed.
         """
         if profile_inputs is None:
-            return build(self.graph, self.engine.report(), self.chosen)
+            return build(self.graph, self.engine.report(), self.chosen, verdict=self.verdict)
         inputs = self.graph.signature.bind(*as_call(profile_inputs))
         if self.engine.profile is None:
             msg = (
@@ -97,7 +100,7 @@ class QuantizedModel(torch.nn.Module):
             )
             raise UnsupportedError(msg)
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
-        return build(self.graph, self.engine.report(), self.chosen, profile)
+        return build(self.graph, self.engine.report(), self.chosen, profile, self.verdict)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
         """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back.

@@ -10,6 +10,7 @@ from nc.backends.base import EngineReport
 from nc.backends.profiling.profile import Profile
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
+from nc.verdict import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class Report:
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the numbers rely on.
         details: what else the backend had to say.
+        verdict: how fast the engine is against fp32, and what costs more than it gains; None when `convert` did not measure it.
         profile: every call that the engine makes, with its kernels and its time; None when nothing was profiled.
     """
 
@@ -77,6 +79,7 @@ class Report:
     rewrites: tuple[str, ...]
     isa: tuple[str, ...]
     details: Mapping[str, Any]
+    verdict: Verdict | None = None
     profile: Profile | None = None
 
     @property
@@ -96,10 +99,17 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**dataclasses.asdict(self), "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
+        verdict = None if self.verdict is None else {**dataclasses.asdict(self.verdict), "ratio": self.verdict.ratio}
+        return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
 
     def summary(self) -> str:
-        """A few lines: the numbers without the operators."""
+        """A few lines: the verdict, and the numbers without the operators."""
+        return f"{self._verdict()}\n{self._figures()}"
+
+    def _verdict(self) -> str:
+        return "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
+
+    def _figures(self) -> str:
         lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
         if self.chosen:
             lines.append(self.chosen)
@@ -133,15 +143,17 @@ class Report:
         return [f"health: {found[0].operator}: {found[0].text}{more[kind]}" for kind, found in kinds.items()]
 
     def __str__(self) -> str:
-        """All operators as a table, then the summary."""
+        """The verdict, all operators as a table, then the other figures."""
         head = ("operator", "type", "asked", "ran", "share", "kernel", "why")
         rows = [head] + [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
         if self.profile is None:
             rows = [(*row[:4], row[-1]) for row in rows]
-        return f"{format_table(rows)}\n\n{self.summary()}"
+        return f"{self._verdict()}\n\n{format_table(rows)}\n\n{self._figures()}"
 
 
-def build(graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None) -> Report:
+def build(
+    graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None, verdict: Verdict | None = None
+) -> Report:
     """Put the plan, the engine's own account and what was measured side by side."""
     runs = {run.operator: run for run in engine.ops}
     kernels = profile.kernels() if profile is not None else {}
@@ -181,6 +193,7 @@ def build(graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Prof
         rewrites=engine.rewrites,
         isa=graph.plan.isa,
         details=engine.details,
+        verdict=verdict,
         profile=profile,
     )
 

@@ -11,6 +11,7 @@ import torch
 
 from nc.backends import choose_backend, first_that_computes
 from nc.backends.base import Backend, EngineModel, lower
+from nc.backends.reference import NAME as REFERENCE
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, config_from, outer_field
 from nc.errors import ConfigError, InputError, NCWarning, StateError
@@ -22,6 +23,7 @@ from nc.plan import Plan
 from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
+from nc.verdict import measure as speed_verdict
 
 
 def prepare(
@@ -81,6 +83,7 @@ def convert(
     verify: str = "raise",
     isolate: str = "auto",
     compile: bool = False,  # noqa: A002
+    measure: bool = True,
 ) -> QuantizedModel:
     """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
 
@@ -92,6 +95,8 @@ def convert(
             this model gives way to the next one; the report then says why.
         verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
         isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
+        measure: time the engine against the captured fp32 model, on the example inputs and for at most about a second; the report begins
+            with the result. The reference, which simulates, is never timed.
         compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
 
     Raises:
@@ -119,7 +124,8 @@ def convert(
         return graph, lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
 
     (graph, lowered), name, chosen = first_that_computes(asked, first, attempt)
-    return QuantizedModel(graph, lowered, name, chosen)
+    verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None
+    return QuantizedModel(graph, lowered, name, chosen, verdict)
 
 
 def quantize(
@@ -129,9 +135,13 @@ def quantize(
     run_args: Any = None,
     inplace: bool = False,
     example_inputs: Any = None,
+    *,
+    measure: bool = True,
     **options: Any,
 ) -> QuantizedModel:
-    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one; `options` are prepare's. Dynamic quantization needs no `run_fn`.
+    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one. Dynamic quantization needs no `run_fn`.
+
+    `measure` is convert's, `options` are prepare's.
 
     Example:
         >>> import torch
@@ -146,7 +156,7 @@ def quantize(
     if run_fn is not None:
         args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
         run_fn(prepared, *args)
-    return convert(prepared)
+    return convert(prepared, measure=measure)
 
 
 def describe(

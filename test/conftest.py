@@ -43,6 +43,12 @@ def seed(request):
     return value
 
 
+@pytest.fixture(autouse=True)
+def no_time_to_measure(monkeypatch):
+    """`convert` makes one call of each model, and takes none apart."""
+    monkeypatch.setattr("nc.verdict.SECONDS", 0.0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.global_lock", "nc.spec", "nc.graph", "nc.bench"),
-    ("nc.checks", "nc.numerics", "nc.plan"),
+    ("nc._version", "nc.errors", "nc.global_lock", "nc.spec", "nc.graph"),
+    ("nc.checks", "nc.numerics", "nc.plan", "nc.bench"),
     (
         "nc.graph.signature",
         "nc.graph.tensor_meta",
@@ -31,6 +31,7 @@ LEVELS = (
     ("nc.calibration", "nc.config"),
     ("nc.planning",),
     ("nc.backends",),
+    ("nc.verdict",),
     ("nc.prepared", "nc.report"),
     ("nc.quantized", "nc.export"),
     ("nc.workflow", "nc.artefact", "nc.parity"),
@@ -132,6 +133,7 @@ INSIDE = {
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
     "nc.artefact": ("nc.backends.native.package",),
+    "nc.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch

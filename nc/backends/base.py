@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nc.backends.profiling.profile import Profile
+from nc.backends.profiling.profile import Profile, Step
 from nc.errors import BackendUnavailableError, ConfigError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
@@ -69,12 +69,15 @@ class EngineModel:
         script: the TorchScript module, where the engine has one.
         profile: flat input tensors → the kernels that run and their times. It takes over the standard output of the process, so it is
             called in one of its own, on a model lowered there; None: the engine can't be profiled.
+        steps: flat input tensors → the calls that the engine makes, each with the time that it took this once. It runs in this process, and
+            its steps have no kernels; None: the engine can't be taken apart here.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
     report: Callable[[], EngineReport]
     script: torch.jit.ScriptModule | None = None
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
+    steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]] | None = None
 
 
 class Backend(Protocol):

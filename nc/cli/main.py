@@ -105,6 +105,7 @@ def main() -> None:
     show_default=True,
     help="When the engine disagrees with the reference.",
 )
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Time the engine against fp32, for about a second.")
 @_command
 def quantize(
     factory: str,
@@ -115,6 +116,7 @@ def quantize(
     batch_size: int,
     example: Path | None,
     verify: str,
+    measure: bool,
 ) -> None:
     """Quantize the model that FACTORY returns, and save it.
 
@@ -147,7 +149,7 @@ def quantize(
         for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
             inputs.call(prepared, batch)
         step = progress.add_task("convert", total=1)
-        q_model = nc.convert(prepared, verify=verify)
+        q_model = nc.convert(prepared, verify=verify, measure=measure)
         progress.update(step, completed=1)
         save(q_model, out)
     click.echo(str(q_model.report()))

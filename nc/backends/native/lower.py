@@ -18,7 +18,7 @@ from nc.backends.native.execute import executable
 from nc.backends.native.fuse import fuse, is_kernel, note_shapes
 from nc.backends.native.merge import merge
 from nc.backends.native.qdq_rewrites import CONVERTERS, hoist, pool_codes, remaining, unsigned
-from nc.backends.profiling.nodes import profile_nodes
+from nc.backends.profiling.nodes import node_steps, profile_nodes
 from nc.backends.verify import check_option, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
@@ -84,7 +84,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
 
     # of compiled code nothing says which part of it computes which operator
     profile = None if compile else functools.partial(profile_nodes, module, call, CONVERTERS)
-    return EngineModel(run=run, report=report, profile=profile)
+    steps = None if compile else functools.partial(node_steps, module, CONVERTERS)
+    return EngineModel(run=run, report=report, profile=profile, steps=steps)
 
 
 def _op_run(decision: Decision, executed: Mapping[str, str]) -> OpRun:

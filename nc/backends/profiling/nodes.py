@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -39,32 +40,64 @@ def profile_nodes(module: fx.GraphModule, call: Callable[..., object], converter
         converters: what quantize and dequantize nodes call.
         inputs: flat tensors.
     """
-
-    def clocked(announce: Callable[[int], None]) -> list[float]:
-        clock = _Clock(module, announce)
-        clock.run(*inputs)
-        return clock.ms
-
     with torch.no_grad():
         for _ in range(WARM_UP):
             call(*inputs)
         rows: list[tuple[float, list[float]]] = []
-        repeat(lambda: rows.append((timed(lambda: call(*inputs)), clocked(lambda _: None))))
+        repeat(lambda: rows.append((timed(lambda: call(*inputs)), _clocked(module, inputs))))
         with onednn_verbose.captured() as lines:
-            clocked(onednn_verbose.mark)
+            _clocked(module, inputs, onednn_verbose.mark)
     kernels = _by_mark(onednn_verbose.parse(lines))
+    times = list(map(min, zip(*(row[1] for row in rows), strict=True)))
+    steps = tuple(dataclasses.replace(s, kernels=tuple(kernels.get(i, ()))) for i, s in enumerate(_steps(module, converters, times)))
+    return Profile(steps=steps, call_ms=min(row[0] for row in rows), calls=len(rows), threads=torch.get_num_threads())
+
+
+def node_steps(module: fx.GraphModule, converters: Set[object], inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
+    """Every call of a graph with the time that it took in one run; see `profile_nodes`."""
+    with torch.no_grad():
+        return _steps(module, converters, _clocked(module, inputs))
+
+
+def _clocked(module: fx.GraphModule, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None) -> list[float]:
+    """Milliseconds of each call of a graph."""
+    clock = _Clock(module, announce)
+    clock.run(*inputs)
+    return clock.ms
+
+
+def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[float]) -> tuple[Step, ...]:
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    steps = tuple(
+    return tuple(
         Step(
             name=_name(node),
-            operators=tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")])),
-            kernels=tuple(kernels.get(i, ())),
+            operators=_operators(node),
             converts=node.target in converters,
+            serves=_served(node, converters) if node.target in converters else "",
             ms=ms,
         )
-        for i, (node, ms) in enumerate(zip(nodes, map(min, zip(*(row[1] for row in rows), strict=True)), strict=True))
+        for node, ms in zip(nodes, times, strict=True)
     )
-    return Profile(steps=steps, call_ms=min(row[0] for row in rows), calls=len(rows), threads=torch.get_num_threads())
+
+
+def _operators(node: fx.Node) -> tuple[str, ...]:
+    return tuple(node.meta.get("operators") or filter(None, [node.meta.get("operator")]))
+
+
+def _served(node: fx.Node, converters: Set[object]) -> str:
+    """The operator whose kernel made what a conversion reads; failing that, whose kernel reads what it makes."""
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.op == "call_function" and source.target not in converters and not _operators(source):
+        source = source.args[0] if source.args else None  # a move
+    if isinstance(source, fx.Node) and source.meta.get("operators"):
+        return _operators(source)[0]
+    waiting = list(node.users)
+    for user in waiting:  # which grows
+        if user.meta.get("operators"):
+            return _operators(user)[0]
+        if user.target not in converters:
+            waiting += [u for u in user.users if u not in waiting]
+    return ""
 
 
 def _by_mark(stream: Sequence[onednn_verbose.Kernel | onednn_verbose.Partition | int]) -> dict[int, list[onednn_verbose.Kernel]]:

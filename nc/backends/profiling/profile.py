@@ -26,6 +26,7 @@ class Step:
         operators: names of the operators that it computes, in order; the first stands for all.
         kernels: what oneDNN ran for it; none where torch computes it without oneDNN.
         converts: it only quantizes or dequantizes.
+        serves: for a conversion, the operator whose codes it makes or reads; "" where that is not known.
         ms: the fastest of the calls: what other programs of the machine do to one is not the kernel's doing.
     """
 
@@ -33,6 +34,7 @@ class Step:
     operators: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     converts: bool = False
+    serves: str = ""
     ms: float = 0.0
 
     @property

@@ -1,0 +1,301 @@
+"""The verdict: how fast against fp32, what costs more than it gains, and which rule excludes that. No test here reads a real clock."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from models import MLP, Attention, Function, ResidualCNN, prepared_for, quantized
+from torch import nn
+
+import nc
+from nc import StaticQuantConfig, available_backends, convert, load, quantize
+from nc.backends.base import EngineModel
+from nc.backends.profiling.profile import Step
+from nc.backends.reference import ReferenceBackend
+from nc.plan import Decision, Plan
+from nc.planning.rules import spec_of
+from nc.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
+
+native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+ROWS = torch.randn(4, 16)
+INT8 = spec_of("static_quant", StaticQuantConfig().defaults(), "linear")
+
+
+def plan_of(**kinds):
+    """Kinds by operator; int8 but for activations and norms."""
+    decisions = [
+        Decision(operator=name, kind=kind, module_type="", **({} if kind in ("relu", "norm") else {"spec": INT8}))
+        for name, kind in kinds.items()
+    ]
+    return Plan(decisions=tuple(decisions), backend="native")
+
+
+# ---- arithmetic ----
+
+
+def test_ratio_and_words():
+    fast = Verdict(fp32_ms=9.0, engine_ms=4.0, calls=20, threads=2, costs=())
+    assert fast.ratio == 2.25
+    assert str(fast) == "2.25 times as fast as fp32: 4.00 ms against 9.00 ms (example inputs, 2 threads, median of 20 calls each)"
+    slow = Verdict(fp32_ms=4.0, engine_ms=10.0, calls=1, threads=1)
+    assert str(slow).splitlines() == [
+        "SLOWER than fp32: it takes 2.50 times as long, 10.00 ms against 4.00 ms "
+        "(example inputs, 1 thread, only one call each, for lack of time)",
+        "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the time of each",
+    ]
+    assert str(dataclasses.replace(fast, engine_ms=8.99)).startswith("1.00 times as fast as fp32")
+
+
+def test_conversions_count_for_the_operator_that_they_serve():
+    plan = plan_of(a="linear", relu="relu", norm="norm", b="linear", q="linear", k="linear")
+    engine = [
+        Step(name="quantize", converts=True, serves="a", ms=1.0),
+        Step(name="linear", operators=("a", "relu"), ms=2.0),
+        Step(name="dequantize", converts=True, serves="a", ms=4.0),
+        Step(name="layer_norm", operators=("norm",), ms=8.0),
+        Step(name="quantize", converts=True, serves="b", ms=16.0),
+        Step(name="linear", operators=("b",), ms=32.0),
+        Step(name="quantize", converts=True, ms=64.0),
+        Step(name="linear", operators=("q", "k"), ms=128.0),
+        Step(name="view", ms=256.0),
+    ]
+    fp32 = [
+        *(Step(name=name, operators=(name,), ms=ms) for name, ms in zip(("a", "relu", "norm", "b", "q", "k"), range(1, 7), strict=True)),
+        Step(name="view", ms=100.0),
+    ]
+    assert operator_costs(fp32, engine, plan) == (
+        OpCost(operators=("a", "relu"), engine_ms=7.0, fp32_ms=3.0),
+        OpCost(operators=("b",), engine_ms=48.0, fp32_ms=4.0),
+        OpCost(operators=("q", "k"), engine_ms=128.0, fp32_ms=11.0),
+    )
+
+
+def test_the_fastest_run_of_each_step_counts():
+    runs = [[Step(name="a", ms=3.0), Step(name="b", ms=1.0)], [Step(name="a", ms=2.0), Step(name="b", ms=5.0)]]
+    assert [step.ms for step in fastest(runs)] == [2.0, 1.0]
+
+
+PLAN = plan_of(c1="conv2d", relu="relu", c2="conv2d", fc="linear", head="linear")
+CALL = Verdict(fp32_ms=100.0, engine_ms=120.0, calls=9, threads=1)
+
+
+def cost(name, engine_ms, fp32_ms):
+    return OpCost(operators=tuple(name.split("+")), engine_ms=engine_ms, fp32_ms=fp32_ms)
+
+
+def test_losses_the_largest_first_and_the_rule_that_excludes_them():
+    found = judged(CALL, [cost("c1+relu", 30, 20), cost("c2", 10, 40), cost("fc", 50, 20), cost("head", 1, 2)], PLAN)
+    assert found.losses == (cost("fc", 50, 20), cost("c1+relu", 30, 20))
+    assert str(found).splitlines()[1:] == [
+        "2 of 4 int8 kernels cost more than they gain: fc (50.00 ms, fp32 20.00 ms), c1 + relu (30.00 ms, fp32 20.00 ms)",
+        'config.exclude("fc", "c1") leaves their operators in fp32',
+    ]
+
+
+@pytest.mark.parametrize(("engine_ms", "lost"), [(20.9, False), (21.9, False), (22.1, True)])
+def test_a_tenth_is_no_loss(engine_ms, lost):
+    assert bool(judged(CALL, [cost("fc", engine_ms, 20.0)], PLAN).losses) is lost
+
+
+@pytest.mark.parametrize(("engine_ms", "lost"), [(1.9, False), (2.1, True)])
+def test_a_hundredth_of_the_call_is_no_loss(engine_ms, lost):
+    assert bool(judged(CALL, [cost("fc", engine_ms, 1.0)], PLAN).losses) is lost
+
+
+def test_a_type_of_which_all_lose_is_excluded_as_a_type():
+    found = judged(CALL, [cost("c1+relu", 30, 20), cost("c2", 60, 40), cost("fc", 30, 20), cost("head", 2, 2)], PLAN)
+    assert found.exclude == ("torch.nn.Conv2d", '"fc"')
+
+
+def test_fp32_is_better_where_everything_loses():
+    costs = [cost("c1+relu", 30, 20), cost("fc", 30, 20)]
+    assert str(judged(CALL, costs, PLAN)).splitlines()[-1] == "on this machine the fp32 model is the better choice"
+    faster = dataclasses.replace(CALL, engine_ms=90.0)
+    assert str(judged(faster, costs, PLAN)).splitlines()[-1] == 'config.exclude("c1", "fc") leaves their operators in fp32'
+
+
+def test_long_lists_are_cut_and_say_where_the_rest_is():
+    plan = plan_of(**{f"l{i}": "linear" for i in range(8)})
+    lines = str(judged(CALL, [cost(f"l{i}", 20, 10) for i in range(7)] + [cost("l7", 1, 1)], plan)).splitlines()
+    assert lines[1].endswith("l4 (20.00 ms, fp32 10.00 ms), …")
+    assert lines[2] == 'config.exclude("l0", "l1", "l2", "l3", "l4", …) leaves their operators in fp32 (all: report.verdict.exclude)'
+
+
+def test_the_rule_is_one_that_a_configuration_takes():
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 4)),
+        torch.randn(1, 3, 6, 6),
+    )
+    plan = nc.describe(model.eval(), StaticQuantConfig(), x, backend="reference")
+    found = judged(CALL, [cost("0", 30, 20), cost("1", 30, 20), cost("3", 30, 20), cost("4", 1, 1)], plan)
+    config = eval(f"StaticQuantConfig().exclude({', '.join(found.exclude)})")
+    assert [d.operator for d in nc.describe(model, config, x, backend="reference").quantized] == ["4"]
+
+
+# ---- measuring ----
+
+
+class Machine:
+    """A clock that only what runs moves on."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def takes(self, name, seconds, result=None):
+        def call(*_):
+            self.calls.append(name)
+            self.now += seconds
+            return result
+
+        return call
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes a measurement in which one call of fp32, of the engine, and of either's steps takes so many seconds."""
+    prepared = prepared_for(MLP(), ROWS)
+    q = convert(prepared)
+    steps = [Step(name="linear", operators=("fc1", "act"), ms=2.0), Step(name="linear", operators=("fc2",), ms=1.0)]
+
+    def run(fp32, engine, in_steps=None, seconds=1.0):
+        made = Machine()
+        module = q.graph.module
+        monkeypatch.setattr("nc.verdict.copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {}))
+        monkeypatch.setattr("nc.verdict.node_steps", made.takes("fp32 steps", fp32, [Step(name="x", operators=("fc1",), ms=1.0)]))
+        lowered = EngineModel(run=made.takes("engine", engine), report=None, steps=in_steps and made.takes("engine steps", in_steps, steps))
+        return measure(prepared.graph.module, q.graph, lowered, seconds, made.clock), made
+
+    return run
+
+
+def made_module(module, call):
+    copy = torch.fx.GraphModule(module, module.graph)
+    copy.recompile = lambda: None
+    copy.forward = call
+    return copy
+
+
+def test_they_take_turns_and_the_first_round_warms_up(machine):
+    found, made = machine(0.02, 0.01)
+    assert made.calls == ["fp32", "engine"] * 17  # the 17th ends behind the half of a second
+    assert (found.calls, found.costs) == (16, None)
+    assert (found.fp32_ms, found.engine_ms) == pytest.approx((20, 10))
+    assert found.ratio == pytest.approx(2)
+
+
+def test_small_models_take_no_second(machine):
+    found, made = machine(1e-4, 1e-4, 1e-4)
+    assert found.calls == 20
+    assert made.calls.count("engine steps") == made.calls.count("fp32 steps") == 5
+    assert made.now < 0.01
+
+
+@pytest.mark.parametrize("call", [0.001, 0.03, 0.1, 0.2, 0.3, 0.49, 0.6])
+def test_the_time_is_kept(machine, call):
+    found, made = machine(call, call / 2, call / 2)
+    assert made.now <= max(1.0, 1.5 * call) + 1e-9
+    assert found.calls >= 1
+
+
+def test_a_slow_model_is_called_once_each(machine):
+    found, made = machine(3.0, 2.0, 2.0)
+    assert made.calls == ["fp32", "engine"]
+    assert (found.calls, found.costs, found.ratio) == (1, None, 1.5)
+    assert "only one call each" in str(found)
+
+
+def test_what_costs_more_is_found(machine):
+    found, _ = machine(0.001, 0.002, 0.002)
+    assert found.costs == (
+        OpCost(operators=("fc1", "act"), engine_ms=2.0, fp32_ms=1.0),
+        OpCost(operators=("fc2",), engine_ms=1.0, fp32_ms=0.0),
+    )
+    assert "every int8 operator costs more than it gains" in str(found)
+
+
+# ---- convert, report, load ----
+
+
+class Engine(ReferenceBackend):
+    name = "engine"
+
+    def lower(self, graph, **options):
+        return dataclasses.replace(super().lower(graph), steps=None)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setitem(nc.backends._REGISTERED, "engine", Engine())
+
+
+def test_the_report_begins_with_it(engine):
+    q = quantize(MLP().eval(), StaticQuantConfig(), lambda m: m(ROWS), example_inputs=ROWS, backend="engine")
+    report = q.report()
+    assert report.verdict is q.verdict
+    assert q.verdict.calls == 1  # see conftest.py
+    assert str(report).startswith(f"{q.verdict}\n\noperator")
+    assert report.summary().startswith(f"{q.verdict}\nbackend")
+    assert json.loads(json.dumps(report.to_dict()))["verdict"]["ratio"] == q.verdict.ratio
+
+
+def test_off_by_argument(engine, monkeypatch):
+    monkeypatch.setattr("nc.verdict.interleaved", lambda *_, **__: pytest.fail("measured"))
+    quantities = {"example_inputs": ROWS, "backend": "engine"}
+    made = [
+        convert(prepared_for(MLP(), ROWS, backend="engine"), measure=False),
+        quantize(MLP().eval(), StaticQuantConfig(), lambda m: m(ROWS), measure=False, **quantities),
+        convert(prepared_for(MLP(), ROWS)),  # the reference
+    ]
+    for q in made:
+        assert q.verdict is None
+        assert q.report().to_dict()["verdict"] is None
+        assert str(q.report()).startswith("speed against fp32: not measured\n\noperator")
+
+
+def test_it_is_not_saved(engine, tmp_path):
+    prepared = prepared_for(MLP(), ROWS, backend="engine")
+    for name, measured in (("a", True), ("b", False)):
+        convert(prepared, measure=measured).save(tmp_path / name)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    assert load(tmp_path / "a", backend="engine").verdict is None
+
+
+# ---- the native backend ----
+
+
+@native
+@pytest.mark.parametrize(("build", "shape"), [(MLP, (4, 16)), (ResidualCNN, (2, 3, 16, 16)), (Attention, (2, 5, 32))])
+def test_every_int8_operator_of_native_has_its_times(build, shape, monkeypatch):
+    """Each step takes one millisecond, whatever the machine does."""
+    x = torch.randn(shape)
+    monkeypatch.setattr("nc.backends.nodes.time.perf_counter", itertools.count(0, 1e-3).__next__)
+    prepared = prepared_for(build(), x, backend="native")
+    q = convert(prepared, measure=False)
+    before = [t.clone() for t in q.engine.run(q.graph.example)]
+    found = measure(prepared.graph.module, q.graph, q.engine, 1.0, lambda: 0.0)
+    for a, b in zip(before, q.engine.run(q.graph.example), strict=True):
+        assert torch.equal(a, b)
+    int8 = {op.operator for op in q.report().ops if op.asked == "int8" and op.ran == "int8"}
+    names = [name for c in found.costs for name in c.operators]
+    assert int8 <= set(names)
+    assert len(set(names)) == len(names)
+    for c in found.costs:
+        assert c.engine_ms >= 1
+        assert c.fp32_ms >= 1
+
+
+@native
+def test_conversions_of_native_are_attributed(monkeypatch):
+    """quantize → fc1 → dequantize → tanh and norm → quantize → fc2: four conversions or less, none left over."""
+    model = Function(lambda m, x: m.fc2(m.norm(torch.tanh(m.fc1(x)))), fc1=nn.Linear(16, 16), norm=nn.LayerNorm(16), fc2=nn.Linear(16, 16))
+    q = quantized(model, ROWS, backend="native")
+    served = [step.serves for step in q.engine.steps(q.graph.example) if step.converts]
+    assert served[0] == "fc1"
+    assert served[-1] == "fc2"
+    assert set(served) == {"fc1", "fc2"}
