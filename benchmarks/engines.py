@@ -63,7 +63,7 @@ def _converted(model: torch.nn.Module, inputs: dict[str, Any], config: Any, back
 
     prepared = nc.prepare(model, config, example_inputs=inputs, backend=backend)
     prepared(**inputs)
-    return nc.convert(prepared, **options)
+    return nc.convert(prepared, measure=False, **options)
 
 
 def nc_pt2(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
