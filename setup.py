@@ -1,4 +1,4 @@
-"""Packaging of ``nc``; tool settings live in pyproject.toml, the development environment in Makefile."""
+"""Packaging of ``nc`` as ``nc-quant``; tool settings live in pyproject.toml, the development environment in Makefile."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 MODELS = ["torchvision", "transformers>=4.55.4,<5"]
 
 setup(
-    name="nc",
+    name="nc-quant",  # the module is `nc`; PyPI's `nc` is another project
     version=VERSION,
     description="Post-training quantization of PyTorch models for Intel CPUs",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",

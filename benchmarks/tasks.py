@@ -158,7 +158,7 @@ class Digits(Task):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            msg = "the digits come with scikit-learn: pip install scikit-learn (or pip install 'nc[bench]')"
+            msg = "the digits come with scikit-learn: pip install scikit-learn (or pip install 'nc-quant[bench]')"
             raise LookupError(msg) from error
         data = load_digits()
         images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)

@@ -18,14 +18,14 @@ from rich.table import Table
 from nc import bench
 
 T = TypeVar("T")
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)  # reports hold brackets, which are not markup
 if not console.is_terminal:
     console.width = 140  # a file or pipe has no width
 
 
 def heading(text: str) -> None:
     """A line of its own above what follows."""
-    console.print(f"\n[bold]{text}[/bold]")
+    console.print(f"\n{text}", style="bold")
 
 
 def progress(items: Iterable[T], text: str, total: int | None = None) -> Iterable[T]:

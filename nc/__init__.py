@@ -1,5 +1,6 @@
 """Post-training quantization for PyTorch models on Intel CPUs."""
 
+from nc import installation as _installation
 from nc._version import __version__ as __version__
 from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
@@ -45,3 +46,5 @@ from nc.workflow import convert as convert
 from nc.workflow import describe as describe
 from nc.workflow import prepare as prepare
 from nc.workflow import quantize as quantize
+
+_installation.warn()

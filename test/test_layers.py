@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.spec", "nc.graph"),
-    ("nc.checks", "nc.numerics", "nc.plan", "nc.bench"),
+    ("nc.checks", "nc.numerics", "nc.plan", "nc.bench", "nc.installation"),
     (
         "nc.graph.signature",
         "nc.graph.tensor_meta",
@@ -136,6 +136,7 @@ DEFERRED = {
     "nc.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
+    "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
 }
 

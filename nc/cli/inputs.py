@@ -19,6 +19,7 @@ import torch
 
 from nc.config import AnyConfig, config_from
 from nc.errors import NCError
+from nc.plan import Plan
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -80,10 +81,37 @@ def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def check_same_names(arrays: Arrays, examples: Arrays) -> None:
-    """Raise RequestError when the example inputs are for other arguments than the calibration data."""
-    if set(examples) != set(arrays):
+def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, Arrays]:
+    """Calibration data, None when there is none, and example inputs: those given, or else the first sample of the data.
+
+    Raises:
+        RequestError: neither is given, a file can't be used, or the two are for other arguments.
+    """
+    arrays = read_npz(calib) if calib is not None else None
+    if example is not None:
+        examples = read_npz(example)
+    elif arrays is not None:
+        examples = {name: array[:1] for name, array in arrays.items()}
+    else:
+        msg = (
+            "Give --calib FILE.npz, calibration data; or, for a --config that needs none (dynamic quantization), --example FILE.npz, "
+            "one batch of inputs to capture the model with."
+        )
+        raise RequestError(msg)
+    if arrays is not None and set(examples) != set(arrays):
         msg = f"Expected --example to have the arrays of --calib, {_names(arrays)}, but got {_names(examples)}."
+        raise RequestError(msg)
+    return arrays, examples
+
+
+def check_needs_no_data(plan: Plan) -> None:
+    """Raise RequestError for a plan with operators whose ranges come from calibration."""
+    static = [d.operator for d in plan.decisions if d.operator in plan.static]
+    if static:
+        msg = (
+            f"--calib is missing: {len(static)} operators, e.g. {static[0]!r}, get the ranges of their inputs from calibration data. Give "
+            "--calib FILE.npz, or with --config a configuration that needs none, such as DynamicQuantConfig."
+        )
         raise RequestError(msg)
 
 

@@ -21,10 +21,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from nc import installation
+from nc._version import __version__
 from nc.errors import NCError, NCWarning
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -68,27 +69,32 @@ def _our_warnings() -> Iterator[None]:
 
 
 def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    # Operator names and commands hold brackets and colons; rich would take them for markup and emoji.
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would cut operator names
     return console
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = _console(stderr=True)
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="nc", prog_name="nc")
+@click.version_option(__version__, prog_name=installation.DISTRIBUTION)
 def main() -> None:
     """Post-training int8 quantization of PyTorch models for Intel CPUs."""
 
 
 @main.command()
 @click.argument("factory", metavar="PKG.MODULE:FACTORY")
-@click.option("--calib", type=_FILE, required=True, help="Calibration data: .npz, one array per argument of forward.")
+@click.option(
+    "--calib",
+    type=_FILE,
+    help="Calibration data: .npz, one array per argument of forward. Dynamic quantization and bf16 need none, but then --example.",
+)
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
 @click.option("--config", type=_FILE, help="A configuration as to_json_file writes it (default: the default static config).")
 @click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
@@ -96,7 +102,7 @@ def main() -> None:
 @click.option(
     "--example",
     type=_FILE,
-    help="Example inputs, .npz like --calib (default: its first sample). They are saved too.",
+    help="One batch to capture the model with, .npz like --calib (default: the first sample of --calib). It is saved too.",
 )
 @click.option(
     "--verify",
@@ -109,7 +115,7 @@ def main() -> None:
 @_command
 def quantize(
     factory: str,
-    calib: Path,
+    calib: Path | None,
     out: Path,
     config: Path | None,
     backend: str,
@@ -134,10 +140,7 @@ def quantize(
     if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
         msg = f"{out} holds other files; give --out a new folder, or one with an artefact to replace."
         raise inputs.RequestError(msg)
-    arrays = inputs.read_npz(calib)
-    examples = inputs.read_npz(example) if example else {name: array[:1] for name, array in arrays.items()}
-    inputs.check_same_names(arrays, examples)
-
+    arrays, examples = inputs.read_data(calib, example)
     quant_config = inputs.read_config(config) if config else nc.get_default_static_config()
     choose_backend(backend)
     model = inputs.make_model(factory)
@@ -146,8 +149,11 @@ def quantize(
         step = progress.add_task("prepare", total=1)
         prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
         progress.update(step, completed=1)
-        for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
-            inputs.call(prepared, batch)
+        if arrays is None:
+            inputs.check_needs_no_data(prepared.plan)
+        else:
+            for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
+                inputs.call(prepared, batch)
         step = progress.add_task("convert", total=1)
         q_model = nc.convert(prepared, verify=verify, measure=measure)
         progress.update(step, completed=1)
@@ -303,11 +309,14 @@ def doctor(folder: Path | None) -> None:
 
     table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
     for name, why in available_backends().items():
-        table.add_row(name, "no" if why else "yes", escape(why or _remark(name)))
+        table.add_row(name, "no" if why else "yes", why or _remark(name))
     console.print(table)
     console.print()
 
-    healthy = True
+    problems = [why for why in (installation.other_distribution(), installation.altered_files()) if why]
+    for why in problems:
+        click.echo(why)
+    healthy = not problems
     try:
         chosen = choose_backend("auto").name
         click.echo(f'backend="auto" picks {chosen}. {why_chosen("auto", chosen)}')
@@ -343,7 +352,7 @@ def _machine() -> list[tuple[str, str]]:
         ("cores", f"{os.cpu_count()} in the machine, {len(os.sched_getaffinity(0))} for this process"),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),
-        ("nc", importlib.metadata.version("nc")),
+        (installation.DISTRIBUTION, __version__),
     ]
     for package in _PACKAGES:
         try:

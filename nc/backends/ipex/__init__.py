@@ -17,7 +17,7 @@ from nc.spec import Capabilities, OpSupport
 
 NAME = "ipex"
 _PACKAGE = "intel-extension-for-pytorch"
-_INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0 (or pip install 'nc[ipex]')"
+_INSTALL = "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0 (or pip install 'nc-quant[ipex]')"
 _ACTIVATIONS = ("uint8", "int8")
 
 OPS = (
