@@ -33,12 +33,13 @@ def why_not_ours() -> str:
 def other_distribution() -> str:
     """Which other distribution installed a module `nc`, and what to do; "" when there is none."""
     for found in importlib.metadata.distributions(name="nc"):
-        summary = found.metadata["Summary"]
+        wheel, source = found.read_text("METADATA"), found.read_text("PKG-INFO")
+        if not wheel and not source:
+            continue  # what an interrupted uninstallation left
+        summary = found.metadata.get_all("Summary", ["without a summary"])[0]
         if summary != SUMMARY:
             return f"nc {found.version} ({summary}) is another project that installs a module called nc, over this one's files. {_ADVICE}"
-        if (
-            found.read_text("METADATA") is not None
-        ):  # without it, it is the egg-info that a build left in the source tree: nothing is installed
+        if wheel:  # else the egg-info that a build of ours left in a source tree: nothing is installed
             return f"nc {found.version} is an installation of this package under its former name, with the same files. {_ADVICE}"
     return ""
 
@@ -52,7 +53,7 @@ def altered_files() -> str:
     altered = [str(path) for path in installed if path.parts[0] == "nc" and path.hash is not None and _digest(path) != path.hash.value]
     if not altered:
         return ""
-    return f"{len(altered)} files are missing or not as {DISTRIBUTION} installed them, e.g. {altered[0]}. {_ADVICE}"
+    return f"Files that are missing or not as {DISTRIBUTION} installed them: {len(altered)}, e.g. {altered[0]}. {_ADVICE}"
 
 
 def _digest(path: importlib.metadata.PackagePath) -> str:

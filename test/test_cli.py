@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from nc import StaticQuantConfig, available_backends, bench
+from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, bench
 from nc.artefact import load
 from nc.backends import cpu
 from nc.cli import inputs
@@ -141,6 +141,37 @@ def test_quantize_takes_example_inputs_of_their_own(run, folder):
     np.savez("example.npz", np.ones((5, 8), dtype=np.float32))
     assert quantize(run, "mlp", "one.npz", "--example", "example.npz").exit_code == 0
     assert load("out", backend="reference").graph.example[0].shape == (5, 8)
+
+
+def test_quantize_needs_no_calibration_data_where_the_plan_needs_none(run, folder):
+    DynamicQuantConfig().to_json_file("dynamic.json")
+    np.savez("example.npz", np.ones((5, 8), dtype=np.float32))
+    words = ("quantize", "MODELS:mlp", "--out", "out", "--backend", "reference", "--example", "example.npz")
+    result = run(*words, "--config", "dynamic.json")
+    assert result.exit_code == 0, result.output
+    model = load("out", backend="reference")
+    assert [d.operator for d in model.graph.plan.quantized] == ["0", "2"]
+    assert model.graph.example[0].shape == (5, 8)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_quantize_says_which_operators_need_calibration_data(run, folder, local):
+    """By default all; in a mixture those that are static."""
+    (StaticQuantConfig() if not local else DynamicQuantConfig().set_local("2", StaticQuantConfig())).to_json_file("config.json")
+    np.savez("example.npz", np.ones((5, 8), dtype=np.float32))
+    words = ("quantize", "MODELS:mlp", "--out", "out", "--backend", "reference", "--example", "example.npz")
+    line = refused(run(*words, "--config", "config.json"))
+    assert f"--calib is missing: operators that get the ranges of their inputs from calibration data: {'1' if local else '2'}, " in line
+    assert f"e.g. {'2' if local else '0'!r}" in line
+    assert "such as DynamicQuantConfig" in line
+    assert not (folder / "out").exists()
+    assert refused(run(*words)).startswith("nc: error: --calib is missing")
+
+
+def test_quantize_needs_some_inputs(run):
+    line = refused(run("quantize", "no_such_module:mlp", "--out", "out", "--backend", "reference"))
+    assert "Give --calib FILE.npz" in line
+    assert "--example FILE.npz" in line
 
 
 def test_quantize_replaces_an_artefact_but_no_other_folder(run, folder):
@@ -295,7 +326,7 @@ def test_inspect_prints_json(run, folder):
     assert [op["operator"] for op in contents["operators"]] == ["0", "1", "2"]
     assert contents["backend"] == "reference"
     assert contents["cpu_features"] == []
-    assert contents["versions"]["nc"] == importlib.metadata.version("nc")
+    assert contents["versions"]["nc"] == importlib.metadata.version("nc-quant")
     assert contents["bytes_by_dtype"]["I8"] == 8 * 16 + 16 * 4
     assert contents["bytes_by_dtype"]["example inputs"] == 4 * 8
     assert contents["fp32_bytes"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
@@ -426,6 +457,38 @@ def test_doctor_lists_the_layers_that_load_would_change(run, monkeypatch):
     assert "relies on nothing in particular" in result.stdout
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "amx_int8"))
     assert "load would change none of its 2 quantized layers here." in run("doctor", "out").stdout
+
+
+#: To rich, the first two are markup and the third an emoji.
+BRACKETS = ("[red]", "a[0]", "a:b:c", ":smile:", "[/]")
+
+
+def test_tables_print_brackets_as_they_are(run, monkeypatch):
+    """Commands hold extras, operator names indices."""
+    assert quantize(run).exit_code == 0
+    why = f"{' '.join(BRACKETS)} pip install 'nc-quant[ipex]'"
+    stored = store.read("out")
+    names = dict(zip(("0", "1", "2"), BRACKETS, strict=False))
+    monkeypatch.setattr("nc.backends.available_backends", lambda: {"[bold]": why, "reference": ""})
+    for console in (False, True):  # a file, a terminal
+        monkeypatch.setenv("COLUMNS", "300")
+        if console:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        lines = run("doctor").stdout.splitlines()
+        assert any("[bold]" in line and why in line for line in lines)
+    decisions = tuple(dataclasses.replace(d, operator=names[d.operator]) for d in stored.plan.decisions)
+    graph = dataclasses.replace(stored.graph(), plan=dataclasses.replace(stored.plan, decisions=decisions))
+    monkeypatch.setattr(store.Stored, "graph", lambda self: graph)
+    monkeypatch.setattr("nc.cli_doctor.available_backends", lambda: {"native": ""})
+    monkeypatch.setattr("nc.cli_doctor.saturating", lambda *_: frozenset(BRACKETS))
+    first = [line.split()[0] for line in run("doctor", "out").stdout.splitlines() if "weights anew" in line]
+    assert first == ["[red]", "a:b:c"]
+
+
+def test_a_path_with_brackets_is_printed_as_it_is(run, folder):
+    result = run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "[red]a[0]", "--backend", "reference")
+    assert result.stdout.splitlines()[-1] == "saved to [red]a[0]"
+    assert run("doctor", "[red]a[0]").stdout.count("[red]a[0] fits this CPU") == 1
 
 
 def test_the_module_runs_as_a_process():

@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
+BRACKETS = "[red] a[0] [/] :smile: pip install 'nc-quant[ipex]'"
+
+
 @pytest.fixture
 def example(monkeypatch):
     """Import a module of the examples folder."""
@@ -131,6 +134,15 @@ def test_agreement_counts_neighbours_that_stay(example):
     assert figures["same_neighbour"] == 0.75
     assert figures["worst_cosine"] == pytest.approx(float(torch.tensor(0.75).cos()), abs=1e-6)
     assert figures["mean_cosine"] == pytest.approx((3 + figures["worst_cosine"]) / 4, abs=1e-6)
+
+
+def test_what_reports_say_is_printed_as_it_is(example, capsys):
+    show = example("show")
+    op = SimpleNamespace(operator=BRACKETS, kind="linear", asked="int8", ran="fp32", reason=BRACKETS)
+    show.console.width = 200
+    show.operators(SimpleNamespace(ops=[op], summary=lambda: BRACKETS))
+    show.heading(BRACKETS)
+    assert capsys.readouterr().out.count(BRACKETS) == 4
 
 
 def test_other_numbers_end_an_example_with_an_error(example, capsys):

@@ -109,8 +109,8 @@ def check_needs_no_data(plan: Plan) -> None:
     static = [d.operator for d in plan.decisions if d.operator in plan.static]
     if static:
         msg = (
-            f"--calib is missing: {len(static)} operators, e.g. {static[0]!r}, get the ranges of their inputs from calibration data. Give "
-            "--calib FILE.npz, or with --config a configuration that needs none, such as DynamicQuantConfig."
+            f"--calib is missing: operators that get the ranges of their inputs from calibration data: {len(static)}, e.g. {static[0]!r}. "
+            "Give --calib FILE.npz, or with --config a configuration that needs none, such as DynamicQuantConfig."
         )
         raise RequestError(msg)
 
