@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nc import bench
+from nc.backends.profiling.latency import interleaved, median, ratio
 
 T = TypeVar("T")
 console = Console(highlight=False, markup=False, emoji=False)  # reports hold brackets, which are not markup
@@ -51,11 +51,11 @@ def latency(fp32: Callable[[], object], int8: Callable[[], object], what: str, r
     """Time two models, one call each per round."""
     candidates = {"fp32": fp32, "int8": int8}
     with torch.no_grad():
-        times = list(progress(bench.interleaved(candidates, rounds), "time", total=rounds))
-    middle = bench.median(times)
+        times = list(progress(interleaved(candidates, rounds), "time", total=rounds))
+    middle = median(times)
     heading(f"Latency, {what}, {torch.get_num_threads()} threads, median of {rounds} interleaved rounds")
     console.print(f"fp32 (eager PyTorch) {middle['fp32']:.1f} ms, int8 {middle['int8']:.1f} ms: ", end="")
-    console.print(f"{bench.ratio(times, 'fp32', 'int8'):.2f} × as fast")
+    console.print(f"{ratio(times, 'fp32', 'int8'):.2f} × as fast")
 
 
 def folder_bytes(folder: Path) -> int:

@@ -12,11 +12,11 @@ import torch
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
+from nc.backends.profiling.verdict import Verdict
 from nc.errors import InputError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.report import Report, build
 from nc.storage.store import write
-from nc.verdict import Verdict
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[object]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from nc.backends.base import EngineReport
 from nc.backends.profiling.profile import Profile
+from nc.backends.profiling.verdict import Verdict
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
-from nc.verdict import Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

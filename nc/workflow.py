@@ -11,6 +11,7 @@ import torch
 
 from nc.backends import choose_backend, first_that_computes
 from nc.backends.base import Backend, EngineModel, lower
+from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, config_from, outer_field
@@ -23,7 +24,6 @@ from nc.plan import Plan
 from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
-from nc.verdict import measure as speed_verdict
 
 
 def prepare(

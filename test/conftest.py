@@ -46,7 +46,7 @@ def seed(request):
 @pytest.fixture(autouse=True)
 def no_time_to_measure(monkeypatch):
     """`convert` makes one call of each model, and takes none apart."""
-    monkeypatch.setattr("nc.verdict.SECONDS", 0.0)
+    monkeypatch.setattr("nc.backends.profiling.verdict.SECONDS", 0.0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,9 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, bench
+from nc import DynamicQuantConfig, StaticQuantConfig, available_backends
 from nc.artefact import load
 from nc.backends import cpu
+from nc.backends.profiling import latency
 from nc.cli import inputs
 from nc.cli.main import main
 from nc.storage import store
@@ -373,20 +374,20 @@ def test_bench_compares_the_engine_with_the_simulation(run):
 def test_candidates_take_turns_after_their_warm_up():
     calls = []
     candidates = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    rounds = list(bench.interleaved(candidates, rounds=3, warm_up=2))
+    rounds = list(latency.interleaved(candidates, rounds=3, warm_up=2))
     assert "".join(calls) == "aabb" + 3 * "ab"
     assert [sorted(r) for r in rounds] == 3 * [["a", "b"]]
 
 
 def test_times_are_milliseconds():
-    (times,) = bench.interleaved({"nap": lambda: time.sleep(0.02)}, rounds=1, warm_up=0)
+    (times,) = latency.interleaved({"nap": lambda: time.sleep(0.02)}, rounds=1, warm_up=0)
     assert 20 <= times["nap"] < 2000
 
 
 def test_the_ratio_is_the_median_of_the_rounds_ratios():
     rounds = [{"a": 2.0, "b": 1.0}, {"a": 30.0, "b": 10.0}, {"a": 2.0, "b": 2.0}]
-    assert bench.median(rounds) == {"a": 2.0, "b": 2.0}
-    assert bench.ratio(rounds, slow="a", fast="b") == 2.0
+    assert latency.median(rounds) == {"a": 2.0, "b": 2.0}
+    assert latency.ratio(rounds, slow="a", fast="b") == 2.0
 
 
 def doctor_rows(result):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.spec", "nc.graph"),
-    ("nc.checks", "nc.numerics", "nc.plan", "nc.bench", "nc.installation"),
+    ("nc.checks", "nc.numerics", "nc.plan", "nc.installation"),
     (
         "nc.graph.signature",
         "nc.graph.tensor_meta",
@@ -31,7 +31,6 @@ LEVELS = (
     ("nc.calibration", "nc.config"),
     ("nc.planning",),
     ("nc.backends",),
-    ("nc.verdict",),
     ("nc.prepared", "nc.report"),
     ("nc.quantized", "nc.export"),
     ("nc.workflow", "nc.artefact", "nc.parity"),
@@ -103,12 +102,19 @@ INSIDE = {
         ("nc.observers",),
     ),
     "nc.backends": (
-        ("nc.backends.cpu", "nc.backends.dynamic", "nc.backends.spawn", "nc.backends.verify", "nc.backends.profiling.onednn_verbose"),
+        (
+            "nc.backends.cpu",
+            "nc.backends.dynamic",
+            "nc.backends.spawn",
+            "nc.backends.verify",
+            "nc.backends.profiling.onednn_verbose",
+            "nc.backends.profiling.latency",
+        ),
         ("nc.backends.profiling.profile", "nc.backends.profiling"),
         ("nc.backends.base",),
         ("nc.backends.profiling.process", "nc.backends.table", "nc.backends.torchscript"),
         ("nc.backends.profiling.nodes",),
-        ("nc.backends.reference",),
+        ("nc.backends.reference", "nc.backends.profiling.verdict"),
         ("nc.backends",),
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.fuse"),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
@@ -133,7 +139,7 @@ INSIDE = {
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
     "nc.artefact": ("nc.backends.native.package",),
-    "nc.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
+    "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours

@@ -12,11 +12,12 @@ from torch import nn
 import nc
 from nc import StaticQuantConfig, available_backends, convert, load, quantize
 from nc.backends.base import EngineModel
+from nc.backends.profiling import verdict
 from nc.backends.profiling.profile import Step
+from nc.backends.profiling.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
 from nc.backends.reference import ReferenceBackend
 from nc.plan import Decision, Plan
 from nc.planning.rules import spec_of
-from nc.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
 
 native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 ROWS = torch.randn(4, 16)
@@ -165,8 +166,9 @@ def machine(monkeypatch):
     def run(fp32, engine, in_steps=None, seconds=1.0):
         made = Machine()
         module = q.graph.module
-        monkeypatch.setattr("nc.verdict.copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {}))
-        monkeypatch.setattr("nc.verdict.node_steps", made.takes("fp32 steps", fp32, [Step(name="x", operators=("fc1",), ms=1.0)]))
+        monkeypatch.setattr(verdict, "copy_module", lambda _: (made_module(module, made.takes("fp32", fp32)), {}))
+        steps_of_fp32 = [Step(name="x", operators=("fc1",), ms=1.0)]
+        monkeypatch.setattr(verdict, "node_steps", made.takes("fp32 steps", fp32, steps_of_fp32))
         lowered = EngineModel(run=made.takes("engine", engine), report=None, steps=in_steps and made.takes("engine steps", in_steps, steps))
         return measure(prepared.graph.module, q.graph, lowered, seconds, made.clock), made
 
@@ -244,7 +246,7 @@ def test_the_report_begins_with_it(engine):
 
 
 def test_off_by_argument(engine, monkeypatch):
-    monkeypatch.setattr("nc.verdict.interleaved", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("nc.backends.profiling.verdict.interleaved", lambda *_, **__: pytest.fail("measured"))
     quantities = {"example_inputs": ROWS, "backend": "engine"}
     made = [
         convert(prepared_for(MLP(), ROWS, backend="engine"), measure=False),
@@ -274,7 +276,7 @@ def test_it_is_not_saved(engine, tmp_path):
 def test_every_int8_operator_of_native_has_its_times(build, shape, monkeypatch):
     """Each step takes one millisecond, whatever the machine does."""
     x = torch.randn(shape)
-    monkeypatch.setattr("nc.backends.nodes.time.perf_counter", itertools.count(0, 1e-3).__next__)
+    monkeypatch.setattr("nc.backends.profiling.nodes.time.perf_counter", itertools.count(0, 1e-3).__next__)
     prepared = prepared_for(build(), x, backend="native")
     q = convert(prepared, measure=False)
     before = [t.clone() for t in q.engine.run(q.graph.example)]

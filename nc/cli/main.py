@@ -260,7 +260,7 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     import torch
 
     from nc.artefact import load
-    from nc.bench import interleaved, median
+    from nc.backends.profiling.latency import interleaved, median
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel
+from nc.backends.profiling.latency import Round, interleaved, median
 from nc.backends.profiling.nodes import node_steps
 from nc.backends.profiling.profile import Step
-from nc.bench import Round, interleaved, median
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
