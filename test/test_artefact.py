@@ -214,8 +214,23 @@ def test_a_key_value_cache_comes_back(tmp_path, monkeypatch):
     q_model = quantized(transformers.LlamaModel(transformers.LlamaConfig(**TINY)), ids)
     loaded = round_trip(q_model, tmp_path / "m", ids)
     assert type(loaded(**ids).past_key_values) is transformers.DynamicCache
-    monkeypatch.delitem(pytree.SUPPORTED_NODES, transformers.DynamicCache)  # as in other versions of transformers
-    assert type(load(tmp_path / "m", backend="reference")(**ids).past_key_values) is OutputDict
+    expected = q_model.reference(**ids).past_key_values.layers[0].keys
+    monkeypatch.delitem(pytree.SUPPORTED_NODES, transformers.DynamicCache)  # as in a process that has captured nothing
+    again = load(tmp_path / "m", backend="reference")(**ids).past_key_values
+    assert type(again) is transformers.DynamicCache
+    assert torch.equal(again.layers[0].keys, expected)
+    monkeypatch.delitem(sys.modules, "transformers")  # as in a process that has not imported it
+    assert list(load(tmp_path / "m", backend="reference")(**ids).past_key_values) == ["key_cache", "value_cache"]
+
+
+def test_the_caches_of_an_encoder_and_a_decoder_come_back(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    ids = {"input_ids": torch.arange(12).reshape(2, 6), "decoder_input_ids": torch.arange(8).reshape(2, 4)}
+    q_model = quantized(transformers.T5Model(transformers.T5Config(**sizes)), ids)
+    cache = round_trip(q_model, tmp_path / "m", ids)(**ids).past_key_values
+    assert type(cache) is transformers.EncoderDecoderCache
+    assert cache.self_attention_cache.layers[0].keys.shape == (2, 4, 4, 8)
+    assert cache.cross_attention_cache.layers[0].values.shape == (2, 4, 6, 8)
 
 
 def _structures(self, x, extra=None, factor=2):
@@ -781,7 +796,9 @@ def test_the_list_holds_operators_without_side_effects():
     for function in _SIZE_OPS:
         assert allowlist.name_of(function, "n") in allowlist.OPERATORS
     functional = {name.split(".")[1] for name in allowlist.OPERATORS}
-    for name in allowlist.OPERATORS:
+    removed = ("cholesky", "qr")  # by torch 2.14
+    gone = {f"aten.{name}.default" for name in removed if not hasattr(torch.ops.aten, name)}
+    for name in allowlist.OPERATORS - gone:
         target = allowlist.resolve(name, "n")
         assert allowlist.name_of(target, "n") == name
         if not name.startswith("aten."):

@@ -15,6 +15,7 @@ LEVELS = (
     ("nc.checks", "nc.numerics", "nc.plan", "nc.installation"),
     (
         "nc.graph.signature",
+        "nc.graph.caches",
         "nc.graph.tensor_meta",
         "nc.graph.catalogue",
         "nc.graph.functions",
@@ -116,9 +117,11 @@ INSIDE = {
         ("nc.backends.profiling.nodes",),
         ("nc.backends.reference", "nc.backends.profiling.verdict"),
         ("nc.backends",),
-        ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.fuse"),
+        ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.operators"),
+        ("nc.backends.native.fuse",),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
-        ("nc.backends.native.lower", "nc.backends.native.package"),
+        ("nc.backends.native.lower",),
+        ("nc.backends.native.package",),
         ("nc.backends.native",),
         (
             "nc.backends.ipex.compile_gate",

@@ -1,5 +1,9 @@
 """`export_pt2`: a program compiled ahead of time, compared with the quantized graph it was made from."""
 
+import collections
+import re
+import zipfile
+
 import pytest
 import torch
 from models import MLP, Attention, Function, ResidualCNN, quantized, worst_db
@@ -8,7 +12,6 @@ from torch import nn
 from nc import (
     BackendUnavailableError,
     DynamicQuantConfig,
-    NCWarning,
     StateError,
     StaticQuantConfig,
     UnsupportedError,
@@ -27,14 +30,38 @@ except BackendUnavailableError as error:
     WHY = str(error)
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")
 
+LINEAR, CONVOLUTION, SUM = "qlinear_pointwise_tensor", "qconv_pointwise_tensor", "qconv2d_pointwise_binary_tensor"
+
+
+class Dimensions(nn.Module):
+    """A convolution over a volume, and one over a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.volume, self.row = nn.Conv3d(3, 4, 3), nn.Conv1d(4, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.row(self.volume(x).flatten(2).relu())
+
+
+#: Model, configuration, input shape, and the int8 kernels that the program calls.
 CASES = {
-    "linears": (MLP, StaticQuantConfig(), (4, 16)),
-    "signed": (MLP, StaticQuantConfig(act_dtype="int8", act_sym=True, w_granularity="per_tensor"), (4, 16)),
-    "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8)),
-    "attention": (Attention, StaticQuantConfig(), (2, 5, 32)),
-    "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16)),
-    "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16)),
+    "linears": (MLP, StaticQuantConfig(), (4, 16), {LINEAR: 2}),
+    "signed": (MLP, StaticQuantConfig(act_dtype="int8", act_sym=True, w_granularity="per_tensor"), (4, 16), {LINEAR: 2}),
+    "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8), {LINEAR: 1, CONVOLUTION: 2, SUM: 1}),
+    "other dimensions": (Dimensions, StaticQuantConfig(), (2, 3, 6, 6, 6), {CONVOLUTION: 2}),
+    "attention": (Attention, StaticQuantConfig(), (2, 5, 32), {LINEAR: 2}),  # query, key and value are one
+    "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16), {LINEAR: 1}),
+    "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16), {LINEAR: 1}),
 }
+
+
+def calls(path):
+    """int8 kernels that a program's own source calls, and how often."""
+    with zipfile.ZipFile(path) as file:
+        sources = [file.read(name).decode() for name in file.namelist() if name.endswith(".wrapper.cpp")]
+    assert len(sources) == 1
+    return dict(collections.Counter(re.findall(r"aoti_torch_cpu__(q\w+)\(", sources[0])))
 
 
 def run(path, *inputs):
@@ -43,9 +70,8 @@ def run(path, *inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("error::nc.NCWarning")  # all that was asked for is int8 there, by Inductor's count
 def test_the_program_computes_the_quantized_graph(tmp_path, case):
-    make, config, shape = CASES[case]
+    make, config, shape, kernels = CASES[case]
     why = get_backend("native").capabilities().why_no_bf16
     if "bf16" in case and why:
         pytest.skip(why)
@@ -54,14 +80,16 @@ def test_the_program_computes_the_quantized_graph(tmp_path, case):
     export_pt2(q, tmp_path / "new" / "m.pt2")
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["m.pt2"]
     assert worst_db([q.reference(x)], [run(tmp_path / "new" / "m.pt2", x)]) > 35
+    assert calls(tmp_path / "new" / "m.pt2") == kernels
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["linears", "convolutions"])
 def test_sizes_stay_free_where_that_was_asked(tmp_path, case):
-    make, config, shape = CASES[case]
+    make, config, shape, kernels = CASES[case]
     q = quantized(make().eval(), torch.randn(1, *shape[1:]), config, "native")
     export_pt2(q, tmp_path / "m.pt2", free_sizes=True)
+    assert calls(tmp_path / "m.pt2") == kernels
     for batch in (1, 2, 5):
         x = torch.randn(batch, *shape[1:])
         assert worst_db([q.reference(x)], [run(tmp_path / "m.pt2", x)]) > 35
@@ -78,48 +106,31 @@ def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     assert worst_db([q(x)["y"], q(x)["both"][0]], [y, b]) > 35
 
 
-def changed(monkeypatch, change):
-    """A quantized model whose program is compiled after `change(module, node)` of every node."""
-    real = package._speak_torch
-
-    def with_change(module):
-        real(module)
-        for node in module.graph.nodes:
-            change(module, node)
-        module.recompile()
-
-    monkeypatch.setattr(package, "_speak_torch", with_change)
-    return quantized(MLP().eval(), torch.randn(4, 16), None, "native")
-
-
 @pytest.mark.slow
 def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
-    def negate_scales(module, node):
-        if "quantized_decomposed.dequantize_per_channel" in str(node.target):
-            setattr(module, node.args[1].target, -getattr(module, node.args[1].target))
+    real = package.kernels
 
-    q = changed(monkeypatch, negate_scales)
+    def negated(graph, **options):
+        module = real(graph, **options)
+        for name, value in list(module.named_buffers(remove_duplicate=False)):
+            if name.endswith("_scales"):
+                setattr(module, name, -value)
+        return module
+
+    monkeypatch.setattr(package, "kernels", negated)
+    q = quantized(MLP().eval(), torch.randn(4, 16), None, "native")
     with pytest.raises(VerificationError, match="AOTInductor's program computes something else"):
         export_pt2(q, tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_what_inductor_leaves_in_fp32_is_said(tmp_path, monkeypatch):
-    """The same arithmetic in other operators is nothing that it knows."""
-    names = ("quantized_decomposed.quantize_per_tensor.default", "quantized_decomposed.dequantize_per_tensor.default")
-    plain = dict(zip(names, (plain_quantize, plain_dequantize), strict=True))
-    q = changed(monkeypatch, lambda module, node: setattr(node, "target", plain.get(str(node.target), node.target)))
-    with pytest.warns(NCWarning, match="compiled 0 of 2 int8 linears and convolutions into int8 kernels"):
+def test_a_program_in_which_an_operator_would_be_fp32_is_refused_with_the_list(tmp_path):
+    x = torch.randn(3, 8, 8)  # the kernels of convolutions take nothing without a batch
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(0), nn.Linear(128, 4))
+    q = quantized(nn.Sequential(*layers).eval(), x, None, "native")
+    with pytest.raises(UnsupportedError, match=r"no int8 kernel for 2 of 3 quantized operators: 0, 2\. .* config\.exclude\(name\)"):
         export_pt2(q, tmp_path / "m.pt2")
-
-
-def plain_quantize(x, scale, zero_point, low, high, dtype):
-    return torch.clamp(torch.round(x / scale) + zero_point, low, high).to(dtype)
-
-
-def plain_dequantize(q, scale, zero_point, *_):
-    return (q.float() - zero_point) * scale
+    assert not list(tmp_path.iterdir())
 
 
 def test_dynamic_quantization_is_refused(tmp_path):

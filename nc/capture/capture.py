@@ -24,6 +24,7 @@ from nc.capture.flatten import flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
+from nc.graph import caches
 from nc.graph.signature import Leaf, Parameter, Signature, parameters_of
 
 
@@ -64,6 +65,7 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
         InputError: example_inputs are missing, do not fit `forward`, or are not on the CPU.
         CaptureError: torch.export can't express the model; names the user's line.
     """
+    caches.register()
     values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
     parameters = parameters_of(model.forward, values)
     failures: list[Exception] = []

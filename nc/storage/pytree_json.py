@@ -3,7 +3,7 @@
 Tuples, lists, dicts and OrderedDicts come back as themselves, a named tuple as a new class with the same name
 and fields. An object with named members (transformers' `ModelOutput`, a registered dataclass) comes back as
 its own class only if transformers defines that class and the process has imported transformers; else as an
-`OutputDict`. No name from a file is imported but those that `_TRANSFORMERS` matches.
+`OutputDict`. No name from a file is imported but those that `_TRANSFORMERS` matches, and caches.MEMBERS.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
+from nc.graph import caches
 from nc.graph.signature import children
 from nc.storage import json_values
 
@@ -30,10 +31,9 @@ _MAPPINGS: dict[str, type] = {"dict": dict, "ordered_dict": collections.OrderedD
 _RETURN_TYPES: dict[str, type] = {cls.__name__: cls for cls in torch.return_types.all_return_types}
 #: The only names that are ever imported: modules of transformers that define outputs, and one class each.
 _TRANSFORMERS = re.compile(
-    r"(transformers\.(?:modeling_outputs|cache_utils|models(?:\.[a-z0-9_]+)+\.modeling_(?!tf_|flax_)[a-z0-9_]+))\.([A-Z]\w*)",
+    r"(transformers\.(?:modeling_outputs|models(?:\.[a-z0-9_]+)+\.modeling_(?!tf_|flax_)[a-z0-9_]+))\.([A-Z]\w*)",
     re.ASCII,
 )
-_CACHE = "transformers.cache_utils.DynamicCache"
 
 
 class OutputDict(collections.OrderedDict[str, Any]):
@@ -100,6 +100,8 @@ def _flatten_outputs(_: ModelOutputs) -> tuple[list[Any], Any]:
 
 def _unflatten_outputs(members: Iterable[Any], context: tuple[str, list[str]]) -> Any:
     name, keys = context
+    if name in caches.MEMBERS and "transformers" in sys.modules:
+        return caches.build(name, members, keys)
     cls = (_class_of(name, keys) if "transformers" in sys.modules else None) or OutputDict
     return pytree.SUPPORTED_NODES[cls].unflatten_fn(members, keys)
 
@@ -194,15 +196,18 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
     if kind != "object" or not all(isinstance(n, str) for n in names):
         msg = f"unknown structure {kind!r}"
         raise ValueError(msg)
-    if not inputs and data["name"] != _CACHE and _TRANSFORMERS.fullmatch(data["name"]):
+    is_cache = tuple(names) == caches.MEMBERS.get(data["name"])
+    if not inputs and (is_cache or _TRANSFORMERS.fullmatch(data["name"])):
         return pytree.TreeSpec(ModelOutputs, (data["name"], names), items)
+    if is_cache:
+        return pytree.TreeSpec(caches.class_of(data["name"]) or OutputDict, names, items)
     return pytree.TreeSpec(_class_of(data["name"], names) or OutputDict, names, items)
 
 
 def _class_of(name: str, members: Sequence[str]) -> type | None:
     """The class of that name, if it is an output of transformers with these members; None for all else."""
     match = _TRANSFORMERS.fullmatch(name)
-    if match is None or (match[1] == "transformers.cache_utils" and name != _CACHE):
+    if match is None:
         return None
     try:
         from transformers.utils import ModelOutput
@@ -212,8 +217,6 @@ def _class_of(name: str, members: Sequence[str]) -> type | None:
         return None
     if not isinstance(cls, type) or cls.__module__ != match[1] or cls not in pytree.SUPPORTED_NODES:
         return None
-    if name == _CACHE:
-        return cls if set(members) <= {"key_cache", "value_cache"} else None
     if not issubclass(cls, ModelOutput) or not dataclasses.is_dataclass(cls):
         return None
     return cls if set(members) <= {f.name for f in dataclasses.fields(cls)} else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import threading
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.operators import SUM, functional_sum
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
-
-_kernel = torch.ops.onednn.qconv2d_pointwise.binary
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
@@ -34,8 +32,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
             node.target, node.args = quantize_per_tensor, (*node.args, 0, 255)
         elif node.target is dequantize:
             node.target = dequantize_per_tensor
-        elif node.target is _kernel:
-            _functional(module, node)
+    functional(module)
     module.recompile()
     call = torch.compile(module, dynamic=True)
 
@@ -83,29 +80,10 @@ class _Freezing:
 _FREEZING = _Freezing()
 
 
-def _functional(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a sum return a new tensor: the compiler can't follow an operator with packed weights that changes its arguments."""
-    accumulator = node.args[6]
-    node.update_arg(6, accumulator.args[0])  # not the copy, or the layout, that was made for this node alone
-    node.target = _operator()[0]
-    module.graph.erase_node(accumulator)
-
-
-@functools.cache
-def _operator() -> tuple[torch._ops.OpOverload, torch.library.Library]:
-    """The kernel on a copy, and the library with which it would go; registered when it is needed first."""
-    schema = str(_kernel._schema)
-    library = torch.library.Library("nc_native", "FRAGMENT")
-    arguments = schema[schema.index("(") : schema.rindex("->")].replace("Tensor(a!)", "Tensor")
-    library.define(f"qconv2d_sum{arguments} -> Tensor")
-
-    def run(*arguments: Any) -> torch.Tensor:
-        own = arguments[6].clone(memory_format=torch.channels_last)
-        return _kernel(*arguments[:6], own, *arguments[7:])
-
-    def shape(*arguments: Any) -> torch.Tensor:
-        return torch.empty_like(arguments[6], memory_format=torch.channels_last)
-
-    library.impl("qconv2d_sum", run, "CompositeExplicitAutograd")
-    torch.library.register_fake("nc_native::qconv2d_sum", shape, lib=library)
-    return torch.ops.nc_native.qconv2d_sum.default, library
+def functional(module: fx.GraphModule) -> None:
+    """Let sums return a new tensor: compilers can't follow an operator with packed weights that changes its arguments."""
+    for node in [n for n in module.graph.nodes if n.target is SUM]:
+        accumulator = node.args[6]
+        node.update_arg(6, accumulator.args[0])  # not the copy, or the layout, that was made for this node alone
+        node.target = functional_sum()
+        module.graph.erase_node(accumulator)

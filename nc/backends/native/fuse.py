@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from nc.backends.native.operators import prepack
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 from nc.graph.tensor_meta import TENSORS
@@ -79,11 +81,16 @@ def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None
             _Shapes(module).run(*example)
 
 
-def fuse(module: fx.GraphModule) -> None:
-    """Replace every linear and convolution that reads codes; weights are packed, and leave the graph as plain codes."""
+def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
+    """Replace every linear and convolution that reads codes.
+
+    Args:
+        module: QDQ graph with unsigned codes.
+        packed: weights become constants in the layout of their kernel; else the graph packs them, which `torch.export` can follow.
+    """
     for node in list(module.graph.nodes):
         if (op_name(node) == "linear" or _is_convolution(node)) and reads_codes(node):
-            _replace(module, region_of(node))
+            _replace(module, region_of(node), packed)
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
 
@@ -173,10 +180,10 @@ def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
     return (scale, zero_point) if (low, high) == (0, 255) else None
 
 
-def _replace(module: fx.GraphModule, region: Region) -> None:
+def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
-        call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region)
+        call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region, packed)
     call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in _operators(n)])
     if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
@@ -199,12 +206,11 @@ def _output(region: Region) -> tuple[float, int, torch.dtype]:
     return 1.0, 0, torch.bfloat16 if region.bf16 else torch.float32
 
 
-def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
+def _linear(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
     a = schema_arguments(region.anchor)
     codes, scales = weight_of(module, a["weight"])
-    packed = constant(module, f"{region.anchor.name}_packed", onednn.qlinear_prepack(codes, None))
     q, x_scale, x_zero_point = a["input"].args
-    w = packed, *_scales(module, region, scales)
+    w = _weight(module, region, (codes, None), packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
         arguments = (q, x_scale, x_zero_point, *w, a["bias"], *_output(region), *post)
@@ -215,14 +221,14 @@ def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
     return module.graph.call_function(onednn.qlinear_pointwise.binary, arguments)
 
 
-def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
+def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
     a = schema_arguments(region.anchor)
     codes, scales = weight_of(module, a["weight"])
     dims = codes.dim() - 2
     sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
     q, x_scale, x_zero_point = a["input"].args
-    packed = onednn.qconv_prepack(codes, scales, x_scale, x_zero_point, *sizes, a["groups"], region.anchor.meta.get(_SHAPE))
-    w = constant(module, f"{region.anchor.name}_packed", packed), *_scales(module, region, scales)
+    how = codes, scales, x_scale, x_zero_point, *sizes, a["groups"], region.anchor.meta.get(_SHAPE)
+    w = _weight(module, region, how, packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
         arguments = (q, x_scale, x_zero_point, *w, a["bias"], *sizes, a["groups"], *_output(region), *post)
@@ -280,6 +286,15 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
     if node.target is dequantize_per_tensor:
         return codes, torch.full((codes.shape[0],), node.args[1])
     return codes, getattr(module, node.args[1].target)
+
+
+def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...], packed: bool) -> fx.Node:
+    """A weight as its kernel reads it, from the arguments of the operator that packs it: the packed constant, or a call of that."""
+    name, operator = region.anchor.name, prepack(kind_of_node(region.anchor))
+    if packed:
+        return constant(module, f"{name}_packed", operator(*how))
+    nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
+    return module.graph.call_function(operator, tuple(nodes))
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

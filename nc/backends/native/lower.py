@@ -40,20 +40,10 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     check_option("isolate", isolate, ("auto", "always", "never"))
-    module, _ = copy_module(graph.module)
-    note_shapes(module, graph.example)
-    packed = packed_bytes(module)
-    replace_dynamic(module)
-    compute_in_bf16(module)
-    recompose(module)
-    unsigned(module)
-    hoist(module)
-    drop_round_trips(module)
-    merge(module)
-    fuse(module)
+    module = kernels(graph)
     pool_codes(module)
     outside = remaining(module)
-    _drop_unused(module)
+    drop_unused(module)
     module.recompile()
 
     details = {}
@@ -71,13 +61,13 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend")
 
     def report() -> EngineReport:
-        executed = _executed(module)
+        found = executed(module)
         return EngineReport(
             backend="native",
-            ops=tuple(_op_run(d, executed) for d in graph.plan.decisions),
+            ops=tuple(_op_run(d, found) for d in graph.plan.decisions),
             quantize_outside=outside[0],
             dequantize_outside=outside[1],
-            weight_bytes=packed + sum(t.numel() * t.element_size() for t in module.buffers()),
+            weight_bytes=packed_bytes(graph.module) + sum(t.numel() * t.element_size() for t in module.buffers()),
             sqnr_db=sqnr,
             details=details,
         )
@@ -88,14 +78,29 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto", comp
     return EngineModel(run=run, report=report, profile=profile, steps=steps)
 
 
-def _op_run(decision: Decision, executed: Mapping[str, str]) -> OpRun:
+def kernels(graph: QDQGraph, *, packed: bool = True) -> fx.GraphModule:
+    """A copy of the graph in which int8 operators are calls of kernels; `packed` as in `fuse`."""
+    module, _ = copy_module(graph.module)
+    note_shapes(module, graph.example)
+    replace_dynamic(module)
+    compute_in_bf16(module)
+    recompose(module)
+    unsigned(module)
+    hoist(module)
+    drop_round_trips(module)
+    merge(module)
+    fuse(module, packed=packed)
+    return module
+
+
+def _op_run(decision: Decision, found: Mapping[str, str]) -> OpRun:
     asked = decision.spec.precision
-    if asked in ("fp32", executed.get(decision.operator)):
+    if asked in ("fp32", found.get(decision.operator)):
         return OpRun(operator=decision.operator, ran=asked, reason=decision.reason)
     return OpRun(operator=decision.operator, ran="fp32", reason="no kernel fits it there: it runs in fp32, between dequantize and quantize")
 
 
-def _executed(module: fx.GraphModule) -> dict[str, str]:
+def executed(module: fx.GraphModule) -> dict[str, str]:
     """Names of the operators that the graph computes in int8 or bf16, and in which."""
     found: dict[str, str] = {}
     for node in module.graph.nodes:
@@ -114,7 +119,7 @@ def _is_dynamic_kernel(node: fx.Node) -> bool:
     return schema is not None and schema.name.startswith(("quantized::linear", "aten::quantized_"))
 
 
-def _drop_unused(module: fx.GraphModule) -> None:
+def drop_unused(module: fx.GraphModule) -> None:
     """Constants that nothing reads any more: codes of packed weights."""
     for node in [n for n in module.graph.nodes if n.op == "get_attr" and not n.users]:
         module.graph.erase_node(node)
