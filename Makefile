@@ -1,6 +1,6 @@
 # make demo | test | test-fast | lint | bench | setup      with the last IPEX and its torch, in .venv
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
-# make demo-newest | test-newest | setup-newest            with the newest torch and transformers, in .venv-newest
+# make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make clean
 #

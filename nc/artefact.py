@@ -150,13 +150,13 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
     Args:
         q_model: what `convert` or `load` returned, on any backend; static quantization only.
         path: the file; created with its parents, replaced as a whole.
-        free_sizes: batch and sequence stay free, else they are those of the example inputs. Convolutions then lay
-            their weights out anew at every call, which can take several times as long.
+        free_sizes: batch and sequence stay free, else they are those of the example inputs. Weights of
+            convolutions are packed for the example's sizes; at others a kernel may lay them out anew at every call.
         verify: "raise" or "warn" when the program disagrees with the reference on the example inputs, or "off".
 
     Raises:
         StateError: not a quantized model.
-        UnsupportedError: an operator is quantized dynamically, or computes in bf16, which this CPU lacks.
+        UnsupportedError: an operator is quantized dynamically, has no int8 kernel, or computes in bf16, which this CPU lacks.
         BackendUnavailableError: there is no C++ compiler, or the CPU lacks what int8 kernels need.
         BackendError: AOTInductor failed.
         VerificationError: the program computes something else than the reference.

@@ -33,15 +33,12 @@ pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")
 LINEAR, CONVOLUTION, SUM = "qlinear_pointwise_tensor", "qconv_pointwise_tensor", "qconv2d_pointwise_binary_tensor"
 
 
-class Dimensions(nn.Module):
-    """A convolution over a volume, and one over a row."""
+def row():
+    return nn.Sequential(nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 3, padding=1))
 
-    def __init__(self):
-        super().__init__()
-        self.volume, self.row = nn.Conv3d(3, 4, 3), nn.Conv1d(4, 8, 3, padding=1)
 
-    def forward(self, x):
-        return self.row(self.volume(x).flatten(2).relu())
+def volume():
+    return nn.Sequential(nn.Conv3d(3, 8, 3), nn.ReLU(), nn.Conv3d(8, 4, 3, padding=1))
 
 
 #: Model, configuration, input shape, and the int8 kernels that the program calls.
@@ -49,7 +46,8 @@ CASES = {
     "linears": (MLP, StaticQuantConfig(), (4, 16), {LINEAR: 2}),
     "signed": (MLP, StaticQuantConfig(act_dtype="int8", act_sym=True, w_granularity="per_tensor"), (4, 16), {LINEAR: 2}),
     "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8), {LINEAR: 1, CONVOLUTION: 2, SUM: 1}),
-    "other dimensions": (Dimensions, StaticQuantConfig(), (2, 3, 6, 6, 6), {CONVOLUTION: 2}),
+    "rows": (row, StaticQuantConfig(), (2, 3, 20), {CONVOLUTION: 2}),
+    "volumes": (volume, StaticQuantConfig(), (2, 3, 6, 6, 6), {CONVOLUTION: 2}),
     "attention": (Attention, StaticQuantConfig(), (2, 5, 32), {LINEAR: 2}),  # query, key and value are one
     "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16), {LINEAR: 1}),
     "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16), {LINEAR: 1}),
@@ -75,6 +73,8 @@ def test_the_program_computes_the_quantized_graph(tmp_path, case):
     why = get_backend("native").capabilities().why_no_bf16
     if "bf16" in case and why:
         pytest.skip(why)
+    if case == "volumes" and torch.__version__.startswith("2.8."):
+        pytest.skip("Inductor of torch 2.8 has no int8 convolution over volumes")
     x = torch.randn(shape)
     q = quantized(make().eval(), x, config, "native")
     export_pt2(q, tmp_path / "new" / "m.pt2")
