@@ -480,8 +480,8 @@ def test_tables_print_brackets_as_they_are(run, monkeypatch):
     decisions = tuple(dataclasses.replace(d, operator=names[d.operator]) for d in stored.plan.decisions)
     graph = dataclasses.replace(stored.graph(), plan=dataclasses.replace(stored.plan, decisions=decisions))
     monkeypatch.setattr(store.Stored, "graph", lambda self: graph)
-    monkeypatch.setattr("nc.cli_doctor.available_backends", lambda: {"native": ""})
-    monkeypatch.setattr("nc.cli_doctor.saturating", lambda *_: frozenset(BRACKETS))
+    monkeypatch.setattr("nc.cli.doctor.available_backends", lambda: {"native": ""})
+    monkeypatch.setattr("nc.cli.doctor.saturating", lambda *_: frozenset(BRACKETS))
     first = [line.split()[0] for line in run("doctor", "out").stdout.splitlines() if "weights anew" in line]
     assert first == ["[red]", "a:b:c"]
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import nc
 from nc import installation
-from nc.cli import main
+from nc.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 ADVICE = "Run `pip uninstall nc nc-quant`, then install nc-quant again."
