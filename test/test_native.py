@@ -57,8 +57,8 @@ def kernels(monkeypatch, model, inputs, config=None):
     found = []
     fuse = lower.fuse
 
-    def spy(module):
-        fuse(module)
+    def spy(module, **options):
+        fuse(module, **options)
         found.extend(n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
 
     monkeypatch.setattr(lower, "fuse", spy)

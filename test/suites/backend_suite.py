@@ -495,7 +495,8 @@ class BackendSuite:
         prepared = prepared_for(ResidualCNN(), x, backend=self.backend)
         first, second = self.convert(prepared), self.convert(prepared)
         assert torch.equal(first(x), second(x))
-        assert first.report().to_dict() == second.report().to_dict()
+        reports = [{k: v for k, v in q.report().to_dict().items() if k != "verdict"} for q in (first, second)]  # that one is measured
+        assert reports[0] == reports[1]
 
     def test_two_models_in_two_threads(self):
         """prepare, calibrate and convert at the same time do not disturb each other."""
