@@ -139,7 +139,7 @@ def test_growth_counts_where_codes_notice_it():
 
 
 def test_data_that_grows_late_is_found_and_data_that_does_not_is_not():
-    data = torch.randn(20, 8, 16)
+    data = torch.randn(8, 16).repeat(20, 1, 1)  # every batch has the same extremes
     assert findings(converted(MLP(), data), "still_growing") == {}
     data[-1, 0, 0] = 30.0
     found = findings(converted(MLP(), data), "still_growing")
@@ -159,7 +159,7 @@ def test_saturation_is_the_share_of_values_that_clip(spec, end):
     observer, qparams = observed(data), codes(-end, end, spec)
     step = float(qparams.scale)
     truth = float((data.abs() > end + step / 2).double().mean())
-    assert saturation(observer.state, observer.seen, qparams) == pytest.approx(truth, abs=0.003)
+    assert saturation(observer.state, observer.seen, qparams) == pytest.approx(truth, abs=0.01)  # the values of half a bin on each side
 
 
 def test_saturation_without_a_histogram():
@@ -188,11 +188,13 @@ def test_percentiles_that_cut_a_lot_are_found():
 
 def test_a_tensor_with_several_readers_is_one_finding():
     config = StaticQuantConfig(act_algo="percentile", percentile=90.0)
-    found = findings(converted(Attention().eval(), torch.randn(4, 16, 8, 32), config), "saturation")
-    assert "query" in found
-    assert not {"key", "value"} & set(found)  # they read what query reads
-    second = [f.text for f in found.values() if "its second input" in f.text]
-    assert second, found
+    health = converted(Attention().eval(), torch.randn(4, 16, 8, 32), config).report().health
+    operators = [f.operator for f in health if f.kind == "saturation"]
+    assert operators.count("query") == 1
+    assert not {"key", "value"} & set(operators)  # they read what query reads
+    matmuls = [(f.operator, "its second input" in f.text) for f in health if f.kind == "saturation" and "matmul" in f.operator]
+    assert len(set(matmuls)) == len(matmuls)
+    assert {is_second for _, is_second in matmuls} == {False, True}, health
 
 
 # ---- channels that carry nothing ----
@@ -310,8 +312,8 @@ def sick():
     model = Empty()
     with torch.no_grad():
         model.a.weight[:3] = 0
-    data = torch.randn(20, 64, 8)
-    data[-1] *= 3
+    data = torch.rand(20, 64, 8) * 2 - 1
+    data[-1] *= 10  # a twentieth of the values: the 99th percentile lies near 8
     return converted(model, data[:, :, None], StaticQuantConfig(act_algo="percentile", percentile=99.0))
 
 
