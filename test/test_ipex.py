@@ -111,6 +111,8 @@ FAULTS = {
         "operand_overwritten",
     ),
     "layer norm without weights": (LINEARS, ROWS, "self.post(f(x))", "F.layer_norm(self.pre(y), (16,))", "", "bare_layer_norm"),
+    "maximum of a dimension": (LINEARS, ROWS, "f(x)", "self.pre(y).max(-1).values", "", "maximum_with_indices"),
+    "minimum and where it is": (LINEARS, ROWS, "f(x)", "self.pre(y).min(1, keepdim=True)", "", "maximum_with_indices"),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 

@@ -324,9 +324,9 @@ def test_a_torch_without_the_operators(monkeypatch):
 
 SEQUENCES = {
     "a single row": ((nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), (16,), 2),
-    "an image without a batch": ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), (3, 8, 8), 0),
-    "a row of samples without a batch": ((nn.Conv1d(3, 8, 3), nn.ReLU()), (3, 8), 0),
-    "uneven padding": ((nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same")), (2, 3, 8, 8), 1),
+    "an image without a batch": ((nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), (3, 8, 8), 2),
+    "a row of samples without a batch": ((nn.Conv1d(3, 8, 3), nn.ReLU()), (3, 8), 1),
+    "uneven padding": ((nn.Conv2d(3, 8, 4, padding="same"), nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same")), (2, 3, 8, 8), 2),
     "circular padding": ((nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv2d(8, 8, 3)), (2, 3, 8, 8), 2),
     "dilated depthwise": ((nn.Conv2d(8, 8, 3, groups=8, dilation=2), nn.ReLU6(), nn.Conv2d(8, 8, 1)), (2, 8, 9, 9), 2),
 }

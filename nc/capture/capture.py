@@ -167,14 +167,28 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
         RuntimeError: it does not; the caller tries another way to export.
     """
     _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))))
-    doubled = with_batch(values, 2)
-    if doubled is None or not _batch_is_free(graph):
+    resized = _another_batch(values)
+    if resized is None or not _batch_is_free(graph):
         return
     try:
-        other = _run(model, graph.signature.parameters, doubled)
+        other = _run(model, graph.signature.parameters, resized)
     except Exception:  # noqa: BLE001 - the model itself can't take this batch; nothing to compare
         return
-    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), doubled))))
+    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))))
+
+
+def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments in a batch of 2, or of 4 where they are 2 already: the example's own size would prove nothing.
+
+    Where the tensors do not share a first dimension, each is twice as long; None where there is no such dimension.
+    """
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if not all(t.dim() and t.shape[0] for t in tensors):
+        return None
+    sizes = {t.shape[0] for t in tensors}
+    if len(sizes) == 1:
+        return with_batch(values, 4 if sizes == {2} else 2)
+    return pytree.tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
 def _batch_is_free(graph: Graph) -> bool:

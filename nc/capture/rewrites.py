@@ -223,8 +223,38 @@ def batched_matmul(module: fx.GraphModule) -> None:
                 node.target = aten.bmm.default
 
 
+def tensor_limits(module: fx.GraphModule) -> None:
+    """`clamp` to limits that are tensors becomes `maximum` and `minimum`: it is no function of one value, as activations are."""
+    for node in [n for n in module.graph.nodes if n.target is aten.clamp.Tensor]:
+        a = schema_arguments(node)
+        result = a["self"]
+        for target, limit in ((aten.maximum.default, a["min"]), (aten.minimum.default, a["max"])):
+            if limit is not None:
+                with module.graph.inserting_before(node):
+                    result = module.graph.call_function(target, (result, limit))
+                result.meta.update(node.meta)
+        _replace(node, result)
+
+
+def batched_convolutions(module: fx.GraphModule) -> None:
+    """A convolution without a batch gets one of 1: kernels know no other."""
+    for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
+        x = node.args[0]
+        if x.meta["val"].dim() != node.args[1].meta["val"].dim() - 1:
+            continue
+        with module.graph.inserting_before(node):
+            batch = module.graph.call_function(aten.unsqueeze.default, (x, 0))
+        batch.meta = {**x.meta, "val": x.meta["val"].unsqueeze(0), "nn_module_stack": node.meta.get("nn_module_stack", {})}
+        with module.graph.inserting_after(node):
+            back = module.graph.call_function(aten.squeeze.dim, (node, 0))
+        back.meta = dict(node.meta)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.update_arg(0, batch)
+        node.meta["val"] = node.meta["val"].unsqueeze(0)
+
+
 def explicit_padding(module: fx.GraphModule) -> None:
-    """`padding="same"` and "valid" become numbers where both sides are equal: the integer kernels take numbers only."""
+    """`padding="same"` and "valid" become numbers, with a padding in front where the sides differ: the kernels take numbers only."""
     for node in module.graph.nodes:
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
@@ -234,8 +264,12 @@ def explicit_padding(module: fx.GraphModule) -> None:
         dilation = list(arguments["dilation"])
         dilation = dilation * len(kernel) if len(dilation) == 1 else dilation
         totals = [0 if arguments["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        if any(t % 2 for t in totals):
-            continue
+        if any(t % 2 for t in totals):  # the larger half goes behind, and `pad` lists the last dimension first
+            with module.graph.inserting_before(node):
+                x, ends = arguments["input"], [end for t in reversed(totals) for end in (t // 2, t - t // 2)]
+                arguments["input"] = module.graph.call_function(aten.constant_pad_nd.default, (x, ends, 0.0))
+            arguments["input"].meta = {**node.meta, "val": aten.constant_pad_nd.default(x.meta["val"], ends, 0.0)}
+            totals = [0] * len(totals)
         arguments["padding"] = [t // 2 for t in totals]
         node.target = getattr(aten, name).default
         node.args, node.kwargs = tuple(arguments.values()), {}
@@ -330,7 +364,9 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     decompose_attention,
     linears,
     batched_matmul,
+    tensor_limits,
     explicit_padding,
+    batched_convolutions,
     fold_padding,
     fold_batch_norm,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from nc.backends.ipex import child
 from nc.backends.ipex.patterns import patterns
 from nc.backends.ipex.tested_patterns import TESTED
 from nc.backends.spawn import run_module
-from nc.errors import BackendError
+from nc.errors import BackendError, NCError
 
 TIME_LIMIT_S = 300.0
 
@@ -54,7 +56,21 @@ def first_run_in_child(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tenso
         raise BackendError(msg)
 
 
+@contextlib.contextmanager
+def failures_named() -> Iterator[None]:
+    """Turn what IPEX's fuser and kernels raise into a BackendError that says what to do; nc's own errors stay as they are."""
+    try:
+        yield
+    except NCError:
+        raise
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        first = lines[-1] if lines[0].startswith("The following operation failed") else lines[0]
+        msg = f"IPEX failed on this graph: {first.strip()} {_ADVICE}"
+        raise BackendError(msg) from error
+
+
 _ADVICE = (
     'Give fp32 to the operators that are new to it (matmul and add first: set_local("matmul", '
-    'StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))), or use backend="reference".'
+    'StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))), or use backend="native".'
 )

@@ -13,14 +13,13 @@ from nc.backends.base import EngineModel, EngineReport
 from nc.backends.dynamic import packed_bytes
 from nc.backends.ipex.compile_gate import Gate
 from nc.backends.ipex.executed_graph import build_report, executed_graph
-from nc.backends.ipex.isolate import first_run_in_child, is_tested
+from nc.backends.ipex.isolate import failures_named, first_run_in_child, is_tested
 from nc.backends.ipex.layout import make_row_major
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
 from nc.backends.ipex.workarounds import apply_lints
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
-from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import copy_module
@@ -52,15 +51,13 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
     rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
     familiar = is_tested(module)
-    scripted, frozen = _freeze(module)
+    with failures_named():
+        scripted, frozen = _freeze(module)
     inputs = tuple(t.contiguous() for t in graph.example)
     if isolate == "always" or (isolate == "auto" and not familiar):
         first_run_in_child(frozen, inputs)
-    try:
+    with failures_named():
         outputs = _warm_up(frozen, inputs)
-    except RuntimeError as error:
-        msg = f'IPEX failed on this graph: {str(error).strip().splitlines()[-1]} Use backend="native", or backend="reference".'
-        raise BackendError(msg) from error
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
@@ -80,7 +77,7 @@ class _Runner:
         self._gate = Gate()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        with torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
+        with failures_named(), torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
             return self._frozen(*[t.contiguous() for t in inputs])
 
 
@@ -124,7 +121,8 @@ def _prefix_sqnr(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tens
     prefix = fx.GraphModule(module, graph)
     with torch.no_grad():
         expected = prefix(*inputs)
-    return worst_sqnr_db(expected, _warm_up(_freeze(prefix)[1], inputs))
+    with failures_named():
+        return worst_sqnr_db(expected, _warm_up(_freeze(prefix)[1], inputs))
 
 
 def _codes_of(node: fx.Node) -> list[fx.Node]:

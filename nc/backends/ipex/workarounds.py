@@ -22,6 +22,8 @@ from nc.graph.tensor_meta import strided
 _END = 2**63 - 1
 #: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
 _NUDGE = 1.0 + 2.0**-20
+_aten = torch.ops.aten
+_EXTREMES = {_aten.max.dim: (_aten.amax.default, _aten.argmax.default), _aten.min.dim: (_aten.amin.default, _aten.argmin.default)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,12 +174,31 @@ def bare_layer_norm(module: fx.GraphModule) -> list[str]:
     for node in [n for n in module.graph.nodes if op_name(n) == "layer_norm"]:
         arguments = schema_arguments(node)
         size = arguments["normalized_shape"]
+        if not all(isinstance(s, int) for s in size):
+            continue
         missing = {name: value for name, value in (("weight", torch.ones), ("bias", torch.zeros)) if arguments[name] is None}
         for name, value in missing.items():
             arguments[name] = add_constant(module, node, f"{node.name}_{name}", value(*size), "")
         if missing:
             node.args, node.kwargs = tuple(arguments.values()), {}
             changed.append(node.meta.get("operator", node.name))
+    return changed
+
+
+def maximum_with_indices(module: fx.GraphModule) -> list[str]:
+    """`x.max(dim)`: the fuser takes it for an operator with one result. `amax` and `argmax`, which it becomes, are."""
+    changed = []
+    for node in [n for n in module.graph.nodes if n.target in _EXTREMES]:
+        a = schema_arguments(node)
+        calls = [(target, (a["self"], a["dim"], a["keepdim"])) for target in _EXTREMES[node.target]]
+        for user in list(node.users):
+            with module.graph.inserting_before(user):
+                part = module.graph.call_function(*calls[user.args[1]])
+            part.meta = dict(user.meta)
+            user.replace_all_uses_with(part)
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        changed.append(node.meta.get("operator", node.name))
     return changed
 
 
@@ -188,6 +209,7 @@ LINTS = (
     Lint("strided_pointwise", "returns garbage here and there, not the same in each run", strided_pointwise),
     Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
     Lint("bare_layer_norm", "fails on its first run", bare_layer_norm),
+    Lint("maximum_with_indices", "fails on its first run", maximum_with_indices),
 )
 
 
