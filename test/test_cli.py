@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends
 from nc.artefact import load
 from nc.backends import cpu
@@ -90,6 +91,15 @@ def refused(result):
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("nc: error: ")
     return lines[0]
+
+
+@pytest.mark.parametrize(("options", "measure"), [((), True), (("--no-measure",), False)])
+def test_measuring_is_passed_on(run, monkeypatch, options, measure):
+    seen = []
+    convert = nc.convert
+    monkeypatch.setattr(nc, "convert", lambda *args, **given: seen.append(given["measure"]) or convert(*args, **given))
+    assert quantize(run, "mlp", "one.npz", *options).exit_code == 0
+    assert seen == [measure]
 
 
 def test_quantize_saves_what_load_reads_and_prints_the_report(run, folder):
