@@ -76,6 +76,17 @@ def test_what_is_in_front_and_can_not_run_is_named_too(engines):
     assert len(broken.graphs) == len(works.graphs) == 1
 
 
+def test_convert_begins_with_the_engine_that_was_planned_for(engines, monkeypatch):
+    first, _ = engines(Engine("first"), Engine("second"))
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "why_unavailable", lambda: "not installed.")
+        prepared = prepared_for(MLP(), X, backend="auto")
+    q = convert(prepared)
+    assert q.backend == "second"
+    assert not first.graphs
+    assert q.report().chosen.endswith("; first: it could not run when the model was prepared.")
+
+
 def test_an_engine_that_works_is_the_last_one_tried(engines):
     first, second = engines(Engine("first"), Engine("second"))
     q = convert(prepared_for(MLP(), X, backend="auto"))

@@ -142,4 +142,5 @@ def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None) 
 
 
 def _why_not(names: Sequence[str], failed: Mapping[str, str] | None = None) -> str:
-    return " ".join(f"{name}: {(failed or {}).get(name) or get_backend(name).why_unavailable()}" for name in names)
+    reasons = {name: (failed or {}).get(name) or get_backend(name).why_unavailable() for name in names}
+    return " ".join(f"{name}: {reason or 'it could not run when the model was prepared.'}" for name, reason in reasons.items())
