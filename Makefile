@@ -49,7 +49,7 @@ demo-newest: setup-newest
 	.venv-newest/bin/python examples/quickstart.py
 
 # Tests of one file stay in one process: they share models. Each process computes with its part of the cores.
-PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST = -m pytest -q -n $(JOBS) --dist loadfile --durations=10
 
 test: setup
 	.venv/bin/python $(PYTEST)
