@@ -8,7 +8,7 @@ import hashlib
 import json
 from typing import Any
 
-from nc.spec import FLOAT, OpSpec, SmoothSpec, TensorSpec
+from nc.spec import FLOAT, OpSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +41,13 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return dataclasses.asdict(self)
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**plain, "spec": self.spec.to_dict()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
         """The inverse of `to_dict`."""
-        spec = dict(data["spec"])
-        bf16 = spec.pop("bf16", False) is True
-        parts = {k: None if v is None else (SmoothSpec if k == "smooth" else TensorSpec)(**v) for k, v in spec.items()}
-        return cls(**{**data, "spec": OpSpec(**parts, bf16=bf16), "fields": tuple(map(tuple, data.get("fields", ())))})
+        return cls(**{**data, "spec": OpSpec.from_dict(data["spec"]), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +75,13 @@ class Plan:
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
-        """Decisions of the operators that are to run in int8."""
+        """Decisions of the operators of which anything is quantized."""
         return tuple(d for d in self.decisions if d.spec.quantized)
 
     @property
     def static(self) -> frozenset[str]:
         """Names of the operators that run in int8 with ranges from calibration."""
-        return frozenset(d.operator for d in self.quantized if not d.spec.activation.dynamic)
+        return frozenset(d.operator for d in self.quantized if d.spec.mode == "static")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -112,7 +110,7 @@ class Plan:
     def explain(self, operator: str) -> str:
         """What one operator gets, field by field, and which rule says so."""
         decision = self[operator]
-        head = f"{operator} ({decision.kind}): " + (decision.reason or "int8")
+        head = f"{operator} ({decision.kind}): " + (decision.reason or decision.spec.precision)
         rows = [("field", "value", "from"), *decision.fields]
         return f"{head}\n{format_table(rows)}" if decision.fields else head
 

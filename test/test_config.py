@@ -214,9 +214,9 @@ def test_defaults_are_not_shared():
 def test_what_an_operator_gets():
     config = StaticQuantConfig(act_sym=True, act_dtype="int8", w_granularity="per_tensor")
     spec = spec_of("static", {**config.defaults(), **config.given}, "linear")
-    assert (spec.activation.dtype, spec.activation.symmetric) == ("int8", True)
+    assert (str(spec.activation.dtype), spec.activation.symmetric) == ("int8", True)
     assert (spec.activation.quant_min, spec.activation.quant_max) == (-128, 127)
-    assert (spec.weight.dtype, spec.weight.granularity) == ("int8", "per_tensor")
+    assert (str(spec.weight.dtype), str(spec.weight.granularity)) == ("int8", "per_tensor")
     assert (spec.weight.quant_min, spec.weight.quant_max) == (-127, 127)
     assert FP32.is_float
     assert not StaticQuantConfig().is_float

@@ -44,9 +44,9 @@ def seen(*batches):
 def codes(low, high, spec=AFFINE):
     """The range low..high, low <= 0 <= high."""
     if spec.symmetric:
-        return QParams(scale=torch.tensor(high / 127), zero_point=0, spec=spec)
+        return QParams(scale=torch.tensor(high / 127), zero_point=torch.tensor(0), spec=spec)
     scale = (high - low) / 255
-    return QParams(scale=torch.tensor(scale), zero_point=round(-low / scale), spec=spec)
+    return QParams(scale=torch.tensor(scale), zero_point=torch.tensor(round(-low / scale)), spec=spec)
 
 
 def observed(data, algo="mse"):

@@ -363,7 +363,9 @@ def rounded(graph):
     for node in layers(graph).values():
         weight = getattr(graph.module, node.args[1].target)
         scale, _ = affine.choose_qparams(*weight.aminmax(), quant_min=-127, quant_max=127, symmetric=True)
-        setattr(graph.module, node.args[1].target, affine.dequantize(affine.quantize(weight, scale, 0, -127, 127), scale, 0))
+        setattr(
+            graph.module, node.args[1].target, affine.dequantize(affine.quantize(weight, scale, 0, -127, 127, dtype=torch.int8), scale, 0)
+        )
     return graph
 
 

@@ -17,7 +17,7 @@ from nc.numerics.histogram import BINS, MIN_EXPONENT, SIDE, centres, coarsen, co
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.histogram import HISTOGRAM
 from nc.observers.kl import divergence
-from nc.spec import TensorSpec
+from nc.spec import INT8, TensorSpec
 
 LIMIT = float(torch.finfo(torch.float32).max)
 floats = st.floats(-LIMIT, LIMIT, width=32, allow_subnormal=True)
@@ -158,7 +158,7 @@ def mean_squared_error(x, low, high, spec):
     scale, zero = choose_qparams(
         torch.tensor(low), torch.tensor(high), quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric
     )
-    codes = quantize(x, scale, int(zero), spec.quant_min, spec.quant_max)
+    codes = quantize(x, scale, int(zero), spec.quant_min, spec.quant_max, dtype=spec.dtype.storage)
     return float((dequantize(codes, scale, int(zero)).double() - x.double()).square().mean())
 
 
@@ -310,7 +310,7 @@ def test_weight_ranges_are_the_best_of_the_grid():
     rows = torch.randn(5, 4096)
     rows[2, 3] = 12.0
     rows[4] = 0.0
-    low, high = weight_mse.best_range(rows, quant_min=-127, quant_max=127)
+    low, high = weight_mse.best_range(rows, quant_min=-127, quant_max=127, dtype=INT8)
     for row, limit in zip(rows.double(), high.double(), strict=True):
         amax = float(row.abs().max())
         errors = {}

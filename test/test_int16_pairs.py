@@ -15,7 +15,7 @@ from nc.numerics.affine import dequantize
 from nc.numerics.int16_pairs import PAIR_LIMIT, limit_pairs, quantize_pairs
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.weights import quantize_weight
-from nc.spec import TensorSpec
+from nc.spec import PER_CHANNEL, TensorSpec
 
 SPEC = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
 
@@ -95,7 +95,7 @@ def test_pairs_are_neighbouring_input_channels(shape, axis, groups, inputs, gran
     assert worst_pair(inputs(codes)) <= PAIR_LIMIT
     per_channel = granularity == "per_channel" and axis is not None
     assert scale.shape == ((weight.shape[axis],) if per_channel else ())
-    assert sqnr_db(weight, dequantize(codes, scale, 0, axis if per_channel else None)) > 12
+    assert sqnr_db(weight, dequantize(codes, scale, 0, spec.granularity.block_size(weight.shape, axis))) > 12
 
 
 # ---- the engine ----
@@ -149,7 +149,7 @@ def test_the_engine_is_exact_at_the_limit(name, dtype, backend, monkeypatch):
 
     def quantize_weight(weight, spec, axis, groups=1):
         codes = extreme_codes(weight.shape, axis, groups)
-        channels = weight.shape[axis] if spec.granularity == "per_channel" and axis is not None else None
+        channels = weight.shape[axis] if spec.granularity == PER_CHANNEL and axis is not None else None
         return codes, torch.full((channels,), 1e-3) if channels else torch.tensor(1e-3)
 
     monkeypatch.setattr(qdq, "quantize_weight", quantize_weight)

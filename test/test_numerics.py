@@ -10,8 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from nc.numerics.affine import TINY_AMAX, choose_qparams, dequantize, quantize
+from nc.numerics import affine
+from nc.numerics.affine import TINY_AMAX, block_range, choose_qparams, dequantize
 from nc.numerics.metrics import cosine, sqnr_db
+from nc.numerics.weights import quantize_weight
+from nc.spec import PER_CHANNEL, PER_TENSOR, PER_TOKEN, TensorSpec, dtype, per_block, per_channel, per_group
 
 CODES = {"uint8": (0, 255), "int8": (-128, 127), "narrow": (-127, 127), "7-bit": (64, 191), "7-bit signed": (-64, 63)}
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -19,6 +22,11 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ordinary = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-6 else 0.0)
 codes = st.sampled_from(list(CODES.values()))
+
+
+def quantize(x, scale, zero_point, low, high, block_size=None):
+    """Codes in the dtype that their range needs."""
+    return affine.quantize(x, scale, zero_point, low, high, dtype=torch.int8 if low < 0 else torch.uint8, block_size=block_size)
 
 
 def qparams(low, high, limits, symmetric=False):
@@ -186,8 +194,9 @@ def test_per_channel_is_per_tensor_along_each_index(values, data):
     axis = data.draw(st.integers(0, values.ndim - 1))
     scale = torch.tensor(data.draw(st.lists(st.floats(2**-7, 1, width=32), min_size=values.shape[axis], max_size=values.shape[axis])))
     x = torch.from_numpy(values)
-    q = quantize(x, scale, 0, -127, 127, axis)
-    back = dequantize(q, scale, 0, axis)
+    block = per_channel(axis).block_size(x.shape)
+    q = quantize(x, scale, 0, -127, 127, block)
+    back = dequantize(q, scale, 0, block)
     assert q.dtype == torch.int8
     assert q.shape == back.shape == x.shape
     for i in range(values.shape[axis]):
@@ -204,9 +213,91 @@ def test_codes_survive_a_round_trip(limits, scale, data):
     assert torch.equal(quantize(dequantize(q, scale, zero_point), scale, zero_point, *limits), q)
 
 
-def test_dtype_of_codes_follows_their_range():
-    assert quantize(torch.zeros(1), 1.0, 0, 0, 127).dtype == torch.uint8
-    assert quantize(torch.zeros(1), 1.0, 0, -64, 63).dtype == torch.int8
+def test_dtype_of_codes_is_the_one_asked_for():
+    assert affine.quantize(torch.zeros(1), 1.0, 3, 0, 7, dtype=torch.uint8).dtype == torch.uint8
+    assert affine.quantize(torch.zeros(1), 1.0, 3, 0, 7, dtype=torch.int8).dtype == torch.int8
+
+
+# ---- blocks ----
+
+
+GRANULARITIES = [
+    PER_TENSOR,
+    PER_CHANNEL,
+    per_channel(1),
+    PER_TOKEN,
+    per_group(-1, 4),
+    per_group(0, 3),
+    per_block((3, 2)),
+    per_block((6, 8)),
+    per_block((1, 1)),
+]
+
+
+def brute_force(x, block, limits, symmetric):
+    """Codes and values of every element, each from the range of its own block, in float64."""
+    x, block = x.double().numpy(), np.array(block)
+    codes, values = np.zeros(x.shape, dtype=np.int64), np.zeros(x.shape)
+    for corner in np.ndindex(*(np.array(x.shape) // block)):
+        where = tuple(slice(c * b, (c + 1) * b) for c, b in zip(corner, block, strict=True))
+        low, high = min(x[where].min(), 0.0), max(x[where].max(), 0.0)
+        middle = (limits[0] + limits[1] + 1) // 2
+        if symmetric:
+            scale, zero = max(-low, high) / min(limits[1] - middle, middle - limits[0]), middle
+        else:
+            scale = (high - low) / (limits[1] - limits[0])
+            zero = min(max(limits[0] - np.round(low / scale), limits[0]), limits[1])
+        codes[where] = np.clip(np.round(x[where] / scale) + zero, *limits)
+        values[where] = (codes[where] - zero) * scale
+    return codes, values
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4", "int2", "uint3"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_blocks_of_any_granularity_against_brute_force(granularity, name, symmetric):
+    torch.manual_seed(0)
+    x, of = torch.randn(6, 8), dtype(name)
+    limits, block = (of.quant_min, of.quant_max), granularity.block_size(x.shape, 0)
+    low, high = block_range(x, block)
+    assert low.shape == high.shape == tuple(s // b for s, b in zip(x.shape, block, strict=True))
+    scale, zero_point = choose_qparams(low, high, quant_min=of.quant_min, quant_max=of.quant_max, symmetric=symmetric)
+    codes = affine.quantize(x, scale, zero_point, *limits, dtype=of.storage, block_size=block)
+    wanted, values = brute_force(x, block, limits, symmetric)
+    assert codes.dtype == of.storage
+    assert codes.tolist() == wanted.tolist()
+    assert np.allclose(dequantize(codes, scale, zero_point, block).double().numpy(), values, rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_in_three_dimensions_and_other_memory_formats():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 10).transpose(0, 2)
+    block = (5, 3, 2)
+    scale, zero_point = choose_qparams(*block_range(x, block), quant_min=0, quant_max=15, symmetric=False)
+    codes = quantize(x, scale, zero_point, 0, 15, block)
+    assert codes.tolist() == brute_force(x, block, (0, 15), False)[0].tolist()
+    channels_last = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    codes = quantize(channels_last, torch.rand(4) + 0.1, 0, -127, 127, per_channel(0).block_size(channels_last.shape))
+    assert codes.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("algo", ["minmax", "mse"])
+def test_weights_of_any_granularity_are_quantized_block_by_block(granularity, algo):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 8)
+    spec = TensorSpec(dtype=dtype("int4"), symmetric=True, granularity=granularity, algo=algo, narrow=True)
+    codes, scale = quantize_weight(weight, spec, 0)
+    block = granularity.block_size(weight.shape, 0)
+    assert scale.numel() == weight.numel() // math.prod(block)
+    assert scale.dim() == (0 if block == (6, 8) else 1 if granularity.name == "per_channel" else 2)
+    grid = [s // b for s, b in zip(weight.shape, block, strict=True)]
+    whole = TensorSpec(dtype=dtype("int4"), symmetric=True, algo=algo, narrow=True)
+    for n, corner in enumerate(np.ndindex(*grid)):
+        where = tuple(slice(c * b, (c + 1) * b) for c, b in zip(corner, block, strict=True))
+        one, one_scale = quantize_weight(weight[where], whole, 0)
+        assert torch.equal(codes[where], one)
+        assert scale.flatten()[n] == one_scale
 
 
 # ---- metrics ----

@@ -28,7 +28,7 @@ from nc import (
 from nc.backends import get_backend
 from nc.plan import Plan
 from nc.planning.rules import fit, resolve
-from nc.spec import FLOAT, Capabilities, OpSupport, TensorSpec
+from nc.spec import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorSpec
 
 SYM = StaticQuantConfig(act_sym=True)
 INT8 = StaticQuantConfig(act_dtype="int8")
@@ -359,7 +359,7 @@ def test_fields_that_were_not_given_defer_level_by_level(ten):
     config.set_local("fc1", StaticQuantConfig(act_algo="percentile"))
     plan = resolve(config, ten, ALL)
     assert spec(plan).activation == TensorSpec(dtype="int8", symmetric=False, algo="percentile", percentile=99.999)
-    assert (spec(plan).weight.algo, spec(plan).weight.granularity) == ("mse", "per_tensor")
+    assert (spec(plan).weight.algo, str(spec(plan).weight.granularity)) == ("mse", "per_tensor")
     sources = {name: (value, rule) for name, value, rule in plan["fc1"].fields}
     assert sources["act_algo"] == ("percentile", "name 'fc1'")
     assert sources["act_dtype"] == ("int8", r"pattern 'fc\\d'")
@@ -418,11 +418,11 @@ def test_a_rule_that_the_white_list_does_not_hold_for_has_the_fields_of_the_list
 
 def test_strategies_of_single_operators(ten):
     plan = resolve(StaticQuantConfig().set_local("fc1", DynamicQuantConfig()), ten, ALL)
-    assert (spec(plan).activation.dynamic, spec(plan).activation.granularity) == (True, "per_token")
+    assert (spec(plan).mode, spec(plan).activation.granularity) == ("dynamic", PER_TOKEN)
     assert not spec(plan, "fc10").activation.dynamic
     plan = resolve(DynamicQuantConfig(w_granularity="per_tensor").set_local("fc1", StaticQuantConfig(act_algo="kl")), ten, ALL)
     assert spec(plan).activation == TensorSpec(dtype="uint8", symmetric=False, algo="kl")
-    assert spec(plan).weight.granularity == "per_channel"  # other strategies pass nothing on
+    assert spec(plan).weight.granularity == PER_CHANNEL  # other strategies pass nothing on
     assert spec(plan, "fc10").activation.dynamic
     assert plan["matmul"].reason == "backend 'reference' has no dynamic int8 kernel for matmul"
 
@@ -501,7 +501,7 @@ def test_a_fused_type_without_a_match_warns_with_those_that_exist():
 def test_a_granularity_without_a_kernel(ten):
     limited = dataclasses.replace(ALL, ops=(OpSupport(kind="linear", weights=("int8",), dynamic=("per_tensor",), affine_only=True),))
     plan = resolve(DynamicQuantConfig(), ten, limited)  # nobody asked for per_token
-    assert spec(plan).activation.granularity == "per_tensor"
+    assert spec(plan).activation.granularity == PER_TENSOR
     assert ("act_granularity", "per_tensor", "kernel") in plan["fc1"].fields
     with pytest.raises(UnsupportedError, match=r"'fc1' \(linear\): act_granularity='per_token' .*legal there: per_tensor"):
         resolve(DynamicQuantConfig(act_granularity="per_token"), ten, limited)
@@ -565,5 +565,5 @@ def test_the_plan_shows_a_name_rule_for_what_has_no_integer_form():
 def test_the_plan_knows_that_grouped_transposed_convolutions_take_one_scale():
     model = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=4), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3)).eval()
     plan = describe(model, StaticQuantConfig(), torch.randn(2, 8, 8, 8), backend="reference")
-    assert (plan["0"].spec.weight.granularity, plan["2"].spec.weight.granularity) == ("per_tensor", "per_channel")
+    assert (plan["0"].spec.weight.granularity, plan["2"].spec.weight.granularity) == (PER_TENSOR, PER_CHANNEL)
     assert ("w_granularity", "per_tensor", "kernel") in plan["0"].fields

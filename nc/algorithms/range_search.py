@@ -68,8 +68,9 @@ class _Trial(fx.Interpreter):
             self._sizes[edge] += _sixth_powers(_first(value))
             for name, qp in self._candidates[edge_key(edge)].items():
                 tried = list(args)
-                codes = quantize(args[edge.index], float(qp.scale), qp.zero_point, qp.spec.quant_min, qp.spec.quant_max)
-                tried[edge.index] = dequantize(codes, float(qp.scale), qp.zero_point)
+                limits = qp.spec.quant_min, qp.spec.quant_max
+                codes = quantize(args[edge.index], qp.scale, qp.zero_point, *limits, dtype=qp.spec.dtype.storage)
+                tried[edge.index] = dequantize(codes, qp.scale, qp.zero_point)
                 self._errors[edge, name] += _sixth_powers(_first(node.target(*tried, **kwargs)) - _first(value))
         return value
 

@@ -15,7 +15,7 @@ from nc.algorithms.replay import inputs_of
 from nc.numerics.affine import dequantize
 from nc.numerics.smoothing import COMBINE, fake_quantize, scales_for
 from nc.numerics.weights import quantize_weight
-from nc.spec import OpSpec, SmoothSpec
+from nc.spec import PER_CHANNEL, OpSpec, SmoothSpec
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Batch = Sequence[torch.Tensor]
@@ -102,7 +102,7 @@ def _quantized(unit: Unit, alpha: float) -> Iterator[Callable[[torch.Tensor], to
     low, high = (unit.channels[0] / scales).amin(), (unit.channels[1] / scales).amax()
     for weight, spec in zip(unit.weights, unit.specs, strict=True):
         codes, w_scale = quantize_weight((weight * scales).float(), spec.weight, 0)
-        w = dequantize(codes, w_scale, 0, 0 if w_scale.dim() else None).double()
+        w = dequantize(codes, w_scale, 0, PER_CHANNEL.block_size(codes.shape, 0) if w_scale.dim() else None).double()
         yield lambda x, w=w, spec=spec: fake_quantize(x.double() / scales, low, high, spec.activation) @ w.T
 
 

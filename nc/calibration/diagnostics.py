@@ -107,8 +107,8 @@ def _late(seen: Seen) -> int:
 
 def _range(qparams: QParams, margin: float = 0.0) -> tuple[float, float]:
     """What the codes can hold, and `margin` steps more on each side."""
-    spec, scale = qparams.spec, float(qparams.scale)
-    return (spec.quant_min - qparams.zero_point - margin) * scale, (spec.quant_max - qparams.zero_point + margin) * scale
+    spec, scale, zero_point = qparams.spec, float(qparams.scale), int(qparams.zero_point)
+    return (spec.quant_min - zero_point - margin) * scale, (spec.quant_max - zero_point + margin) * scale
 
 
 def _width(extremes: tuple[float, float], qparams: QParams) -> float:

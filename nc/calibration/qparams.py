@@ -51,4 +51,4 @@ def _qparams(edge: Edge, algorithm: str, found: Collected) -> QParams:
     spec = edge.spec
     low, high = ALGORITHMS[algorithm].find_range(found.states[observer_key(edge)], spec)
     scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-    return QParams(scale=scale, zero_point=int(zero_point), spec=spec)
+    return QParams(scale=scale, zero_point=zero_point, spec=spec)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from nc.numerics import affine
+from nc.spec import per_channel
 
 
 def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
     """Codes of `x`: uint8 when `quant_min >= 0`, else int8."""
-    return affine.quantize(x, scale, zero_point, quant_min, quant_max)
+    return affine.quantize(x, scale, zero_point, quant_min, quant_max, dtype=torch.uint8 if quant_min >= 0 else torch.int8)
 
 
 def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
@@ -19,7 +20,7 @@ def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> tor
 
 def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
     """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
-    return affine.dequantize(q, scale, 0, axis)
+    return affine.dequantize(q, scale, 0, per_channel(axis).block_size(q.shape))
 
 
 def to_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
         capabilities: of the backend that it was planned for.
         pools: those that run on codes, see `dataflow.pools_on_codes`; which tensors have ranges depends on them.
     """
-    specs = {d.operator: d.spec for d in plan.quantized if not d.spec.activation.dynamic}
+    specs = {d.operator: d.spec for d in plan.quantized if d.spec.mode == "static"}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
     depth = _depths(module, int8)

@@ -23,7 +23,7 @@ from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
 from nc.numerics.weights import quantize_weight
 from nc.plan import Plan
-from nc.spec import OpSpec, QParams, TensorSpec
+from nc.spec import PER_TOKEN, OpSpec, QParams, TensorSpec
 
 #: All that quantization adds to a graph; artefacts know these by name.
 QDQ_FUNCTIONS = (
@@ -99,7 +99,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     for edge in edges:
         reader, source = mapping[edge.reader], mapping[edge.source]
         qp = qparams[edge_key(edge)]
-        scale, zero_point = float(qp.scale), qp.zero_point
+        scale, zero_point = float(qp.scale), int(qp.zero_point)
         key = (source, edge_key(edge))
         if key not in codes or in_place:
             where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
@@ -133,7 +133,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
 
 def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
     """Let dynamic operators read their inputs through codes; those that read one tensor alike share them, unless it may change between."""
-    specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.activation.dynamic}
+    specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.mode == "dynamic"}
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         source, spec = node.args[0], specs[node.meta["operator"]]
@@ -141,7 +141,7 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
             continue  # its function finds the ranges
         if (source, spec) not in shared or in_place:
             with graph.inserting_before(node):
-                args = (source, spec.granularity == "per_token", spec.quant_min, spec.quant_max, spec.symmetric)
+                args = (source, spec.granularity == PER_TOKEN, spec.quant_min, spec.quant_max, spec.symmetric)
                 shared[source, spec] = graph.call_function(quantize_dequantize_dynamic, args)
             shared[source, spec].meta["val"] = source.meta.get("val")
         node.update_arg(0, shared[source, spec])

@@ -2,9 +2,14 @@
 
 Rounding is half to even, the division a true fp32 division, and z is added after rounding: the family of ONNX QuantizeLinear and of
 torch's fake quantization. `torch.quantize_per_tensor` adds z before it rounds; the two differ by one code at exact ties when z is odd.
+
+Every granularity is a block size: blocks of one size cover the tensor, and each has its own s and z.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -44,34 +49,91 @@ def choose_qparams(
     return scale.float(), zero_point.to(torch.int64)
 
 
+def block_range(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of each block.
+
+    Args:
+        x: any float tensor that is not empty.
+        block_size: see `quantize`.
+
+    Returns:
+        `(low, high)` of the dtype of `x`, both of shape [x.shape[d] / block_size[d] for each dimension d].
+    """
+    rows, grid = block_rows(x, block_size)
+    low, high = torch.aminmax(rows, dim=1)
+    return low.reshape(grid), high.reshape(grid)
+
+
+def block_rows(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The elements of each block as a row, shape [blocks, elements], and how many blocks there are along each dimension of `x`."""
+    values = _split(x, block_size)
+    grid, inner = values.shape[::2], list(range(1, values.dim(), 2))
+    return values.permute(*range(0, values.dim(), 2), *inner).reshape(math.prod(grid), -1), tuple(grid)
+
+
 def quantize(
-    x: torch.Tensor, scale: torch.Tensor | float, zero_point: int, quant_min: int, quant_max: int, axis: int | None = None
+    x: torch.Tensor,
+    scale: torch.Tensor | float,
+    zero_point: torch.Tensor | int,
+    quant_min: int,
+    quant_max: int,
+    *,
+    dtype: torch.dtype,
+    block_size: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Codes of `x`.
 
     Args:
         x: any float tensor; computed in fp32.
-        scale: a number, or a tensor of shape [x.shape[axis]].
-        zero_point: the code of 0.
+        scale: a number, or a tensor with one number per block, in the order of the blocks. Codes are right for the scale given here: one
+            that is stored in fewer bits is rounded before.
+        zero_point: the code of 0, likewise.
         quant_min: lowest code.
         quant_max: highest code.
-        axis: channel axis of a per-channel scale.
+        dtype: of the codes.
+        block_size: size of a block in each dimension of `x`, which it divides; see `nc.spec.Granularity.block_size`. None: one block.
 
     Returns:
-        uint8 codes when `quant_min >= 0`, else int8; the shape of `x`.
+        Codes of the shape of `x`.
     """
-    codes = (x.float() / _along(scale, axis, x.dim())).round_().add_(zero_point)
-    return codes.clamp_(quant_min, quant_max).to(torch.uint8 if quant_min >= 0 else torch.int8)
+    values, scale, zero_point = _blocks(x.float(), scale, zero_point, block_size)
+    codes = (values / scale).round_().add_(zero_point).clamp_(quant_min, quant_max)
+    return codes.to(dtype).reshape(x.shape)
 
 
-def dequantize(q: torch.Tensor, scale: torch.Tensor | float, zero_point: int, axis: int | None = None) -> torch.Tensor:
+def dequantize(
+    q: torch.Tensor, scale: torch.Tensor | float, zero_point: torch.Tensor | int, block_size: Sequence[int] | None = None
+) -> torch.Tensor:
     """Real fp32 values of codes `q`; arguments as in `quantize`."""
+    values, scale, zero_point = _blocks(q.to(torch.float32), scale, zero_point, block_size)
     # a code minus its zero point is exact in fp32
-    return q.to(torch.float32).sub_(zero_point).mul_(_along(scale, axis, q.dim()))
+    return (values - zero_point).mul_(scale).reshape(q.shape)
 
 
-def _along(scale: torch.Tensor | float, axis: int | None, rank: int) -> torch.Tensor | float:
-    """`scale` shaped so that it broadcasts along `axis` of a tensor of that rank."""
-    if axis is None or not isinstance(scale, torch.Tensor) or scale.dim() == 0:
-        return scale
-    return scale.reshape([-1 if d == axis else 1 for d in range(rank)])
+_Number = torch.Tensor | float
+
+
+def _blocks(
+    x: torch.Tensor, scale: _Number, zero_point: _Number, block_size: Sequence[int] | None
+) -> tuple[torch.Tensor, _Number, _Number]:
+    """`x`, scale and zero point shaped so that they broadcast."""
+    if block_size is None or all(part == size for part, size in zip(block_size, x.shape, strict=True)):
+        return x, _one(scale), _one(zero_point)
+    counts = [size // part for size, part in zip(x.shape, block_size, strict=True)]
+    if all(part in (1, size) for part, size in zip(block_size, x.shape, strict=True)):
+        return x, _shaped(scale, counts), _shaped(zero_point, counts)  # which keeps the memory format
+    outer = [count for pair in zip(counts, [1] * len(counts), strict=True) for count in pair]
+    return _split(x, block_size), _shaped(scale, outer), _shaped(zero_point, outer)
+
+
+def _split(x: torch.Tensor, block_size: Sequence[int]) -> torch.Tensor:
+    """Each dimension as two: which block, and where in it."""
+    return x.reshape([n for size, part in zip(x.shape, block_size, strict=True) for n in (size // part, part)])
+
+
+def _shaped(value: _Number, shape: Sequence[int]) -> _Number:
+    return value.reshape(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _one(value: _Number) -> _Number:
+    return value.reshape(()) if isinstance(value, torch.Tensor) else value

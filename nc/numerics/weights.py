@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from nc.numerics import affine, int16_pairs, weight_mse
-from nc.spec import TORCH_DTYPES, TensorSpec
+from nc.spec import TensorSpec
 
 
 def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -13,24 +15,29 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
 
     Args:
         weight: any float tensor.
-        spec: symmetric int8.
-        axis: output channel axis; None forces one scale for the whole tensor, that of a transposed convolution in groups.
+        spec: symmetric integers.
+        axis: output channel axis; None forces one scale for the whole tensor where `spec` is per channel: that of a transposed convolution
+            in groups.
         groups: of a transposed convolution.
 
     Returns:
-        int8 codes of the weight's shape; scale fp32, shape [channels] per channel, [] per tensor.
+        Codes of the weight's shape; scale fp32: shape [] per tensor, [channels] per channel, else one number per block, of the shape of
+        the grid of blocks.
+
+    Raises:
+        ConfigError: groups or blocks do not cover the weight.
     """
-    per_channel = spec.granularity == "per_channel" and axis is not None
+    per_channel = spec.granularity.name == "per_channel" and axis is not None
     if spec.paired:
         return _paired(weight.detach().float(), spec, axis, groups, per_channel)
-    rows = weight.detach().transpose(0, axis).reshape(weight.shape[axis], -1) if per_channel else weight.detach().reshape(1, -1)
-    low, high = _weight_range(rows.float(), spec)
-    scale, _ = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-    if not per_channel:
-        scale = scale[0]
-    codes = affine.quantize(weight, scale, 0, spec.quant_min, spec.quant_max, axis if per_channel else None)
-    assert codes.dtype == TORCH_DTYPES[spec.dtype]
-    return codes, scale
+    block = spec.granularity.block_size(weight.shape, axis)
+    low, high = _weight_range(weight.detach().float(), spec, block)
+    scale, zero_point = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
+    limits = spec.quant_min, spec.quant_max
+    codes = affine.quantize(weight, scale, zero_point, *limits, dtype=spec.dtype.storage, block_size=block)
+    if per_channel:
+        return codes, scale.flatten()
+    return codes, scale.reshape(()) if block == tuple(weight.shape) else scale
 
 
 def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = int16_pairs.PAIR_LIMIT) -> bool:
@@ -58,13 +65,15 @@ def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: in
     flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
     shrink = weight_mse.SHRINK if spec.algo == "mse" else ()
     codes, scale = int16_pairs.quantize_pairs(flat, shrink, weight_mse.NORM if shrink else 2.0)
-    result = torch.empty(weight.shape, dtype=TORCH_DTYPES[spec.dtype])  # strides of its own: those of size 1 count for convolutions
+    result = torch.empty(weight.shape, dtype=spec.dtype.storage)  # strides of its own: those of size 1 count for convolutions
     result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
     return result, scale if per_channel else scale[0]
 
 
-def _weight_range(rows: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    if spec.algo == "mse":
-        return weight_mse.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max)
-    low, high = torch.aminmax(rows, dim=1)
-    return low, high
+def _weight_range(weight: torch.Tensor, spec: TensorSpec, block: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest and highest value of each block, of the shape of the grid of blocks."""
+    if spec.algo != "mse":
+        return affine.block_range(weight, block)
+    rows, grid = affine.block_rows(weight, block)
+    low, high = weight_mse.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max, dtype=spec.dtype)
+    return low.reshape(grid), high.reshape(grid)

@@ -23,7 +23,7 @@ from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
-from nc.spec import BF16, FLOAT, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec
+from nc.spec import BF16, FLOAT, PER_TENSOR, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec, dtype, granularity
 
 _LEVELS = ("global", "type", "pattern", "name")
 _OUTSIDE = "not on the white list"
@@ -72,7 +72,7 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     mixed = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
     decisions = [_one_weight_scale(d) if d.operator in mixed else d for d in decisions]
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
-    asked = {d.operator for d in decisions if d.spec.quantized and not d.spec.activation.dynamic}
+    asked = {d.operator for d in decisions if d.spec.mode == "static"}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
     explicit = {d.operator for d in decisions if d.rule != "global"}
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
@@ -122,7 +122,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     spec = spec_of(chosen.config.algorithm, values, op.kind)
     reason = _why_no_kernel(op, spec, row, chosen, capabilities)
     if not reason and values.get("skip_slow"):
-        reason = sizes.slower_in_int8(op, spec.activation.granularity)
+        reason = sizes.slower_in_int8(op, str(spec.activation.granularity))
     if reason:
         return _float(base, "fp32" if "bf16" in _excluded(matches) else values["remainder"], reason)
     if not row.weights:
@@ -205,17 +205,24 @@ def _kernel_granularity(
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """What an operator of some kind gets under a strategy and the values of its fields."""
     weight = TensorSpec(
-        dtype=values["w_dtype"], symmetric=values["w_sym"], granularity=values["w_granularity"], algo=values["w_algo"], narrow=True
+        dtype=dtype(values["w_dtype"]),
+        symmetric=values["w_sym"],
+        granularity=granularity(values["w_granularity"]),
+        algo=values["w_algo"],
+        narrow=True,
     )
-    activation = {"dtype": values["act_dtype"], "symmetric": values["act_sym"], "granularity": values["act_granularity"]}
+    activation = TensorSpec(
+        dtype=dtype(values["act_dtype"]), symmetric=values["act_sym"], granularity=granularity(values["act_granularity"])
+    )
     if algorithm == "dynamic":
-        return OpSpec(activation=TensorSpec(**activation, dynamic=True), weight=weight)
+        return OpSpec(activation=dataclasses.replace(activation, dynamic=True), weight=weight)
     percentile = values["percentile"] if values["act_algo"] in ("percentile", "auto") else None
     smooth = None
     if algorithm == "smooth" and kind == "linear":
         options = {f.name: values[f.name] for f in dataclasses.fields(SmoothSpec)}
         smooth = SmoothSpec(**{**options, "alpha": None if values["alpha"] == "auto" else values["alpha"]})
-    return OpSpec(activation=TensorSpec(**activation, algo=values["act_algo"], percentile=percentile), weight=weight, smooth=smooth)
+    activation = dataclasses.replace(activation, algo=values["act_algo"], percentile=percentile)
+    return OpSpec(activation=activation, weight=weight, smooth=smooth)
 
 
 def fit(plan: Plan, capabilities: Capabilities) -> Plan:
@@ -231,7 +238,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         row = capabilities.row(d.kind)
         if not d.spec.quantized:
             decisions.append(d)
-        elif row is None or not (row.dynamic if d.spec.activation.dynamic else row.activations):
+        elif row is None or not row.supports(d.spec.mode):
             low = _remainder(d) == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
         else:
@@ -255,14 +262,14 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Ma
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> str:
-    how = "dynamic int8" if spec.activation.dynamic else "int8"
+    how = {"dynamic": "dynamic int8", "weight_only": "weight-only"}.get(spec.mode, "int8")
     return f"backend {capabilities.backend!r} has no {how} kernel for {kind}"
 
 
 def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
-    field, value, legal = "act_dtype", spec.activation.dtype, row.activations
-    if spec.activation.dynamic:
-        field, value, legal = "act_granularity", spec.activation.granularity, row.dynamic
+    field, value, legal = "act_dtype", str(spec.activation.dtype), row.activations
+    if spec.mode == "dynamic":
+        field, value, legal = "act_granularity", str(spec.activation.granularity), row.dynamic
         if row.affine_only and spec.activation.symmetric:
             field, value, legal = "act_sym", True, ("False",)
     if value not in legal:
@@ -283,11 +290,11 @@ def _unsmoothed(decision: Decision) -> Decision:
 
 def _one_weight_scale(decision: Decision) -> Decision:
     """A transposed convolution in groups, whose output channels lie across its weight: kernels take one scale for all of it."""
-    if decision.spec.weight is None or decision.spec.weight.granularity == "per_tensor":
+    if decision.spec.weight is None or decision.spec.weight.granularity == PER_TENSOR:
         return decision
     field = ("w_granularity", "per_tensor", "kernel")
     fields = tuple(field if f[0] == field[0] else f for f in decision.fields)
-    weight = dataclasses.replace(decision.spec.weight, granularity="per_tensor")
+    weight = dataclasses.replace(decision.spec.weight, granularity=PER_TENSOR)
     return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields)
 
 

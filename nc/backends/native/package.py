@@ -85,7 +85,7 @@ def _as_before(graph: QDQGraph, tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _check_static(graph: QDQGraph) -> None:
-    names = [d.operator for d in graph.plan.quantized if d.spec.activation.dynamic]
+    names = [d.operator for d in graph.plan.quantized if d.spec.mode == "dynamic"]
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         msg = f"export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges found in each call, as of {some}."

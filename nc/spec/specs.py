@@ -1,14 +1,17 @@
-"""Frozen values that every layer shares: how a tensor is quantized, what an operator asks for, what a backend can run."""
+"""How a tensor is quantized, what an operator asks for, what a backend can run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 
-#: Full integer range of each quantized dtype.
-INT_RANGES: dict[str, tuple[int, int]] = {"uint8": (0, 255), "int8": (-128, 127)}
-TORCH_DTYPES: dict[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}
+from nc.spec.dtypes import DType, dtype
+from nc.spec.granularities import PER_TENSOR, Granularity, granularity
+
+#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, or not at all.
+Mode = Literal["static", "dynamic", "weight_only", "float"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +19,9 @@ class TensorSpec:
     """How one tensor is quantized.
 
     Attributes:
-        dtype: "uint8" or "int8".
+        dtype: of the codes; a name is looked up.
         symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
-        granularity: "per_tensor", "per_channel" (weights) or "per_token" (dynamic activations: one range per row of the last dimension).
+        granularity: which elements share a scale; a text is looked up. Activations: per tensor, or per token where `dynamic`.
         algo: how its range is found, see `nc.observers`.
         percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
         narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
@@ -28,15 +31,22 @@ class TensorSpec:
         dynamic: its range is found anew in each call.
     """
 
-    dtype: str
+    dtype: DType
     symmetric: bool
-    granularity: str = "per_tensor"
+    granularity: Granularity = PER_TENSOR
     algo: str = "minmax"
     percentile: float | None = None
     narrow: bool = False
     reduce_range: bool = False
     paired: bool = False
     dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        """Look up what was given by name; raises ConfigError for names that do not exist."""
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", dtype(self.dtype))
+        if isinstance(self.granularity, str):
+            object.__setattr__(self, "granularity", granularity(self.granularity))
 
     @property
     def quant_min(self) -> int:
@@ -49,15 +59,15 @@ class TensorSpec:
         return self._range()[1]
 
     def _range(self) -> tuple[int, int]:
-        low, high = INT_RANGES[self.dtype]
+        low, high = self.dtype.quant_min, self.dtype.quant_max
         quarter = (high - low + 1) // 4
         return (low + quarter, high - quarter) if self.reduce_range else (low, high)
 
     def __str__(self) -> str:
         """Short form for tables, e.g. "uint8 affine"."""
-        parts = [self.dtype, "sym" if self.symmetric else "affine"]
-        if self.granularity != "per_tensor":
-            parts.append(self.granularity)
+        parts = [str(self.dtype), "sym" if self.symmetric else "affine"]
+        if self.granularity != PER_TENSOR:
+            parts.append(str(self.granularity))
         if self.reduce_range:
             parts.append("7-bit")
         if self.paired:
@@ -67,6 +77,16 @@ class TensorSpec:
         if self.algo != "minmax":
             parts.append(f"{self.algo} {self.percentile:g}" if self.algo == "percentile" else self.algo)
         return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; dtype and granularity as their text."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "dtype": str(self.dtype), "granularity": str(self.granularity)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TensorSpec:
+        """The inverse of `to_dict`."""
+        return cls(**{**data, "dtype": dtype(data["dtype"]), "granularity": granularity(data["granularity"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +131,16 @@ class OpSpec:
     bf16: bool = False
 
     @property
+    def mode(self) -> Mode:
+        """How it is quantized."""
+        if self.activation is not None:
+            return "dynamic" if self.activation.dynamic else "static"
+        return "float" if self.weight is None else "weight_only"
+
+    @property
     def quantized(self) -> bool:
         """Whether anything is quantized at all."""
-        return self.activation is not None
+        return self.mode != "float"
 
     @property
     def activations(self) -> str:
@@ -122,11 +149,13 @@ class OpSpec:
             return f"{self.activation}, {self.right}"
         if self.smooth is not None:
             return f"{self.activation} {self.smooth}"
-        return str(self.activation or self.precision)
+        return str(self.activation or ("bf16" if self.bf16 else "fp32"))
 
     @property
     def precision(self) -> str:
-        """What it computes in: "int8", "bf16" or "fp32"."""
+        """What was asked: "int8", "bf16", "fp32", or of a weight-only operator its weight, e.g. "int4 per_group 32, weight only"."""
+        if self.mode == "weight_only" and self.weight is not None:
+            return f"{self.weight.dtype} {self.weight.granularity}, weight only"
         return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
 
     def input(self, index: int) -> TensorSpec | None:
@@ -139,6 +168,22 @@ class OpSpec:
             return replace(self, weight=replace(self.weight, paired=True))
         return replace(self, right=replace(self.input(1), reduce_range=True))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        parts = {role: spec.to_dict() if spec else None for role, spec in self._tensors().items()}
+        smooth = {f.name: getattr(self.smooth, f.name) for f in fields(self.smooth)} if self.smooth else None
+        return {**parts, "smooth": smooth, "bf16": self.bf16}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> OpSpec:
+        """The inverse of `to_dict`; plans of 0.1 development versions have no `bf16`."""
+        tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
+        smooth = data.get("smooth")
+        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data.get("bf16", False) is True)
+
+    def _tensors(self) -> dict[str, TensorSpec | None]:
+        return {"activation": self.activation, "weight": self.weight, "right": self.right}
+
 
 FLOAT = OpSpec()
 BF16 = OpSpec(bf16=True)
@@ -149,13 +194,13 @@ class QParams:
     """Scale and zero point of one tensor.
 
     Attributes:
-        scale: fp32 tensor of shape [] (per tensor) or [channels].
-        zero_point: int, the same for every channel.
+        scale: fp32 tensor: one number per block of `spec.granularity`, [] per tensor.
+        zero_point: integer tensor of the same shape.
         spec: the dtype and range that the codes use.
     """
 
     scale: torch.Tensor
-    zero_point: int
+    zero_point: torch.Tensor
     spec: TensorSpec
 
 
@@ -168,6 +213,7 @@ class OpSupport:
         activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
+        weight_only: dtypes of weights that it takes while activations stay fp32 (empty: none).
         affine_only: as dynamic operator it takes affine activations only.
         note: limits in words, for readers of the table.
     """
@@ -176,8 +222,13 @@ class OpSupport:
     activations: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
+    weight_only: tuple[str, ...] = ()
     affine_only: bool = False
     note: str = ""
+
+    def supports(self, mode: Mode) -> bool:
+        """Whether there is a kernel for one way to quantize."""
+        return bool({"static": self.activations, "dynamic": self.dynamic, "weight_only": self.weight_only}.get(mode))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,4 +267,4 @@ class Capabilities:
         """Whether the kernel that runs an operator is one of `narrow_sums`."""
         if spec.activation is None:
             return False
-        return (kind, "dynamic" if spec.activation.dynamic else spec.activation.dtype) in self.narrow_sums
+        return (kind, "dynamic" if spec.mode == "dynamic" else spec.activation.dtype.name) in self.narrow_sums

@@ -1,0 +1,40 @@
+"""Frozen values that every layer shares: dtypes, granularities, what an operator asks for, what a backend can run."""
+
+from nc.spec.dtypes import DTYPES, INT8, UINT8, DType, dtype
+from nc.spec.granularities import PER_CHANNEL, PER_TENSOR, PER_TOKEN, Granularity, granularity, per_block, per_channel, per_group
+from nc.spec.specs import (
+    BF16,
+    FLOAT,
+    Capabilities,
+    Mode,
+    OpSpec,
+    OpSupport,
+    QParams,
+    SmoothSpec,
+    TensorSpec,
+)
+
+__all__ = [
+    "BF16",
+    "DTYPES",
+    "FLOAT",
+    "INT8",
+    "PER_CHANNEL",
+    "PER_TENSOR",
+    "PER_TOKEN",
+    "UINT8",
+    "Capabilities",
+    "DType",
+    "Granularity",
+    "Mode",
+    "OpSpec",
+    "OpSupport",
+    "QParams",
+    "SmoothSpec",
+    "TensorSpec",
+    "dtype",
+    "granularity",
+    "per_block",
+    "per_channel",
+    "per_group",
+]
