@@ -16,6 +16,7 @@ from nc.config import DynamicQuantConfig as DynamicQuantConfig
 from nc.config import INT8StaticQuantConfig as INT8StaticQuantConfig
 from nc.config import SmoothQuantConfig as SmoothQuantConfig
 from nc.config import StaticQuantConfig as StaticQuantConfig
+from nc.config import WeightOnlyConfig as WeightOnlyConfig
 from nc.config import get_default_dynamic_config as get_default_dynamic_config
 from nc.config import get_default_sq_config as get_default_sq_config
 from nc.config import get_default_static_config as get_default_static_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import format_table
+from nc.spec import Mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +22,13 @@ class OpReport:
     Attributes:
         operator: its name.
         kind: its kind.
-        asked: "int8", "bf16" or "fp32", from the configuration.
+        asked: "int8", "bf16", "fp32", or e.g. "int4 per_group 32, weight only", from the configuration.
         ran: "int8", "bf16" or "fp32", from what the engine executes.
         rule: the rule that decided what was asked.
         reason: why it is not int8, or what was rewritten; "" when there is nothing to say.
         kernel: the kernel that computed it; "" when nothing was profiled, or nothing that was timed computes it.
         share: its part of the profiled time, from 0 to 1; None when it has no kernel of its own, or nothing was profiled.
+        mode: "static", "dynamic", "weight_only" or "float": how it is quantized in the graph.
     """
 
     operator: str
@@ -36,6 +39,7 @@ class OpReport:
     reason: str
     kernel: str = ""
     share: float | None = None
+    mode: Mode = "float"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,10 @@ class Report:
 
     def _figures(self) -> str:
         lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
+        weights = collections.Counter(op.asked for op in self.ops if op.mode == "weight_only")
+        if weights and not self.asked_int8:
+            lines.clear()
+        lines += [f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()]
         if self.chosen:
             lines.append(self.chosen)
         if self.groups is not None:
@@ -174,6 +182,7 @@ def build(
                 reason=reason,
                 kernel=kernel,
                 share=share,
+                mode=decision.spec.mode,
             )
         )
     return Report(

@@ -11,12 +11,22 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.graph.functions import (
+    dequantize_per_channel,
+    dequantize_per_group,
+    dequantize_per_tensor,
+    quantize_dequantize_dynamic,
+    quantize_per_tensor,
+)
 from nc.graph.qdq import QDQGraph
-from nc.spec import Capabilities, OpSupport
+from nc.plan import Decision
+from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
-_CONVERTERS = frozenset({quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, quantize_dequantize_dynamic})
+_CONVERTERS = frozenset(
+    {quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, dequantize_per_group, quantize_dequantize_dynamic}
+)
+_WEIGHT_ONLY = tuple(name for name, dtype in DTYPES.items() if dtype.signed)
 _NOTE = "simulated: integers are dequantized and computed in fp32"
 
 
@@ -37,6 +47,7 @@ class ReferenceBackend:
                 kind=kind,
                 activations=() if kind in RECURRENT else ("uint8", "int8"),
                 weights=("int8",) if kind in weighted else (),
+                weight_only=_WEIGHT_ONLY if kind == "linear" else (),
                 dynamic=("per_token", "per_tensor") if kind == "linear" else ("per_tensor",) if kind in RECURRENT else (),
                 affine_only=kind in RECURRENT,
                 note=_NOTE,
@@ -57,9 +68,14 @@ class ReferenceBackend:
                 return graph.module(*inputs)
 
         def report() -> EngineReport:
-            notes = {"int8": _NOTE, "bf16": "simulated: rounded to bf16 and computed in fp32"}
-            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=notes.get(d.spec.precision, d.reason)) for d in graph.plan.decisions)
+            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=_simulated(d)) for d in graph.plan.decisions)
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
         return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, graph.module, _CONVERTERS))
+
+
+def _simulated(decision: Decision) -> str:
+    if decision.spec.quantized:
+        return _NOTE
+    return "simulated: rounded to bf16 and computed in fp32" if decision.spec.bf16 else decision.reason

@@ -82,17 +82,14 @@ class QuantConfig(Document):
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Raise ConfigError or UnsupportedError for values that are legal each, but not together, or that nothing implements."""
-        w_dtype, act_dtype, excluded = values["w_dtype"], values["act_dtype"], values["excluded_precisions"]
+        w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
+        check_excluded(values)
         if w_dtype != act_dtype and not {w_dtype, act_dtype}.isdisjoint(_FLOATS):
             msg = (
                 f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: quantization needs both as integers, the fallback to fp32 needs "
                 'both as "fp32", that to bf16 both as "bf16".'
             )
             raise ConfigError(msg)
-        for dtype in (w_dtype, act_dtype):
-            if dtype in excluded:
-                msg = f"dtype {dtype!r} is asked for and is in excluded_precisions={excluded} too."
-                raise ConfigError(msg)
         if values["act_granularity"] == "per_channel":
             msg = 'act_granularity="per_channel": no CPU kernel takes one scale per activation channel; use "per_tensor".'
             raise UnsupportedError(msg)
@@ -137,7 +134,7 @@ class QuantConfig(Document):
     @property
     def is_float(self) -> bool:
         """Whether this configuration leaves operators in fp32 or bf16."""
-        return self.act_dtype in _FLOATS
+        return self.w_dtype in _FLOATS
 
     # ---- rules ----
 
@@ -315,6 +312,15 @@ def config_from(value: object) -> AnyConfig:
         f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'
     )
     raise ConfigError(msg)
+
+
+def check_excluded(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a dtype is asked for and excluded."""
+    excluded = values["excluded_precisions"]
+    for name in (values["w_dtype"], values["act_dtype"]):
+        if name in excluded:
+            msg = f"dtype {name!r} is asked for and is in excluded_precisions={excluded} too."
+            raise ConfigError(msg)
 
 
 def _local(key: object, config: object) -> QuantConfig:

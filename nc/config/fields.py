@@ -61,6 +61,13 @@ def number(low: float, high: float, *, closed: bool = False) -> Check:
     return check
 
 
+def group_size(name: str, value: Any) -> int:
+    """How many neighbours share a scale: a whole number from 1, or -1 for all."""
+    legal = isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1)
+    require(legal, name, "a whole number from 1, or -1 for one scale per output channel", value)
+    return int(value)
+
+
 def ratio_or_auto(name: str, value: Any) -> float | str:
     """A number from 0 to 1, or "auto"."""
     if isinstance(value, str) and value == "auto":

@@ -1,4 +1,4 @@
-"""The strategies: static, SmoothQuant and dynamic quantization, each a table of its fields."""
+"""The strategies: static, SmoothQuant, dynamic and weight-only quantization, each a table of its fields."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from nc.algorithms import POST, PRE
 from nc.checks import require
-from nc.config.base import QuantConfig
-from nc.config.fields import Field, flag, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
+from nc.config.base import QuantConfig, check_excluded
+from nc.config.fields import Field, flag, group_size, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
 from nc.errors import ConfigError
 
 _WEIGHTS = {
@@ -156,6 +156,44 @@ class DynamicQuantConfig(QuantConfig):
         "skip_slow": Field(False, flag),
         "pre": _STATIC["pre"],
     }
+
+
+class WeightOnlyConfig(QuantConfig):
+    """Weights in a few bits, activations in fp32: linears whose time goes into reading their weights. Needs no calibration.
+
+    Codes are rounded to nearest. So far only backend "reference" computes this, and simulates it: there is no faster kernel yet.
+
+    Args:
+        w_dtype: "int2" to "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
+        group_size: how many neighbouring input channels of a weight share a scale; -1: one scale per output channel.
+        w_algo: "minmax" or "mse".
+        act_dtype: "fp32"; beside w_dtype="bf16" also "bf16".
+        excluded_precisions: as for static quantization.
+        remainder: as for static quantization.
+        white_list: as for static quantization.
+
+    Raises:
+        UnknownFieldError, ConfigError: as for `StaticQuantConfig`.
+    """
+
+    algorithm, alias, family = "weight_only", "weight_only", "weight_only"
+    FIELDS = {
+        "w_dtype": Field("int4", one_of(*(f"int{bits}" for bits in range(2, 9)), "fp32", "bf16")),
+        "group_size": Field(32, group_size),
+        "w_algo": _WEIGHTS["w_algo"],
+        "act_dtype": Field("fp32", one_of("fp32", "bf16")),
+        "excluded_precisions": _STATIC["excluded_precisions"],
+        "remainder": _STATIC["remainder"],
+    }
+
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for values that are legal each, but not together."""
+        w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
+        if act_dtype != (w_dtype if w_dtype == "bf16" else "fp32"):
+            msg = f'act_dtype={act_dtype!r} contradicts w_dtype={w_dtype!r}: activations stay "fp32", or both are "bf16".'
+            raise ConfigError(msg)
+        check_excluded(values)
 
 
 def get_default_static_config() -> StaticQuantConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nc.numerics import affine
-from nc.spec import per_channel
+from nc.spec import per_channel, per_group
 
 
 def quantize_per_tensor(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
@@ -21,6 +21,19 @@ def dequantize_per_tensor(q: torch.Tensor, scale: float, zero_point: int) -> tor
 def dequantize_per_channel(q: torch.Tensor, scale: torch.Tensor, axis: int) -> torch.Tensor:
     """fp32 values of int8 weight codes with zero point 0 and one scale per index of `axis`."""
     return affine.dequantize(q, scale, 0, per_channel(axis).block_size(q.shape))
+
+
+def dequantize_per_group(q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, group_size: int) -> torch.Tensor:
+    """fp32 values of codes with one scale per `group_size` neighbours along `axis`; no zero point is 0.
+
+    Args:
+        q: codes, any shape.
+        scale: fp32, the shape of `q` with the number of groups along `axis`.
+        zero_point: integers of the same shape.
+        axis: the axis that groups lie along.
+        group_size: elements of a group.
+    """
+    return affine.dequantize(q, scale, 0 if zero_point is None else zero_point, per_group(axis, group_size).block_size(q.shape))
 
 
 def to_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from nc.graph import recurrent
 from nc.graph.catalogue import groups_of, is_float_tensor, op_name, schema_arguments, weight_axis
 from nc.graph.functions import (
     dequantize_per_channel,
+    dequantize_per_group,
     dequantize_per_tensor,
     from_bf16,
     quantize_dequantize_dynamic,
@@ -30,6 +31,7 @@ QDQ_FUNCTIONS = (
     quantize_per_tensor,
     dequantize_per_tensor,
     dequantize_per_channel,
+    dequantize_per_group,
     quantize_dequantize_dynamic,
     to_bf16,
     from_bf16,
@@ -84,7 +86,7 @@ class QDQGraph:
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
-    """A copy of `module` with a pair on every edge, int8 weights, and roundings to bf16 where that was asked; other constants are shared.
+    """A copy of `module` with pairs on all edges, weights as codes, and roundings to bf16 where that was asked; it shares other constants.
 
     Args:
         module: captured graph.
@@ -201,13 +203,16 @@ def _quantized(
         codes, scale = quantize_weight(getattr(module, name), spec, axis, groups)
         first = next(iter(module.graph.nodes))
         fqn = weight.meta.get("fqn", name)
-        codes_node = add_constant(module, first, f"{name}_int8", codes, fqn)
+        codes_node = add_constant(module, first, f"{name}_{spec.dtype}", codes, fqn)
         scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if scale.dim() else None
         done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
     codes_node, scale_node, scalar = done[key]
     with module.graph.inserting_before(reader):
         if scale_node is None:
             dequantized = module.graph.call_function(dequantize_per_tensor, (codes_node, scalar, 0))
+        elif spec.granularity.name == "per_group":
+            groups_along = (spec.granularity.axis, spec.granularity.shape[0])
+            dequantized = module.graph.call_function(dequantize_per_group, (codes_node, scale_node, None, *groups_along))
         else:
             dequantized = module.graph.call_function(dequantize_per_channel, (codes_node, scale_node, axis))
     dequantized.meta["val"] = weight.meta["val"]

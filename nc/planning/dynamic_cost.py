@@ -32,6 +32,10 @@ class Sizes:
             recorder.run(*self._graph.example)
         return recorder.shapes
 
+    def weight(self, op: Operator) -> tuple[int, ...]:
+        """Shape of an operator's constant weight."""
+        return tuple(next(n for n in self._graph.module.graph.nodes if n.name == op.node).args[1].meta["val"].shape)
+
     def slower_in_int8(self, op: Operator, granularity: str) -> str:
         """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; "" where it would not."""
         if op.kind != "linear":

@@ -23,7 +23,20 @@ from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
-from nc.spec import BF16, FLOAT, PER_TENSOR, Capabilities, OpSpec, OpSupport, SmoothSpec, TensorSpec, dtype, granularity
+from nc.spec import (
+    BF16,
+    FLOAT,
+    PER_CHANNEL,
+    PER_TENSOR,
+    Capabilities,
+    OpSpec,
+    OpSupport,
+    SmoothSpec,
+    TensorSpec,
+    dtype,
+    granularity,
+    per_group,
+)
 
 _LEVELS = ("global", "type", "pattern", "name")
 _OUTSIDE = "not on the white list"
@@ -109,7 +122,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     chosen = matches[0]
     base["rule"] = chosen.label
     if chosen.config.is_float:
-        return _float(base, chosen.config.act_dtype, f"{chosen.config.act_dtype} was asked for", _excluded(matches))
+        return _float(base, chosen.config.w_dtype, f"{chosen.config.w_dtype} was asked for", _excluded(matches))
     values, fields = _merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         values, fields = _kernel_granularity(values, fields, row)
@@ -125,7 +138,9 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
         reason = sizes.slower_in_int8(op, str(spec.activation.granularity))
     if reason:
         return _float(base, "fp32" if "bf16" in _excluded(matches) else values["remainder"], reason)
-    if not row.weights:
+    if spec.mode == "weight_only":
+        _check_blocks(op, spec, sizes, chosen.label)
+    elif not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
 
@@ -171,7 +186,7 @@ def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Co
 
 
 def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
-    return row is not None and bool(row.dynamic if config.family == "dynamic" else row.activations)
+    return row is not None and row.supports(config.family)
 
 
 def _merged(matches: list[_Match]) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
@@ -204,6 +219,12 @@ def _kernel_granularity(
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """What an operator of some kind gets under a strategy and the values of its fields."""
+    if algorithm == "weight_only":
+        size = values["group_size"]
+        blocks = PER_CHANNEL if size == -1 else per_group(-1, size)
+        return OpSpec(
+            weight=TensorSpec(dtype=dtype(values["w_dtype"]), symmetric=True, granularity=blocks, algo=values["w_algo"], narrow=True)
+        )
     weight = TensorSpec(
         dtype=dtype(values["w_dtype"]),
         symmetric=values["w_sym"],
@@ -242,7 +263,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
             low = _remainder(d) == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
         else:
-            _check_activation(d.operator, d.spec, row, d.rule, capabilities)
+            _check_dtypes(d.operator, d.spec, row, d.rule, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return plan_of(decisions, capabilities)
 
@@ -257,7 +278,7 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Ma
     """Why an operator stays fp32; "" where a kernel exists. Raises where a rule asks for something that never can be."""
     if not _has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
-    _check_activation(op.name, spec, row, match.label, capabilities)
+    _check_dtypes(op.name, spec, row, match.label, capabilities)
     return ""
 
 
@@ -266,8 +287,12 @@ def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> str:
     return f"backend {capabilities.backend!r} has no {how} kernel for {kind}"
 
 
-def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
-    field, value, legal = "act_dtype", str(spec.activation.dtype), row.activations
+def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
+    """Raise UnsupportedError when the kernels of a row do not take what an operator asks for."""
+    if spec.mode == "weight_only":
+        field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
+    else:
+        field, value, legal = "act_dtype", str(spec.activation.dtype), row.activations
     if spec.mode == "dynamic":
         field, value, legal = "act_granularity", str(spec.activation.granularity), row.dynamic
         if row.affine_only and spec.activation.symmetric:
@@ -278,6 +303,15 @@ def _check_activation(operator: str, spec: OpSpec, row: OpSupport, rule: str, ca
             f"{capabilities.backend!r}; legal there: {', '.join(legal)}."
         )
         raise UnsupportedError(msg)
+
+
+def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: str) -> None:
+    """Raise ConfigError when groups do not cover an operator's weight."""
+    try:
+        spec.weight.granularity.block_size(sizes.weight(op), 0)
+    except ConfigError as error:
+        msg = f"Operator {op.name!r} ({op.kind}, rule: {rule}): group_size does not fit its weight. {error}"
+        raise ConfigError(msg) from error
 
 
 def _unsmoothed(decision: Decision) -> Decision:
