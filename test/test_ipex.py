@@ -379,7 +379,7 @@ def test_a_child_that_ends_badly(monkeypatch, code, text):
     )
     with pytest.raises(BackendError, match=text) as caught:
         convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="always")
-    assert 'backend="reference"' in str(caught.value)
+    assert 'backend="native"' in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ def _axis_behind(node: fx.Node, axis: int) -> int | None:
         return axis
     if name in SPATIAL:
         return axis if -axis > int(re.search(r"(\d)d", name)[1]) else None
+    if name in ("squeeze", "unsqueeze"):
+        return _axis_behind_squeeze(node, axis)
     if name == "mean":
         return _axis_behind_mean(node, axis)
     if name == "reshape":
@@ -177,6 +179,13 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
 
     block, last = math.prod(node.args[0].meta["val"].shape[axis:]), node.meta["val"].shape[-1:]
     return -1 if last and statically_known_true(last[0] == block) else None
+
+
+def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
+    """The same where a dimension in front of the channels comes or goes: the batch of 1 that a convolution without one gets."""
+    dim = schema_arguments(node).get("dim")
+    rank = max(node.meta["val"].dim(), node.args[0].meta["val"].dim())
+    return axis if isinstance(dim, int) and dim % rank - rank < axis else None
 
 
 def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
