@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -47,9 +48,10 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def _child(entry: Entry, backend: str, gigabytes: float, connection: Any) -> None:
+def _child(entry: Entry, backend: str, gigabytes: float, seconds: int, connection: Any) -> None:
     limit = int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # also fair on a loaded machine
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
@@ -63,19 +65,17 @@ def one(entry: Entry, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of one architecture; its process is ended at the time limit."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(entry, arguments.backend, arguments.memory, sender))
+    process = context.Process(target=_child, args=(entry, arguments.backend, arguments.memory, arguments.limit, sender))
     began = time.perf_counter()
     process.start()
     sender.close()
+    late = {"status": "failed", "error": "timeout", "reason": f"not ready after {arguments.limit} s"}
     try:
-        row = (
-            receiver.recv()
-            if receiver.poll(arguments.limit)
-            else {"status": "failed", "error": "timeout", "reason": f"{arguments.limit} s"}
-        )
+        row = receiver.recv() if receiver.poll(5 * arguments.limit) else late
     except EOFError:
         process.join()
-        row = {"status": "failed", "error": "crash", "reason": f"the process ended with exit code {process.exitcode}"}
+        ended = {"status": "failed", "error": "crash", "reason": f"the process ended with exit code {process.exitcode}"}
+        row = late if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL) else ended
     process.kill()
     process.join()
     row.setdefault("seconds", round(time.perf_counter() - began, 1))
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="K/N")
     parser.add_argument("--only", default="", metavar="REGEX", help="names that contain it")
     parser.add_argument("--again", default="", metavar="REGEX", help="run rows anew whose JSON contains it")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")
+    parser.add_argument("--limit", type=int, default=180, help="seconds of CPU time for one architecture; five times as many of a clock")
     parser.add_argument("--memory", type=float, default=8.0, help="GB for one architecture")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after this time")
     parser.add_argument("--list", action="store_true", help="print the names")

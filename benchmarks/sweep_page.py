@@ -62,16 +62,16 @@ def _about(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
         for (cpu, isa, torch, torchvision, timm, transformers, python), n in where.most_common()
     ]
     backends = ", ".join(sorted({row["backend"] for row in rows}))
-    return f"""`benchmarks/sweep.py` takes {len(listed)} architectures of torchvision, timm and transformers through prepare, calibration and
-convert with `StaticQuantConfig()` on backend `{backends}`. Each is built from its configuration with random weights, as small as the
-library allows. This page was written by `python benchmarks/sweep.py --table`, from rows that were run with nc at {commits}:
+    return f"""`benchmarks/sweep.py` takes {len(listed)} architectures of torchvision, timm and transformers through prepare,
+calibration and convert with `StaticQuantConfig()` on backend `{backends}`. Each is built from its configuration with random weights,
+as small as the library allows. `python benchmarks/sweep.py --table` wrote this page from rows that were run with nc at {commits}:
 
 {chr(10).join(machines)}
 
 SQNR is in dB against the fp32 model, for the worst of all float outputs: at the example's batch of 2, and at a batch of 3. Weights
 and inputs are random: SQNR says that the operators compute what they should, not how accurate a trained model will be. "Speed" is
-the time of fp32 divided by the time of the engine, from a few calls that take turns on one thread of a machine that others were using: rough,
-and for models that are much smaller than real ones.
+the time of fp32 divided by the time of the engine, from a few calls that take turns on one thread of a machine that others were
+using: rough, and for models that are much smaller than real ones.
 """
 
 
