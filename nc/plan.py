@@ -50,6 +50,40 @@ class Decision:
         return cls(**{**data, "spec": OpSpec.from_dict(data["spec"]), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One algorithm of a plan.
+
+    Attributes:
+        algorithm: its name.
+        stage: when it is applied: "float graph", "statistics", "qparams" or "codes".
+        options: as text, "iterations=10, tolerance=2e-07".
+    """
+
+    algorithm: str
+    stage: str
+    options: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Applied:
+    """What one algorithm did.
+
+    Attributes:
+        algorithm: its name.
+        operators: names of the operators that it changed, in execution order.
+        text: the same in words, or why it did nothing.
+    """
+
+    algorithm: str
+    operators: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        """A line of the report."""
+        return f"{self.algorithm}: {self.text}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Decisions for all operators, in execution order.
@@ -58,11 +92,13 @@ class Plan:
         decisions: one per operator.
         backend: the backend whose capabilities were consulted.
         isa: CPU features that the plan's integer ranges rely on.
+        algorithms: what is done to the model, in this order.
     """
 
     decisions: tuple[Decision, ...]
     backend: str
     isa: tuple[str, ...] = ()
+    algorithms: tuple[Step, ...] = ()
 
     def __getitem__(self, operator: str) -> Decision:
         """The decision for the operator of that name; KeyError with the closest names when there is none."""
@@ -85,21 +121,28 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"backend": self.backend, "isa": list(self.isa), "decisions": [d.to_dict() for d in self.decisions]}
+        return {
+            "backend": self.backend,
+            "isa": list(self.isa),
+            "algorithms": [dataclasses.asdict(step) for step in self.algorithms],
+            "decisions": [d.to_dict() for d in self.decisions],
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`."""
         decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
-        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]))
+        steps = tuple(Step(**step) for step in data.get("algorithms", ()))  # artefacts of 0.1 development versions have none
+        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]), algorithms=steps)
 
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of all operators."""
-        return self.table()
+        """A table of all operators, then the algorithms."""
+        steps = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(self.algorithms, 1)]
+        return "\n".join([self.table(), *(["", "algorithms, in this order:", *steps] if steps else [])])
 
     def table(self) -> str:
         """One row per operator: name, type, what it will be quantized to, the rule that decided."""

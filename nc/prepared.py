@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.algorithms.smoothing import smoothed
-from nc.calibration.diagnostics import NEVER_RAN, Watches, examine, watched
+from nc.algorithms.base import Algorithm, Context, Stage
+from nc.algorithms.pipeline import all_needs, run
+from nc.calibration.diagnostics import NEVER_RAN, examine
 from nc.calibration.distributed import gather
 from nc.calibration.observe import observed_module, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
 from nc.calibration.statistics import Collected, Samples, Statistics, checksum
 from nc.capture.capture import Graph
-from nc.config import AnyConfig, outer_field
+from nc.config import AnyConfig
 from nc.errors import CalibrationError, InputError, StateError
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.placement import Edge, place
@@ -26,10 +27,6 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import fit
 from nc.spec import FLOAT, Capabilities
-
-#: What bias correction keeps of the calibration data. NNCF's default is 300 samples; a mean per channel over all positions needs fewer.
-_SAMPLES = 96
-_SAMPLE_BYTES = 64 * 2**20
 
 
 class PreparedModel(torch.nn.Module):
@@ -50,11 +47,13 @@ class PreparedModel(torch.nn.Module):
         capabilities: Capabilities,
         backend: str,
         quant_config: AnyConfig,
+        algorithms: Sequence[Algorithm] = (),
         *,
-        changes: Sequence[str] = (),
         asked: str = "",
     ) -> None:
         super().__init__()
+        self._algorithms = tuple(algorithms)
+        self._applied = run(self._algorithms, Stage.FLOAT, Context(graph.module, plan), graph.example)
         _check_weights(graph, plan)
         self.graph = graph
         self.plan = plan
@@ -62,13 +61,12 @@ class PreparedModel(torch.nn.Module):
         self.backend = backend
         self.asked = asked or backend
         self.quant_config = quant_config
-        self._post = outer_field(quant_config, "post")
-        self._changes = tuple(changes)
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
-        watches = watches_for(graph.module, self._edges(graph.module, plan), plan)
-        self._observed, self.observers = observed_module(graph.module, watches)
+        needs = all_needs(self._algorithms, graph.module, plan)
+        watches = watches_for(self._edges(graph.module, plan))
+        self._observed, self.observers = observed_module(graph.module, [*watches, *needs.statistics])
         self._calls = 0
-        self._samples = Samples(_SAMPLES, _SAMPLE_BYTES)
+        self._samples = Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,36 +118,28 @@ class PreparedModel(torch.nn.Module):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
         plan = self._executed(fit(self.plan, capabilities), found)
-        float_module, plan, found, smoothing = smoothed(self.graph.module, plan, found)
-        edges = self._edges(float_module, plan)
-        qparams, search = find_qparams(float_module, edges, found)
-        module = insert_qdq(float_module, edges, qparams, plan)
-        corrected, watches = self._finish(float_module, module, plan, found)
-        example = self.graph.example
+        example, applied = self.graph.example, list(self._applied)
+        context = Context(self.graph.module, plan, found)
+        applied += run(self._algorithms, Stage.STATISTICS, context, example)
+        assert context.found is not None
+        context.edges = self._edges(context.module, context.plan)
+        context.qparams = find_qparams(context.edges, context.found)
+        applied += run(self._algorithms, Stage.QPARAMS, context, example)
+        context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
+        applied += run(self._algorithms, Stage.CODES, context, example)
         with torch.no_grad():
-            expected = self.graph.module(*example)
-            noise_db = worst_sqnr_db(expected, module(*example))
-            if float_module is not self.graph.module:
-                distance = worst_sqnr_db(expected, float_module(*example))
-                smoothing = (*smoothing, f"smooth_quant: fp32 outputs before and after agree to {distance:.0f} dB")
+            noise_db = worst_sqnr_db(self.graph.module(*example), context.quantized(*example))
         return QDQGraph(
-            module=module,
+            module=context.quantized,
             signature=self.graph.signature,
-            plan=plan,
+            plan=context.plan,
             example=example,
-            notes={d.operator: d.reason for d in plan.decisions if d.reason == NEVER_RAN},
+            notes={d.operator: d.reason for d in context.plan.decisions if d.reason == NEVER_RAN},
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             noise_db=noise_db,
-            corrected_biases=corrected,
-            health=examine(module, plan, edges, qparams, found, watches),
-            changes=(*self._changes, *smoothing, *search),
+            health=examine(context.plan, context.edges, context.qparams, context.found, context.findings),
+            applied=tuple(applied),
         )
-
-    def _finish(self, float_module: fx.GraphModule, module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[int, Watches]:
-        """Run the `post` algorithms over a QDQ graph: how many operators they changed, and what the fp32 graph's channels did meanwhile."""
-        observed, watches = watched(float_module, plan)
-        names = {d.operator for d in plan.quantized}
-        return sum(a.apply(observed, module, names, found.samples) for a in self._post if found.samples), watches
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
         """What gets codes in the captured graph, or in a smoothed one."""
@@ -157,7 +147,7 @@ class PreparedModel(torch.nn.Module):
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
         """What ranks must have in common beside the model to get the same bytes from the same statistics."""
-        configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), self._changes, [repr(a) for a in self._post]]
+        configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), [str(a) for a in self._applied]]
         examples = {str(i): tensor for i, tensor in enumerate(self.graph.example)}
         return {
             "configuration, backend or CPU": json.dumps(configuration, default=sorted, sort_keys=True).encode(),

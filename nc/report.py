@@ -11,7 +11,7 @@ from nc.backends.base import EngineReport
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.graph.qdq import Finding, QDQGraph
-from nc.plan import format_table
+from nc.plan import Applied, format_table
 from nc.spec import Mode
 
 
@@ -57,9 +57,9 @@ class Report:
         float_bytes: bytes of the fp32 model's constants.
         sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
         noise_db: the quantized graph against fp32 on the example inputs, in dB.
-        corrected_biases: number of operators whose bias was corrected.
+        algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
         health: what calibration leaves to wish for, the worst of each kind first; see docs/report.md.
-        changes: what algorithms did to the fp32 graph and found in the search for ranges, a line each.
+        changes: what `load` changed for this CPU, a line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the numbers rely on.
         details: what else the backend had to say.
@@ -77,7 +77,7 @@ class Report:
     float_bytes: int
     sqnr_db: float | None
     noise_db: float
-    corrected_biases: int
+    algorithms: tuple[Applied, ...]
     health: tuple[Finding, ...]
     changes: tuple[str, ...]
     rewrites: tuple[str, ...]
@@ -130,11 +130,9 @@ class Report:
         lines.append(f"on the example inputs: quantized graph against fp32 {self.noise_db:.1f} dB")
         if self.sqnr_db is not None:
             lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
-        if self.corrected_biases:
-            lines.append(f"{self.corrected_biases} biases corrected")
         if self.isa:
             lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
-        lines += self.changes
+        lines += [*map(str, self.algorithms), *self.changes]
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
         lines += [f"{key}: {value}" for key, value in self.details.items()]
@@ -196,7 +194,7 @@ def build(
         float_bytes=graph.float_bytes,
         sqnr_db=engine.sqnr_db,
         noise_db=graph.noise_db,
-        corrected_biases=graph.corrected_biases,
+        algorithms=graph.applied,
         health=graph.health,
         changes=graph.changes,
         rewrites=engine.rewrites,

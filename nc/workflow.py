@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nc.algorithms import in_order, steps
+from nc.algorithms.base import Algorithm
 from nc.backends import choose_backend, first_that_computes
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.verdict import measure as speed_verdict
@@ -19,11 +22,11 @@ from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
-from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
+from nc.spec import Capabilities
 
 
 def prepare(
@@ -67,11 +70,10 @@ def prepare(
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     capabilities = engine.capabilities()
-    plan = resolve(config, graph, capabilities, strict=strict)
-    changes = [_transformed(graph, algorithm) for algorithm in outer_field(config, "pre")]
+    plan, algorithms = _planned(config, graph, capabilities, strict=strict)
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, capabilities, engine.name, config, changes=changes, asked=backend)
+    return PreparedModel(graph, plan, capabilities, engine.name, config, algorithms, asked=backend)
 
 
 def convert(
@@ -176,16 +178,14 @@ def describe(
     _check_model(model)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
-    return resolve(config, graph, engine.capabilities(), strict=strict)
+    return _planned(config, graph, engine.capabilities(), strict=strict)[0]
 
 
-@torch.no_grad()
-def _transformed(graph: Graph, algorithm: Any) -> str:
-    """Let an algorithm change the fp32 graph; returns what it did, and how far its outputs on the example have moved."""
-    before = [t.clone() if isinstance(t, torch.Tensor) else t for t in graph.module(*graph.example)]
-    operators = algorithm.apply(graph.module)
-    distance = worst_sqnr_db(before, graph.module(*graph.example))
-    return f"{algorithm.name}: {len(operators)} operators changed; fp32 outputs before and after agree to {distance:.0f} dB"
+def _planned(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool) -> tuple[Plan, tuple[Algorithm, ...]]:
+    """The plan, with its algorithms as part of it and as objects."""
+    plan = resolve(config, graph, capabilities, strict=strict)
+    algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"))
+    return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
 
 
 #: A model that is one of these, or holds one, is quantized already.

@@ -126,7 +126,7 @@ def check_function(case, equalization):
     model, x = uneven(model).double(), torch.randn(shape).double()
     graph = graph_of(model, x)
     before = weights(graph)
-    assert equalization.apply(graph.module) == tuple(changed.split())
+    assert equalization.change(graph.module) == tuple(changed.split())
     assert_close(model(x), run_graph(graph, x), 1e-12)
     after = weights(graph)
     assert [name for name in before if not torch.equal(before[name], after[name])] == changed.split()
@@ -156,7 +156,7 @@ def test_one_pass_gives_the_geometric_mean():
     model[0].weight.data, model[0].bias.data = torch.tensor([[4.0, -16.0], [1.0, 0.5]]), torch.tensor([8.0, 3.0])
     model[2].weight.data = torch.tensor([[1.0, -4.0]])
     graph = graph_of(model, torch.randn(3, 2))
-    assert Equalization(iterations=1).apply(graph.module) == ("0", "2")
+    assert Equalization(iterations=1).change(graph.module) == ("0", "2")
     assert constant(graph, "0", 1).tolist() == [[1.0, -4.0], [2.0, 1.0]]
     assert constant(graph, "0", 2).tolist() == [2.0, 6.0]
     assert constant(graph, "2", 1).tolist() == [[4.0, -2.0]]
@@ -164,7 +164,7 @@ def test_one_pass_gives_the_geometric_mean():
 
 def test_a_flattened_channel_is_a_block_of_inputs():
     graph = graph_of(uneven(net(conv(3, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))), torch.randn(IMAGE))
-    Equalization().apply(graph.module)
+    Equalization().change(graph.module)
     first, second = constant(graph, "0", 1), constant(graph, "4", 1)
     assert torch.allclose(first.abs().amax((1, 2, 3)), second.view(5, 4, 4).abs().amax((0, 2)), rtol=1e-6)
 
@@ -174,7 +174,7 @@ def test_more_passes_settle_a_chain():
 
     def ranges_after(**options):
         copied = copy.deepcopy(graph)
-        Equalization(**options).apply(copied.module)
+        Equalization(**options).change(copied.module)
         return [w.abs().flatten(1).amax(1) for w in weights(copied).values()][:2]
 
     def spread(dense, depthwise):
@@ -233,7 +233,7 @@ def test_what_would_change_the_function_is_left_alone(case):
     model, shape = LEFT_ALONE[case]
     graph = graph_of(uneven(model), torch.randn(shape))
     before, code = dict(graph.module.named_buffers()), graph.module.code
-    assert Equalization().apply(graph.module) == ()
+    assert Equalization().change(graph.module) == ()
     assert graph.module.code == code
     assert all(getattr(graph.module, name) is value for name, value in before.items())
 
@@ -242,18 +242,18 @@ def test_what_is_not_homogeneous_is_left_alone():
     functions = (nn.ReLU6(), nn.Hardtanh(), nn.GELU(), nn.SiLU(), nn.ELU(), nn.Sigmoid(), nn.Hardswish(), nn.Softplus(), nn.GroupNorm(2, 8))
     branches = nn.ModuleList(net(conv(3, 8), function, conv(8, 4)) for function in (*functions, nn.ReLU()))
     graph = graph_of(Function(lambda m, x: [branch(x) for branch in m.branches], branches=branches), torch.randn(IMAGE))
-    assert Equalization().apply(graph.module) == ("branches.9.0", "branches.9.2")
+    assert Equalization().change(graph.module) == ("branches.9.0", "branches.9.2")
 
 
 def test_half_precision_is_left_alone():
     graph = graph_of(uneven(net(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))).bfloat16(), torch.randn(5, 6).bfloat16())
-    assert Equalization().apply(graph.module) == ()
+    assert Equalization().change(graph.module) == ()
 
 
 def test_equal_ranges_need_no_change():
     model = net(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[0].weight.data, model[2].weight.data = torch.eye(4), -torch.eye(4)
-    assert Equalization().apply(graph_of(model, torch.randn(2, 4)).module) == ()
+    assert Equalization().change(graph_of(model, torch.randn(2, 4)).module) == ()
 
 
 def test_channels_without_weights_keep_their_scale():
@@ -261,7 +261,7 @@ def test_channels_without_weights_keep_their_scale():
     model[0].weight.data[1], model[2].weight.data[:, 2] = 0, 0
     x = torch.randn(IMAGE).double()
     graph = graph_of(model, x)
-    Equalization().apply(graph.module)
+    Equalization().change(graph.module)
     assert_close(model(x), run_graph(graph, x), 1e-12)
     kept = (constant(graph, "0", 1) == model[0].weight).flatten(1).all(1) & (constant(graph, "0", 2) == model[0].bias)
     assert kept.tolist() == [i in (1, 2) for i in range(8)]
@@ -272,7 +272,7 @@ def test_dead_channels_are_not_blown_up():
     model = net(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model[0].weight.data[0] = 1e-30
     graph = graph_of(model, torch.randn(5, 6))
-    Equalization().apply(graph.module)
+    Equalization().change(graph.module)
     assert constant(graph, "0", 2)[0] == pytest.approx(LARGEST_SCALE * model[0].bias[0].item(), rel=1e-6)
     assert torch.allclose(constant(graph, "2", 1)[:, 0] * LARGEST_SCALE, model[2].weight[:, 0], rtol=1e-6)
 
@@ -286,9 +286,9 @@ def test_the_users_model_stays_as_it_is(share):
     ):
         before = {k: v.clone() for k, v in model.eval().state_dict().items()}
         graph = capture(model, x, share_weights=share)
-        assert Equalization().apply(graph.module)[0] == "0"
+        assert Equalization().change(graph.module)[0] == "0"
         assert_close(model(x), run_graph(graph, x), 1e-5)
-        BiasAbsorption(n_sigma=0).apply(graph.module)
+        BiasAbsorption(n_sigma=0).change(graph.module)
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
@@ -297,7 +297,7 @@ def test_a_shared_bias_becomes_two():
     model[2].bias = model[0].bias
     x = torch.randn(5, 6).double()
     graph = capture(model.eval(), x, share_weights=True)
-    Equalization().apply(graph.module)
+    Equalization().change(graph.module)
     assert_close(model(x), run_graph(graph, x), 1e-12)
 
 
@@ -335,7 +335,7 @@ def test_planted_scales_are_taken_out(scales):
     for node, factor in ((first.args[1], scales[:, None]), (first.args[2], scales), (second.args[1], 1 / scales)):
         setattr(scaled.module, node.target, getattr(scaled.module, node.target) * factor)
     for graph in (plain, scaled):
-        Equalization().apply(graph.module)
+        Equalization().change(graph.module)
     for layer, argument in (("0", 1), ("0", 2), ("2", 1)):
         assert torch.allclose(constant(plain, layer, argument), constant(scaled, layer, argument), rtol=1e-5)
 
@@ -375,7 +375,7 @@ def test_one_scale_per_tensor_fits_equalized_weights():
     graph = graph_of(model, x)
     expected = model(x).detach()
     before = sqnr_db(expected, run_graph(rounded(graph), x))
-    assert Equalization().apply(graph.module) == ("0", "2", "4", "6", "8", "11")
+    assert Equalization().change(graph.module) == ("0", "2", "4", "6", "8", "11")
     assert_close(expected, run_graph(graph, x), 1e-5)
     after = sqnr_db(expected, run_graph(rounded(graph), x))
     assert before < 20
@@ -416,16 +416,16 @@ def test_absorption_is_exact_above_c(case):
     norm.running_mean[:], norm.running_var[:] = first(x).detach().transpose(0, 1).flatten(1).mean(1), 100.0  # nothing is below c
     plain = graph_of(model, x)
     equalized = copy.deepcopy(plain)
-    assert Equalization().apply(equalized.module) == ("0", "3")
+    assert Equalization().change(equalized.module) == ("0", "3")
     scale = constant(equalized, "0", 2) / constant(plain, "0", 2)
     c = (norm.bias - 3 * norm.weight.abs()).clamp(min=0)
     assert (c > 0).tolist() == [True] * 7 + [False]
     for graph, expected in ((plain, c), (equalized, c * scale)):
         before = constant(graph, "0", 2)
-        assert BiasAbsorption().apply(graph.module) == ("0", "3")
+        assert BiasAbsorption().change(graph.module) == ("0", "3")
         assert torch.allclose(before - constant(graph, "0", 2), expected)
         assert_close(model(x), run_graph(graph, x), 1e-12)
-        assert BiasAbsorption().apply(graph.module) == ()  # nothing is left
+        assert BiasAbsorption().change(graph.module) == ()  # nothing is left
 
 
 def test_absorption_is_an_approximation_below_c():
@@ -435,7 +435,7 @@ def test_absorption_is_an_approximation_below_c():
         parameter.data.fill_(value)
     x = torch.tensor([[-10.0], [-4.0], [-3.0], [0.0], [7.0]])
     graph = graph_of(model, x)
-    assert BiasAbsorption().apply(graph.module) == ("0", "3")
+    assert BiasAbsorption().change(graph.module) == ("0", "3")
     assert constant(graph, "0", 2).item() == 3.0
     assert constant(graph, "3", 2).item() == 5.0
     assert model(x).flatten().tolist() == [1.0, 3.0, 5.0, 11.0, 25.0]
@@ -470,7 +470,7 @@ def test_what_is_not_exact_is_not_absorbed(case):
             module.bias.data.fill_(6)
     graph = graph_of(model, torch.randn(shape))
     code = graph.module.code
-    assert BiasAbsorption().apply(graph.module) == ()
+    assert BiasAbsorption().change(graph.module) == ()
     assert graph.module.code == code
 
 
@@ -489,7 +489,7 @@ def test_equalization_scales_the_statistics():
     model = settle(net(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4)))
     graph = graph_of(model, torch.randn(IMAGE))
     before = constant(graph, "0", 2)
-    Equalization().apply(graph.module)
+    Equalization().change(graph.module)
     scale = (constant(graph, "0", 2) / before).double()
     meta = layers(graph)["0"].meta
     assert torch.allclose(meta["output_mean"], model[1].bias * scale, rtol=1e-5)
@@ -535,11 +535,11 @@ def test_per_tensor_weights_recover(backend):
         for batch in batches:
             assert sqnr_db(model(batch), prepared(batch)) > 60  # the fp32 function stays
         q = nc.convert(prepared)
-        noise[name], changes[name] = sqnr_db(model(batches[0]), q(batches[0])), q.report().changes
+        noise[name], changes[name] = sqnr_db(model(batches[0]), q(batches[0])), [str(a) for a in q.report().algorithms]
         if backend == "ipex":
             assert q.report().ran_int8 == q.report().asked_int8
     assert min(noise["equalized"], noise["absorbed"]) > noise["plain"] + 8, noise
-    assert changes["plain"] == ()
+    assert not [line for line in changes["plain"] if "equalization" in line or "absorption" in line]
     assert changes["equalized"][0].startswith("equalization: 6 operators changed; fp32 outputs before and after agree to 1")
     assert changes["absorbed"][1].startswith("bias_absorption:")
 

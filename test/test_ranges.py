@@ -6,8 +6,8 @@ import torch
 from models import call
 from torch import nn
 
-import nc.prepared
 from nc import StateError, StaticQuantConfig, available_backends, convert, prepare
+from nc.calibration.statistics import Samples
 from nc.numerics.metrics import sqnr_db
 from nc.observers.auto import CANDIDATES
 
@@ -47,8 +47,8 @@ def test_the_least_output_error_wins(important):
     x, w = batches[0].double().numpy(), model[0].weight.detach().double().numpy()
     errors = {name: output_error(x, w, *scale_of(convert(prepared(model, config, batches)))) for name, config in FIXED.items()}
     q = convert(prepared(model, AUTO, batches))
-    (change,) = q.report().changes
-    name = change.removeprefix('act_algo="auto": ').removesuffix(" for 1 tensors")
+    (change,) = [str(a) for a in q.report().algorithms if a.algorithm == "range_search"]
+    name = change.removeprefix("range_search: ").removesuffix(" for 1 tensors")
     assert errors[name] <= min(errors.values()) * 1.001  # of ranges that differ by a hair, either
     assert scale_of(q) == scale_of(convert(prepared(model, FIXED[name], batches)))
     assert 255 * scale_of(q)[0] > 55 or not important  # an outlier that counts is not clipped
@@ -77,7 +77,7 @@ def test_no_worse_than_the_worst_and_mixed_with_others(backend):
     assert noise["auto"] >= min(noise[name] for name in CANDIDATES) - 0.1
     mixed = StaticQuantConfig(act_algo="auto").set_local("2", StaticQuantConfig(act_algo="minmax"))
     q = convert(prepared(model, mixed, batches, backend))
-    assert q.report().changes[0].endswith("for 1 tensors")
+    assert q.report().algorithms[0].text.endswith("for 1 tensors")
 
 
 def test_statistics_of_today_serve_auto_tomorrow(tmp_path):
@@ -89,7 +89,7 @@ def test_statistics_of_today_serve_auto_tomorrow(tmp_path):
 
 
 def test_without_samples_there_is_nothing_to_compare(monkeypatch):
-    monkeypatch.setattr(nc.prepared, "_SAMPLE_BYTES", 10)
+    monkeypatch.setattr(Samples, "has_room", lambda self, inputs: False)
     with pytest.raises(StateError, match='act_algo="auto" compares outputs.*smaller batches'):
         convert(prepared(nn.Sequential(nn.Linear(24, 8)), AUTO, heavy_tailed()))
 

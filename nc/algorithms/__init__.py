@@ -1,15 +1,67 @@
-"""Algorithms: what is done to the fp32 graph before it is observed (`PRE`), and to the QDQ graph last (`POST`).
+"""Algorithms: one per file, each a frozen dataclass of its options with the members of `base.Algorithm`.
 
-One per file; these tables are the one place where a new one is entered. Each is a frozen dataclass of its options, with a `name` and
-`apply`: of a PRE algorithm `apply(module) -> names of the operators it changed`, of a POST algorithm
-`apply(float_module, qdq_module, operators, batches) -> number of operators it changed`.
+`PRE` and `POST` are the algorithms that a configuration can name, and `in_order` is the one place that says in which order all are applied.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+from nc.algorithms.base import Algorithm, Stage
 from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection
+from nc.algorithms.dead_channels import DeadChannels
 from nc.algorithms.equalization import Equalization
+from nc.algorithms.range_search import RangeSearch
+from nc.algorithms.smoothing import SmoothQuant
+from nc.observers.auto import AUTO
+from nc.plan import Plan, Step
 
 PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
 POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}
+
+
+def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
+    """All algorithms for a plan, in the order in which they are applied.
+
+    Args:
+        plan: says whether SmoothQuant and the range search have anything to do.
+        pre: of the configuration.
+        post: of the configuration.
+    """
+    specs = [d.spec for d in plan.quantized]
+    smooths = any(name == "alpha" for d in plan.quantized for name, _, _ in d.fields)
+    searches = any(spec.activation is not None and spec.activation.algo == AUTO.name for spec in specs)
+    listed = (
+        *pre,
+        *([SmoothQuant()] if smooths else []),
+        *([RangeSearch()] if searches else []),
+        *post,
+        *([DeadChannels()] if specs else []),
+    )
+    stages = list(Stage)
+    return tuple(sorted(listed, key=lambda a: stages.index(a.stage)))  # stable: within a stage the order above
+
+
+def steps(algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
+    """The same as part of a plan."""
+    return tuple(Step(a.name, a.stage.value, _options(a)) for a in algorithms)
+
+
+def _options(algorithm: Algorithm) -> str:
+    if not dataclasses.is_dataclass(algorithm):
+        return ""
+    return ", ".join(f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm))
+
+
+#: Stages of the algorithms that each field of a configuration takes.
+STAGES = {"pre": (Stage.FLOAT, Stage.STATISTICS), "post": (Stage.QPARAMS, Stage.CODES)}
+
+
+def register(field: str, value: object) -> bool:
+    """Whether a value is an algorithm for "pre" or "post"; one of a class of your own is known by its name from then on."""
+    known = {"pre": PRE, "post": POST}[field]
+    if not (isinstance(value, Algorithm) and dataclasses.is_dataclass(value) and value.stage in STAGES[field]):
+        return False
+    return known.setdefault(value.name, type(value)) is type(value)

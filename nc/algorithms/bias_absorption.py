@@ -12,10 +12,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.algorithms.equalization import Pair, grouped, pairs
 from nc.checks import is_number, require
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import replace_constant
+from nc.plan import Applied, Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +37,23 @@ class BiasAbsorption:
 
     n_sigma: float = 3.0
     name: ClassVar[str] = "bias_absorption"
+    stage: ClassVar[Stage] = Stage.FLOAT
 
     def __post_init__(self) -> None:
         require(is_number(self.n_sigma) and self.n_sigma >= 0, "n_sigma", "a number from 0", self.n_sigma)
 
+    def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
+        """No data: the means are those of batch norms."""
+        return NOTHING
+
+    def apply(self, context: Context) -> Applied:
+        """`change` the fp32 graph."""
+        operators = self.change(context.module)
+        why = "" if operators else ": no layer behind a batch norm and in front of a relu has channels that always exceed 0"
+        return Applied(self.name, operators, f"{len(operators)} operators changed{why}")
+
     @torch.no_grad()
-    def apply(self, module: fx.GraphModule) -> tuple[str, ...]:
+    def change(self, module: fx.GraphModule) -> tuple[str, ...]:
         """Absorb in place; biases are replaced by new constants. A second time finds nothing left to absorb.
 
         Returns:

@@ -7,16 +7,19 @@ form), in execution order: each operator is corrected with the corrected operato
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import fx
 
+from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
+from nc.algorithms.replay import channel_axis
 from nc.graph.catalogue import WEIGHTED, op_name
 from nc.graph.fx_utils import add_constant, replace_constant
+from nc.plan import Applied, Plan
 
-Batch = Sequence[torch.Tensor]
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11
 
@@ -26,69 +29,60 @@ class BiasCorrection:
     """See the module text; has nothing to set."""
 
     name: ClassVar[str] = "bias_correction"
+    stage: ClassVar[Stage] = Stage.CODES
 
-    def apply(self, float_module: fx.GraphModule, quantized: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> int:
-        """`correct_biases`."""
-        return correct_biases(float_module, quantized, operators, batches)
+    def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
+        """Each operator's mean fp32 output per channel."""
+        nodes = _targets(module, {d.operator for d in plan.quantized})
+        taps = (Tap(n.meta["operator"], "output", functools.partial(_add_up, node=n)) for n in nodes)
+        return Needs(samples=Bound(macs=MAC_BUDGET), taps=tuple(taps))
+
+    def apply(self, context: Context) -> Applied:
+        """Correct the biases of the QDQ graph in place."""
+        if not context.observed:
+            why = "no int8 operator has a weight" if context.batches else "no calibration samples were kept, each batch is too large"
+            return Applied(self.name, (), f"nothing: {why}")
+        assert context.quantized is not None
+        means = {operator: state["sum"] / int(state["positions"]) for (operator, _), state in context.observed.items()}
+        operators = correct_biases(context.quantized, means, context.batches)
+        return Applied(self.name, operators, f"{len(operators)} biases corrected")
+
+
+def _add_up(state: State, output: torch.Tensor, node: fx.Node) -> State:
+    total, positions = _channel_sums(node, output)
+    count = torch.tensor(positions)
+    return {"sum": state["sum"] + total, "positions": state["positions"] + count} if state else {"sum": total, "positions": count}
 
 
 @torch.no_grad()
-def correct_biases(float_module: fx.GraphModule, quantized: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> int:
+def correct_biases(quantized: fx.GraphModule, means: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> tuple[str, ...]:
     """Correct the biases of a QDQ graph in place.
 
     Args:
-        float_module: the captured fp32 graph.
-        quantized: its QDQ graph; gets new bias constants.
-        operators: names of the operators to correct (weighted ones that are quantized).
-        batches: flat calibration inputs, each with shapes of its own; the first are used, up to `MAC_BUDGET`.
+        quantized: gets new bias constants.
+        means: operator → mean fp32 output per channel over the batches, float64 [channels].
+        batches: flat calibration inputs, each with shapes of its own.
 
     Returns:
-        Number of operators corrected.
+        The operators corrected, in execution order.
     """
-    used, means = _float_means(float_module, operators, batches)
-    corrected = 0
+    corrected: list[str] = []
 
     def correct(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        nonlocal corrected
         totals = [_channel_sums(node, v) for v in values]
         mean = sum(t for t, _ in totals) / sum(n for _, n in totals)
         delta = (means[node.meta["operator"]] - mean).float()
         if not bool(torch.isfinite(delta).all()):
             return values
         _add_to_bias(quantized, node, delta)
-        corrected += 1
-        shape = [-1 if d == _channel_axis(node, values[0]) else 1 for d in range(values[0].dim())]
+        corrected.append(node.meta["operator"])
+        shape = [-1 if d == channel_axis(node, values[0]) else 1 for d in range(values[0].dim())]
         return [v.add_(delta.reshape(shape)) for v in values]
 
-    _run_all(quantized, used, dict.fromkeys(_targets(quantized, operators), correct))
+    _run_all(quantized, batches, dict.fromkeys(_targets(quantized, set(means)), correct))
     quantized.graph.lint()
     quantized.recompile()
-    return corrected
-
-
-def _float_means(module: fx.GraphModule, operators: set[str], batches: Sequence[Batch]) -> tuple[list[Batch], dict[str, torch.Tensor]]:
-    """The batches within the budget, and each operator's mean fp32 output per channel over them."""
-    sums: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
-    macs = 0.0
-
-    def record(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        nonlocal macs
-        name = node.meta["operator"]
-        total, positions = _channel_sums(node, values[0])
-        sums[name] = sums.get(name, 0) + total
-        counts[name] = counts.get(name, 0) + positions
-        macs += positions * node.args[1].meta["val"].numel()
-        return values
-
-    hooks = dict.fromkeys(_targets(module, operators), record)
-    used: list[Batch] = []
-    for batch in batches:
-        if macs >= MAC_BUDGET:
-            break
-        _run_all(module, [batch], hooks)
-        used.append(batch)
-    return used, {name: sums[name] / counts[name] for name in sums}
+    return tuple(corrected)
 
 
 def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:
@@ -131,15 +125,9 @@ def _last_use(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
     return result
 
 
-def _channel_axis(node: fx.Node, value: torch.Tensor) -> int:
-    if op_name(node) == "linear":
-        return value.dim() - 1
-    return 1 if value.dim() == node.args[1].meta["val"].dim() else 0
-
-
 def _channel_sums(node: fx.Node, value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """float64 sum of an operator's output per channel, shape [channels], and the number of positions."""
-    axis = _channel_axis(node, value)
+    axis = channel_axis(node, value)
     others = [d for d in range(value.dim()) if d != axis]
     sums = value.sum(dim=others, dtype=torch.float64) if others else value.double()
     return sums, value.numel() // value.shape[axis]

@@ -15,9 +15,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.checks import is_number, require
 from nc.graph.catalogue import POOLS, WEIGHTED, op_name, schema_arguments
 from nc.graph.fx_utils import replace_constant
+from nc.plan import Applied, Plan
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})
@@ -60,14 +62,25 @@ class Equalization:
     iterations: int = 10
     tolerance: float = 2e-7
     name: ClassVar[str] = "equalization"
+    stage: ClassVar[Stage] = Stage.FLOAT
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.iterations, int) and not isinstance(self.iterations, bool) and self.iterations >= 1
         require(is_count, "iterations", "a whole number from 1", self.iterations)
         require(is_number(self.tolerance) and self.tolerance >= 0, "tolerance", "a number from 0", self.tolerance)
 
+    def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
+        """No data."""
+        return NOTHING
+
+    def apply(self, context: Context) -> Applied:
+        """`change` the fp32 graph."""
+        operators = self.change(context.module)
+        why = "" if operators else ": no two layers with only homogeneous operators between them differ in their ranges"
+        return Applied(self.name, operators, f"{len(operators)} operators changed{why}")
+
     @torch.no_grad()
-    def apply(self, module: fx.GraphModule) -> tuple[str, ...]:
+    def change(self, module: fx.GraphModule) -> tuple[str, ...]:
         """Equalize in place; weights and biases are replaced by new constants, and `output_mean`, `output_std` are scaled with them.
 
         Returns:

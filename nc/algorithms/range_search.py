@@ -7,21 +7,61 @@ large errors more than from many small ones: squares choose ranges that clip, an
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from nc.algorithms.base import Batch, Bound, Context, Needs, Stage
+from nc.calibration.qparams import Key, qparams_of
+from nc.errors import StateError
 from nc.graph.placement import Edge, edge_key
 from nc.numerics.affine import dequantize, quantize
-from nc.spec import QParams, TensorSpec
+from nc.observers.auto import AUTO, CANDIDATES
+from nc.plan import Applied, Plan
+from nc.spec import QParams
 
-Key = tuple[str, TensorSpec]
-Batch = Sequence[torch.Tensor]
 #: Samples after which no further batch is run: ranges are told apart by far fewer than they are found from.
 _ROWS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RangeSearch:
+    """See the module text; has nothing to set."""
+
+    name: ClassVar[str] = "range_search"
+    stage: ClassVar[Stage] = Stage.QPARAMS
+
+    def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
+        """Samples; the candidates read the histogram that "auto" collects."""
+        return Needs(samples=Bound())
+
+    def apply(self, context: Context) -> Applied:
+        """Replace the ranges of tensors with `act_algo="auto"`.
+
+        Raises:
+            StateError: no samples were kept.
+        """
+        searched = {edge_key(e): e for e in context.edges if e.spec.algo == AUTO.name}
+        if not searched:
+            return Applied(self.name, (), 'no tensor with act_algo="auto" got a range')
+        if not context.batches:
+            msg = (
+                'act_algo="auto" compares outputs on calibration samples, and none were kept: each batch is larger than 64 MB. Calibrate '
+                "with smaller batches, or name an algorithm."
+            )
+            raise StateError(msg)
+        assert context.found is not None
+        candidates = {key: {name: qparams_of(edge, name, context.found) for name in CANDIDATES} for key, edge in searched.items()}
+        chosen = choose_ranges(context.module, context.edges, candidates, context.batches)
+        context.qparams |= {key: candidates[key][name] for key, name in chosen.items()}
+        counts = Counter(chosen.values())
+        text = ", ".join(f"{name} for {counts[name]}" for name in CANDIDATES if counts[name])
+        operators = dict.fromkeys(e.operator for e in context.edges if edge_key(e) in searched)
+        return Applied(self.name, tuple(operators), f"{text} tensors")
 
 
 @torch.no_grad()

@@ -2,11 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from nc.algorithms.base import Batch, Bound, State, Tap
+from nc.graph.catalogue import WEIGHTED, op_name
+from nc.plan import Plan
+
+Observed = dict[tuple[str, str], State]
+
+
+def collect(
+    module: fx.GraphModule, plan: Plan, requests: Sequence[tuple[Sequence[Tap], Sequence[Batch], Bound | None]]
+) -> list[tuple[Observed, list[Batch]]]:
+    """Run batches through a graph, each at most once for all requests.
+
+    Args:
+        module: flat fp32 graph.
+        plan: its int8 operators count for `Bound.macs`.
+        requests: what each algorithm taps, of which batches, and its bound.
+
+    Returns:
+        For each request the states of its taps, and the batches that they saw (all, where it taps nothing).
+    """
+    results: list[tuple[Observed, list[Batch]]] = [({}, [] if taps else list(batches)) for taps, batches, _ in requests]
+    names = {d.operator for d in plan.quantized}
+    spent = [0.0] * len(requests)
+    for batch in {id(batch): batch for taps, batches, _ in requests if taps for batch in batches}.values():
+        open_ = [
+            i
+            for i, (taps, batches, bound) in enumerate(requests)
+            if taps and any(b is batch for b in batches) and spent[i] < (math.inf if bound is None else bound.macs)
+        ]
+        if not open_:
+            continue
+        run = _Taps(module, names, [(requests[i][0], results[i][0]) for i in open_])
+        run.run(*batch)
+        for i in open_:
+            spent[i] += run.macs
+            results[i][1].append(batch)
+    return results
+
+
+class _Taps(fx.Interpreter):
+    """One batch through a graph, past the taps."""
+
+    def __init__(self, module: fx.GraphModule, names: set[str], requests: Sequence[tuple[Sequence[Tap], Observed]]) -> None:
+        super().__init__(module)
+        self.macs = 0.0
+        self._names = names
+        self._taps: dict[tuple[str, str], list[tuple[Tap, Observed]]] = {}
+        for taps, observed in requests:
+            for tap in taps:
+                self._taps.setdefault((tap.operator, tap.role), []).append((tap, observed))
+
+    def run_node(self, n: fx.Node) -> Any:
+        operator = n.meta.get("operator")
+        if (operator, "input") in self._taps:
+            self._see(operator, "input", self.fetch_args_kwargs_from_env(n)[0][0])
+        value = super().run_node(n)
+        if (operator, "output") in self._taps:
+            self._see(operator, "output", value)
+        if operator in self._names and op_name(n) in WEIGHTED:
+            self.macs += value.numel() // value.shape[channel_axis(n, value)] * n.args[1].meta["val"].numel()
+        return value
+
+    def _see(self, operator: str, role: str, value: torch.Tensor) -> None:
+        for tap, observed in self._taps[operator, role]:
+            observed[operator, role] = tap.update(observed.get((operator, role), {}), value)
+
+
+def channel_axis(node: fx.Node, value: torch.Tensor) -> int:
+    """The axis of the output channels in the result of a layer, batched or not."""
+    if op_name(node) == "linear":
+        return value.dim() - 1
+    return 1 if value.dim() == node.args[1].meta["val"].dim() else 0
 
 
 def inputs_of(

@@ -1,64 +1,87 @@
-"""SmoothQuant between calibration and quantization: statistics in, a smoothed graph and the statistics of its tensors out."""
+"""SmoothQuant as an algorithm between calibration and quantization; `smooth_quant.py` has the mathematics."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import fx
 
+from nc.algorithms.base import Bound, Context, Needs, Stage
 from nc.algorithms.smooth_quant import Smoothed, smooth
 from nc.calibration.observe import Watch, observed_module
-from nc.calibration.statistics import Collected
 from nc.errors import StateError
 from nc.observers import ALGORITHMS
 from nc.observers.channels import CHANNEL_EXTREMES
 from nc.observers.minmax import EXTREMES
-from nc.plan import Plan
+from nc.plan import Applied, Plan
 from nc.spec import OpSpec
 
 
-def smoothed(module: fx.GraphModule, plan: Plan, found: Collected) -> tuple[fx.GraphModule, Plan, Collected, tuple[str, ...]]:
-    """The graph with the linears smoothed that the plan says; all three as they are when it says none.
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmoothQuant:
+    """See the module text. Its options belong to each linear: they are in the plan, as `OpSpec.smooth`."""
 
-    Min-max ranges of smoothed tensors follow from the ranges of their channels. Other algorithms need histograms, which smoothing changes:
-    they look at the kept calibration samples once more.
+    name: ClassVar[str] = "smooth_quant"
+    stage: ClassVar[Stage] = Stage.STATISTICS
 
-    Returns:
-        The graph, the plan with the alphas that "auto" found, the statistics with those of the tensors that operators read now, and what
-        there is to say of it.
+    def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
+        """The extremes of each channel that a linear reads, and samples where a search or a histogram looks at them again."""
+        specs = _specs(plan)
+        readers = [n for n in module.graph.nodes if n.meta.get("operator") in specs]
+        watches = tuple(Watch(n.args[0], n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
+        return Needs(watches, Bound() if _looks_again(specs) else None)
 
-    Raises:
-        StateError: samples are needed, and none were kept.
-    """
-    specs = {d.operator: d.spec for d in plan.quantized if d.spec.smooth is not None}
-    left = sum(d.kind == "linear" and d.spec.smooth is None and any(field == "alpha" for field, _, _ in d.fields) for d in plan.quantized)
-    note = (f"smooth_quant: {left} linears that read the result of a matmul (attention) are quantized without it",) if left else ()
-    if not specs:
-        return module, plan, found, note
-    again = any(s.smooth.alpha is None or ALGORITHMS[s.activation.algo].statistic is not EXTREMES for s in specs.values())
-    if again and not found.samples:
-        msg = (
-            'SmoothQuant with alpha="auto", or with another act_algo than "minmax", looks at calibration samples again; none were kept: '
-            "each batch is larger than 64 MB. Calibrate with smaller batches, or choose a number for alpha and min-max."
+    def apply(self, context: Context) -> Applied:
+        """Smooth the linears that the plan says: the graph, the alphas in the plan, and the statistics of what operators read now.
+
+        Min-max ranges of smoothed tensors follow from the ranges of their channels. Other algorithms need histograms, which smoothing
+        changes: they look at the kept calibration samples once more.
+
+        Raises:
+            StateError: samples are needed, and none were kept.
+        """
+        plan, found, specs = context.plan, context.found, _specs(context.plan)
+        left = sum(
+            d.kind == "linear" and d.spec.smooth is None and any(field == "alpha" for field, _, _ in d.fields) for d in plan.quantized
         )
-        raise StateError(msg)
-    channels = {name: (state["low"], state["high"]) for (name, what), state in found.states.items() if what == CHANNEL_EXTREMES.name}
-    result = smooth(module, specs, channels, found.samples)
-    states, seen = dict(found.states), dict(found.seen)
-    for name, (low, high) in result.ranges.items():
-        states[name, EXTREMES.name] = {"low": low, "high": high}
-        seen[name, EXTREMES.name] = found.seen[result.sources[name], CHANNEL_EXTREMES.name].stretched(float(low), float(high))
-    watches = _watches(result, specs)
-    if watches:
-        copy, observers = observed_module(result.module, watches)
-        with torch.no_grad():
-            for batch in found.samples:
-                copy(*batch)
-        states |= {key: observer.state for key, observer in observers.items()}
-        seen |= {key: observer.seen for key, observer in observers.items()}
-    return result.module, _with_alphas(plan, result), dataclasses.replace(found, states=states, seen=seen), (_text(result), *note)
+        note = (f"{left} linears that read the result of a matmul (attention) are quantized without it",) if left else ()
+        if not specs:
+            return Applied(self.name, (), "; ".join(("no linears to smooth", *note)))
+        if _looks_again(specs) and not context.batches:
+            msg = (
+                'SmoothQuant with alpha="auto", or with another act_algo than "minmax", looks at calibration samples again; none were '
+                "kept: each batch is larger than 64 MB. Calibrate with smaller batches, or choose a number for alpha and min-max."
+            )
+            raise StateError(msg)
+        assert found is not None
+        channels = {name: (state["low"], state["high"]) for (name, what), state in found.states.items() if what == CHANNEL_EXTREMES.name}
+        result = smooth(context.module, specs, channels, context.batches)
+        states, seen = dict(found.states), dict(found.seen)
+        for name, (low, high) in result.ranges.items():
+            states[name, EXTREMES.name] = {"low": low, "high": high}
+            seen[name, EXTREMES.name] = found.seen[result.sources[name], CHANNEL_EXTREMES.name].stretched(float(low), float(high))
+        watches = _watches(result, specs)
+        if watches:
+            copy, observers = observed_module(result.module, watches)
+            with torch.no_grad():
+                for batch in context.batches:
+                    copy(*batch)
+            states |= {key: observer.state for key, observer in observers.items()}
+            seen |= {key: observer.seen for key, observer in observers.items()}
+        context.module, context.plan = result.module, _with_alphas(plan, result)
+        context.found = dataclasses.replace(found, states=states, seen=seen)
+        return Applied(self.name, tuple(result.alphas), "; ".join((_text(result), *note)))
+
+
+def _specs(plan: Plan) -> dict[str, OpSpec]:
+    return {d.operator: d.spec for d in plan.quantized if d.spec.smooth is not None}
+
+
+def _looks_again(specs: Mapping[str, OpSpec]) -> bool:
+    return any(s.smooth.alpha is None or ALGORITHMS[s.activation.algo].statistic is not EXTREMES for s in specs.values())
 
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
@@ -71,7 +94,7 @@ def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
 def _text(result: Smoothed) -> str:
     low, high = min(result.alphas.values()), max(result.alphas.values())
     alphas = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}"
-    return f"smooth_quant: {len(result.alphas)} linears, {alphas}; folded into what is in front for {len(result.folded)} of them"
+    return f"{len(result.alphas)} linears, {alphas}; folded into what is in front for {len(result.folded)} of them"
 
 
 def _with_alphas(plan: Plan, result: Smoothed) -> Plan:

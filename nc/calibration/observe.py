@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -10,8 +11,6 @@ from nc.graph.fx_utils import copy_module
 from nc.graph.placement import Edge, works_in_place
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Key, Statistic
-from nc.observers.channels import CHANNEL_EXTREMES
-from nc.plan import Plan
 
 
 def observer_key(edge: Edge) -> Key:
@@ -36,15 +35,12 @@ class Watch:
     operator: str
 
 
-def watches_for(module: fx.GraphModule, edges: list[Edge], plan: Plan) -> list[Watch]:
-    """What the ranges of edges need, and what SmoothQuant does."""
-    found = [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
-    smooth = {d.operator for d in plan.quantized if d.spec.smooth is not None}
-    readers = [n for n in module.graph.nodes if n.meta.get("operator") in smooth]
-    return found + [Watch(n.args[0], n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers]
+def watches_for(edges: Sequence[Edge]) -> list[Watch]:
+    """What the ranges of edges need."""
+    return [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
 
 
-def observed_module(module: fx.GraphModule, watches: list[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
+def observed_module(module: fx.GraphModule, watches: Sequence[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
     """A copy of `module`, sharing its constants, that feeds one observer per tensor and statistic.
 
     Returns:

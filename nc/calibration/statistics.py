@@ -1,7 +1,7 @@
 """What calibration has collected: saved, loaded and merged, so that data need not be run again.
 
-One file holds the statistics of every observed tensor and the samples that bias correction uses: safetensors whose metadata is JSON with
-a schema version and a checksum. Loading unpickles nothing.
+One file holds the statistics of every observed tensor and the samples that algorithms look at again: safetensors whose metadata is JSON
+with a schema version and a checksum. Loading unpickles nothing.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ class Samples:
 
     def keep(self, inputs: Sequence[torch.Tensor]) -> None:
         """Keep a copy of one batch, if there is room for the whole of it."""
+        if self.has_room(inputs):
+            # row-major, as a file holds them: kernels round differently on another layout
+            self.batches.append(tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs))
+
+    def has_room(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether one more batch is kept."""
         rows = sum(batch[0].shape[0] if batch[0].dim() else 1 for batch in self.batches)
         used = sum(t.numel() * t.element_size() for batch in self.batches for t in batch)
         size = sum(t.numel() * t.element_size() for t in inputs)
-        if inputs and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs):
-            # row-major, as a file holds them: kernels round differently on another layout
-            self.batches.append(tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs))
+        return bool(inputs) and rows < self.rows and used + size <= self.size and all(t.numel() for t in inputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nc.algorithms import register
 from nc.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
 
@@ -93,7 +94,7 @@ def precisions(name: str, value: Any) -> tuple[str, ...]:
 
 
 def transforms(known: Mapping[str, type]) -> Check:
-    """Transforms in the order in which they are applied: objects of a class in `known`, or their plain form."""
+    """Algorithms in the order in which they are applied: objects of a class in `known` or of your own, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
@@ -101,7 +102,7 @@ def transforms(known: Mapping[str, type]) -> Check:
             names = [f.name for f in dataclasses.fields(cls)]
             require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
             return cls(**options)
-        is_known = isinstance(value, tuple(known.values()))
+        is_known = isinstance(value, tuple(known.values())) or register(name, value)
         require(is_known, name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
         return value
 

@@ -23,7 +23,7 @@ from nc.graph.fx_utils import add_constant, copy_module
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.signature import Signature
 from nc.numerics.weights import quantize_weight
-from nc.plan import Plan
+from nc.plan import Applied, Plan
 from nc.spec import PER_TOKEN, OpSpec, QParams, TensorSpec
 
 #: All that quantization adds to a graph; artefacts know these by name.
@@ -68,9 +68,9 @@ class QDQGraph:
         notes: operator name → why calibration changed its decision.
         float_bytes: bytes of the captured fp32 constants.
         noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
-        corrected_biases: number of operators whose bias was corrected.
         health: what calibration leaves to wish for, the worst of each kind first.
-        changes: what algorithms did to the fp32 graph and found in the search for ranges, and `saturation.py` to this one, a line each.
+        applied: what each algorithm did, in the order of the plan.
+        changes: what `saturation.py` did to this graph, a line each.
     """
 
     module: fx.GraphModule
@@ -80,8 +80,8 @@ class QDQGraph:
     notes: Mapping[str, str]
     float_bytes: int
     noise_db: float
-    corrected_biases: int = 0
     health: tuple[Finding, ...] = ()
+    applied: tuple[Applied, ...] = ()
     changes: tuple[str, ...] = ()
 
 

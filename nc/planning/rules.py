@@ -265,7 +265,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         else:
             _check_dtypes(d.operator, d.spec, row, d.rule, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
-    return plan_of(decisions, capabilities)
+    return dataclasses.replace(plan_of(decisions, capabilities), algorithms=plan.algorithms)
 
 
 def _remainder(decision: Decision) -> str:

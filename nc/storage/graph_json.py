@@ -22,7 +22,7 @@ from nc.errors import ArtefactError
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
-from nc.plan import Plan
+from nc.plan import Applied, Plan
 from nc.storage import allowlist, json_values, pytree_json
 
 _WORD = re.compile(r"\w+", re.ASCII)
@@ -34,7 +34,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A graph as JSON and tensors.
 
     Returns:
-        Plain values with the keys signature, plan, notes, float_bytes, corrected_biases, noise_db, changes, health, nodes,
+        Plain values with the keys signature, plan, notes, float_bytes, noise_db, algorithms, changes, health, nodes,
         sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
         which share memory.
 
@@ -56,8 +56,8 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "plan": graph.plan.to_dict(),
         "notes": dict(graph.notes),
         "float_bytes": graph.float_bytes,
-        "corrected_biases": graph.corrected_biases,
         "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "algorithms": [dataclasses.asdict(applied) for applied in graph.applied],
         "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
         "nodes": [_encode_node(node, sizes) for node in module.graph.nodes],
@@ -97,10 +97,18 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         notes=document["notes"],
         float_bytes=document["float_bytes"],
         noise_db=float(document["noise_db"]),
-        corrected_biases=document["corrected_biases"],
+        applied=_applied(document),
         changes=tuple(map(str, document.get("changes", ()))),
         health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
     )
+
+
+def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
+    """What each algorithm did; artefacts of 0.1 development versions have the number of corrected biases instead."""
+    if "algorithms" not in document:
+        corrected = int(document["corrected_biases"])
+        return (Applied("bias_correction", (), f"{corrected} biases corrected"),) if corrected else ()
+    return tuple(Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"])) for a in document["algorithms"])
 
 
 def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:
