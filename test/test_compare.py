@@ -14,8 +14,8 @@ import nc
 from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
 from nc.backends import cpu, get_backend
 from nc.backends.reference import ReferenceBackend
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import copy_module
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.parity.compare import VERDICTS
 from nc.parity.intermediates import name_of, places_of, points_at, with_outputs
 from nc.parity.rounding_bounds import slack_of
@@ -264,7 +264,7 @@ def test_an_engine_that_shows_a_tensor_wrongly_is_not_accused(faulty):
     def change(module):
         node = codes_of(module, "relu")
         for user in [u for u in node.users if next(iter(u.users)).op == "output"]:
-            user.args = (node, 2 * node.args[1], node.args[2])
+            user.args = (node, 2 * node.args[1], node.args[2], user.args[3])
 
     found = faulty(change, chain(), torch.randn(8, 16))
     assert found.unread == ("relu",)
@@ -311,9 +311,9 @@ def test_slack_is_never_less_than_what_ties_do(name):
     module, _ = copy_module(module)
     start = next(n for n in module.graph.nodes if "hardtanh" in n.name)
     with module.graph.inserting_after(start):
-        codes = module.graph.call_function(quantize_per_tensor, (start, 0.5, 128, 0, 255))
+        codes = module.graph.call_function(quantize_per_tensor, (start, 0.5, 128, 0, 255, torch.uint8))
     with module.graph.inserting_after(codes):
-        back = module.graph.call_function(dequantize_per_tensor, (codes, 0.5, 128))
+        back = module.graph.call_function(dequantize_per_tensor, (codes, 0.5, 128, torch.uint8))
     start.replace_all_uses_with(back, delete_user_cb=lambda user: user is not codes)
     x = torch.randint(-40, 40, shape) / 4
     values, slacks = {}, {}
@@ -333,7 +333,7 @@ def test_slack_is_never_less_than_what_ties_do(name):
     expected, largest = values[last], 0.0
     for _ in range(20):
         other = torch.where(torch.rand(shape) < 0.5, x + 1e-4, x - 1e-4)
-        codes.args = (codes.args[0], 0.5, 128, 0, 255)
+        codes.args = (codes.args[0], 0.5, 128, 0, 255, torch.uint8)
         module.recompile()
         with torch.no_grad():
             node_values = {}
@@ -342,7 +342,7 @@ def test_slack_is_never_less_than_what_ties_do(name):
                 def run_node(self, node, other=other, node_values=node_values):
                     value = super().run_node(node)
                     if node is codes:  # noqa: B023 - the one of this test
-                        value = quantize_per_tensor(other, 0.5, 128, 0, 255)
+                        value = quantize_per_tensor(other, 0.5, 128, 0, 255, torch.uint8)
                     node_values[node] = value
                     return value
 
@@ -478,9 +478,9 @@ def test_how_engines_round_ties(engine, zero_point):
     module, _ = copy_module(graph.module)
     for name, scale, zero in (("x", 0.25, 0), ("relu", 0.5, zero_point)):
         node = codes_of(module, name)
-        node.args = (node.args[0], scale, zero, 0, 255)
+        node.args = (node.args[0], scale, zero, 0, 255, torch.uint8)
         for user in list(node.users):
-            user.args = (node, scale, zero)
+            user.args = (node, scale, zero, user.args[3])
     linear = next(n for n in module.graph.nodes if n.name == "linear")
     codes, scales, bias = linear.args[1].args[0].target, linear.args[1].args[1].target, linear.args[2].target
     for name, value in ((codes, 64 * torch.eye(16, dtype=torch.int8)), (scales, torch.full((16,), 1 / 64)), (bias, torch.zeros(16))):

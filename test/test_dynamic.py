@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, UnsupportedError, available_backends, convert, load, prepare, quantize
-from nc.graph.functions import quantize_dequantize_dynamic
 from nc.numerics.metrics import sqnr_db
+from nc.ops import quantize_dequantize_dynamic
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
 
@@ -45,7 +45,7 @@ def converted(model, example, config=None, **options):
 )
 def test_values_are_those_of_float64(rows, per_token, symmetric, codes):
     x = torch.tensor(rows)
-    got = quantize_dequantize_dynamic(x, per_token, *codes, symmetric).double().numpy()
+    got = quantize_dequantize_dynamic(x, per_token, *codes, symmetric, torch.uint8 if codes[0] == 0 else torch.int8).double().numpy()
     for i, row in enumerate(np.array(rows, dtype=np.float32).astype(np.float64)):
         seen = row if per_token else np.array(rows, dtype=np.float32).astype(np.float64)
         low, high = min(seen.min(), 0.0), max(seen.max(), 0.0)
@@ -59,9 +59,9 @@ def test_values_are_those_of_float64(rows, per_token, symmetric, codes):
 
 def test_a_row_of_zeros_and_no_rows():
     x = torch.stack([torch.zeros(4), torch.ones(4)])
-    assert torch.equal(quantize_dequantize_dynamic(x, True, 0, 255, False)[0], torch.zeros(4))
+    assert torch.equal(quantize_dequantize_dynamic(x, True, 0, 255, False, torch.uint8)[0], torch.zeros(4))
     empty = torch.zeros(0, 4)
-    assert quantize_dequantize_dynamic(empty, False, 0, 255, False) is empty
+    assert quantize_dequantize_dynamic(empty, False, 0, 255, False, torch.uint8).shape == empty.shape
 
 
 @pytest.mark.parametrize("backend", ENGINES)

@@ -27,8 +27,8 @@ from nc import StaticQuantConfig, convert
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import op_name
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.numerics.weights import quantize_weight
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
 from nc.spec import TensorSpec
@@ -65,7 +65,7 @@ def exact_qparams(tensors, low_code=0, high_code=255):
 
 def qparams_at(q, index):
     node = nodes(q, quantize_per_tensor)[index]
-    return node.args[1:]
+    return node.args[1:5]
 
 
 # ---- where the pairs are ----
@@ -212,7 +212,7 @@ def test_two_readers_with_different_configurations_have_codes_of_their_own():
     model = Function(lambda self, x: self.a(x) + self.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     config = StaticQuantConfig(post=()).set_local("b", StaticQuantConfig(act_dtype="int8", act_sym=True))
     q = quantized(model, torch.randn(8, 4), config)
-    assert sorted(n.args[2:] for n in nodes(q, quantize_per_tensor))[0] == (0, -128, 127)
+    assert sorted(n.args[2:5] for n in nodes(q, quantize_per_tensor))[0] == (0, -128, 127)
     assert counts(q)[0] == 2
 
 
@@ -247,7 +247,7 @@ def test_weights_are_int8_per_output_channel(case):
     q = quantized(layer, torch.randn(shape), BARE)
     (node,) = nodes(q, dequantize_per_channel)
     codes, scale = (getattr(q.graph.module, n.target) for n in node.args[:2])
-    assert (codes.dtype, scale.dtype, node.args[2]) == (torch.int8, torch.float32, axis)
+    assert (codes.dtype, scale.dtype, node.args[2:]) == (torch.int8, torch.float32, (None, axis, torch.int8))
     expected_codes, expected_scale = brute_force_weight(layer.weight, axis)
     assert np.allclose(scale.numpy(), expected_scale, rtol=1e-6, atol=0)
     assert np.array_equal(codes.numpy(), expected_codes)
@@ -382,7 +382,7 @@ def test_no_pair_of_products_exceeds_16_bits_without_vnni(dtype, symmetric):
         assert 255 * int(pairs.clamp(max=0).sum(-1).min()) >= -(2**15)
         assert int(codes.abs().max()) > 64  # not by 7 bits
     for node in nodes(q, quantize_per_tensor):
-        assert node.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
+        assert node.args[3:5] == ((0, 255) if dtype == "uint8" else (-128, 127))
     assert "paired" in str(q.graph.plan)
 
 
@@ -395,7 +395,7 @@ def test_the_second_input_of_a_matmul_takes_seven_bits_without_vnni(dtype):
         codes = quantize_per_tensor(torch.linspace(-1e3, 1e3, 999), *right.args[1:]).int()
         middle = 128 if dtype == "uint8" else 0  # engines shift uint8 codes to int8 on this side
         assert (int(codes.min()) - middle, int(codes.max()) - middle) == (-64, 63)
-        assert left.args[3:] == ((0, 255) if dtype == "uint8" else (-128, 127))
+        assert left.args[3:5] == ((0, 255) if dtype == "uint8" else (-128, 127))
 
 
 def change_before_the_read(self, x):
@@ -414,7 +414,7 @@ def test_clamps_that_torchscript_needs_change_no_number(forward):
     expected = q.reference(3 * x)
     explicit_clamps(q.graph.module)
     q.graph.module.recompile()
-    assert [n.args[3:] for n in nodes(q, quantize_per_tensor) if n.args[3:] != (0, 255)] == []
+    assert [n.args[3:] for n in nodes(q, quantize_per_tensor) if n.args[3:] != (0, 255, torch.uint8)] == []
     assert len(nodes(q, "clamp")) == 1
     assert torch.equal(q.reference(3 * x), expected)
 

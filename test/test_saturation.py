@@ -18,9 +18,9 @@ from torch import nn
 from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, available_backends, load, save
 from nc.backends import cpu, get_backend
 from nc.config.rule_key import KIND_NAMES
-from nc.graph.functions import quantize_per_tensor
 from nc.graph.saturation import narrow, saturating
 from nc.numerics.int16_pairs import PAIR_LIMIT, largest_pair
+from nc.ops import quantize_per_tensor
 
 ENGINES = [name for name, why in available_backends().items() if not why and name != "reference"]
 STATIC = StaticQuantConfig(post=())
@@ -193,8 +193,8 @@ def test_the_second_input_of_a_matmul_moves_to_seven_bits(dtype, symmetric):
     for name in matmuls:
         old, new = quantizes_of(q.graph, name), quantizes_of(after, name)
         assert new[0].args[1:] == old[0].args[1:]
-        assert new[1].args[3:] == ((64, 191) if dtype == "uint8" else (-64, 63))
-        ends = [[(code - n.args[2]) * n.args[1] for code in n.args[3:]] for n in (old[1], new[1])]
+        assert new[1].args[3:5] == ((64, 191) if dtype == "uint8" else (-64, 63))
+        ends = [[(code - n.args[2]) * n.args[1] for code in n.args[3:5]] for n in (old[1], new[1])]
         assert ends[1] == pytest.approx(ends[0], abs=2 * new[1].args[1])  # the same values, within a step or two
         assert (after.plan[name].spec.right.reduce_range, after.plan[name].spec.activation.reduce_range) == (True, False)
     assert quantizes_of(after, matmuls[0])[1] is quantizes_of(after, matmuls[1])[1]  # one quantize for both

@@ -19,7 +19,7 @@ from nc import (
     prepare,
     quantize,
 )
-from nc.graph.functions import dequantize_per_group
+from nc.ops import dequantize_per_group
 
 ENGINES = [name for name in ("native", "ipex") if not available_backends()[name]]
 X = torch.linspace(-2, 2, 5 * 64).reshape(5, 64).sin()

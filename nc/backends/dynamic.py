@@ -16,13 +16,13 @@ from torch import fx
 
 from nc.global_lock import LOCK
 from nc.graph.catalogue import op_name
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
-from nc.graph.recurrent import FUNCTIONS
+from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
+from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
-_RECURRENT = {function: name for name, function in FUNCTIONS.items()}
+_RECURRENT = {operator: name for name, operator in RECURRENT.items()}
 _aten = torch.ops.aten
 _quantized = torch.ops.quantized
 
@@ -57,18 +57,19 @@ def replace_dynamic(module: fx.GraphModule) -> None:
 
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     """The codes that a node dequantizes, as torch's quantized tensor."""
-    codes = getattr(module, node.args[0].target)
+    view = Dequantize.of(node)
+    codes = getattr(module, view.codes.target)
     if node.target is dequantize_per_tensor:
-        return torch._make_per_tensor_quantized_tensor(codes, node.args[1], node.args[2])
-    scale = getattr(module, node.args[1].target).double()
+        return torch._make_per_tensor_quantized_tensor(codes, view.scale, view.zero_point)
+    scale = getattr(module, view.scale.target).double()
     zero_points = torch.zeros(len(scale), dtype=torch.int64)
     # channels-last would save reorders, but IPEX then returned garbage to calls from several threads (docs/ipex.md)
-    return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, node.args[2])
+    return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, view.axis)
 
 
 def packed_bytes(module: fx.GraphModule) -> int:
     """Bytes of the weights of dynamic operators in a QDQ graph: codes, and one fp32 scale and sum per output."""
-    names = {n.args[0].target for n in module.graph.nodes if _is_packed(n)}
+    names = {Dequantize.of(n).codes.target for n in module.graph.nodes if _is_packed(n)}
     weights = {name: getattr(module, name) for name in names}
     return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
 
@@ -84,19 +85,21 @@ def _is_packed(node: fx.Node) -> bool:
 
 
 def _reads_dynamic(node: fx.Node) -> bool:
-    return isinstance(node.args[0], fx.Node) and node.args[0].target is quantize_dequantize_dynamic
+    source = Linear.of(node).input
+    return isinstance(source, fx.Node) and source.target is quantize_dequantize_dynamic
 
 
 def _finds_range_itself(ranges: fx.Node) -> bool:
     """Per tensor and affine: `quantized::linear_dynamic` does it all."""
-    _, per_token, _, _, symmetric = ranges.args
-    return not per_token and not symmetric
+    view = DynamicQDQ.of(ranges)
+    return not view.per_token and not view.symmetric
 
 
 def _rows(call: Callable[..., fx.Node], node: fx.Node) -> _Rows:
-    x, per_token, quant_min, quant_max, symmetric = node.args
+    view = DynamicQDQ.of(node)
+    x, per_token = view.input, view.per_token
     over = ([-1] if per_token else [*range(node.meta["val"].dim())], True)
-    if symmetric:
+    if view.symmetric:
         # a zero more changes no maximum, and there is one to be found when there are no rows
         padded = x if per_token else call(_aten.constant_pad_nd.default, (call(_aten.reshape.default, (x, [-1])), [0, 1]))
         largest = call(_aten.amax.default, (call(_aten.abs.default, (padded,)), *(over if per_token else ([0], True))))
@@ -104,7 +107,7 @@ def _rows(call: Callable[..., fx.Node], node: fx.Node) -> _Rows:
         return _Rows(call(_aten.div.Tensor, (x, scale)), scale, None)
     low = call(_aten.clamp_max.default, (call(_aten.amin.default, (x, *over)), 0.0))
     high = call(_aten.clamp_min.default, (call(_aten.amax.default, (x, *over)), 0.0))
-    step = call(_aten.mul.Tensor, (call(_aten.sub.Tensor, (high, low)), 1 / (quant_max - quant_min)))
+    step = call(_aten.mul.Tensor, (call(_aten.sub.Tensor, (high, low)), 1 / (view.quant_max - view.quant_min)))
     scale = call(_aten.clamp_min.default, (step, _LEAST_SCALE))
     zero_point = call(_aten.neg.default, (call(_aten.round.default, (call(_aten.div.Tensor, (low, scale)),)),))
     shift = call(_aten.sub.Tensor, (call(_aten.clamp.default, (zero_point, 0.0, 255.0)), float(_MIDDLE)))
@@ -112,8 +115,8 @@ def _rows(call: Callable[..., fx.Node], node: fx.Node) -> _Rows:
 
 
 def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -> fx.Node:
-    ranges, weight = node.args[0], quantized_weight(module, node.args[1])
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    linear = Linear.of(node)
+    ranges, weight, bias = linear.input, quantized_weight(module, linear.weight), linear.bias
 
     def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         result = module.graph.call_function(target, args, kwargs)
@@ -128,7 +131,7 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
     if _finds_range_itself(ranges):
         constant = bias is None or bias.op == "get_attr"
         packed = _pack(module, node, weight, getattr(module, bias.target) if bias is not None and constant else None)
-        y = kernel(_quantized.linear_dynamic.default, ranges.args[0], packed, False)
+        y = kernel(_quantized.linear_dynamic.default, DynamicQDQ.of(ranges).input, packed, False)
         return y if constant else call(_aten.add.Tensor, y, bias)
     x = rows[ranges]
     packed = _pack(module, node, weight, None)
@@ -140,8 +143,8 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
 
 
 def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    x, hx, params, has_biases, num_layers, bidirectional, batch_first, _, _ = node.args
-    each = 4 if has_biases else 2
+    layer = Recurrent.of(node)
+    params, each = layer.params, 4 if layer.has_biases else 2
     cells = []
     for i in range(0, len(params), each):
         matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
@@ -150,11 +153,11 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
             packed = [_quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
         cell = _quantized.make_quantized_cell_params_dynamic(*packed, *biases, False)
         cells.append(_attribute(module, f"{node.name}_{i}", cell))
-    options = (True, num_layers, 0.0, False, bidirectional, batch_first)
+    options = (True, layer.num_layers, 0.0, False, layer.bidirectional, layer.batch_first)
     if _RECURRENT[node.target] == "gru":
-        return module.graph.call_function(_aten.quantized_gru.input, (x, hx, cells, *options))
+        return module.graph.call_function(_aten.quantized_gru.input, (layer.input, layer.hx, cells, *options))
     kinds = {"dtype": torch.qint8, "use_dynamic": True}
-    return module.graph.call_function(_aten.quantized_lstm.input, (x, hx, cells, *options), kinds)
+    return module.graph.call_function(_aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds)
 
 
 def _pack(module: fx.GraphModule, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:

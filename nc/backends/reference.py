@@ -11,14 +11,8 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
-from nc.graph.functions import (
-    dequantize_per_channel,
-    dequantize_per_group,
-    dequantize_per_tensor,
-    quantize_dequantize_dynamic,
-    quantize_per_tensor,
-)
 from nc.graph.qdq import QDQGraph
+from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
 

@@ -17,9 +17,10 @@ from torch import fx
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
+from nc.graph.views import Dequantize, Quantize, set_argument
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
 _SIZE_OPS: dict[Callable[..., object], str] = {
@@ -64,7 +65,9 @@ _MEMORY_FORMATS = {
 }
 
 
-_FULL_RANGES = ((0, 255), (-128, 127))
+#: Codes that each dtype has, and its quantized dtype in torch.
+_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+_QUANTIZED = {torch.uint8: "torch.quint8", torch.int8: "torch.qint8"}
 _SCALARS = "List[Optional[number]]"
 _NOTHING: Mapping[Callable[..., object], str] = {}
 
@@ -138,17 +141,21 @@ def explicit_clamps(module: fx.GraphModule) -> None:
     work in place, a value depends on when it is read: there it stands directly in front of the quantize node.
     """
     hoist = not works_in_place(module)
-    for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor and n.args[3:] not in _FULL_RANGES]:
-        x, scale, zero_point, quant_min, quant_max = node.args
-        reader = node
+    for node in [n for n in module.graph.nodes if n.target is quantize_per_tensor]:
+        codes = Quantize.of(node)
+        quant_min, quant_max = full = _RANGES[codes.dtype]
+        if (codes.quant_min, codes.quant_max) == full:
+            continue
+        x, reader = codes.input, node
         while hoist and op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
             reader, x = x, x.args[0]
         with module.graph.inserting_before(reader):
-            limits = ((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)
+            limits = ((end - codes.zero_point) * codes.scale for end in (codes.quant_min, codes.quant_max))
             clamp = module.graph.call_function(_aten.clamp.default, (x, *limits))
         clamp.meta["val"] = x.meta.get("val")
         reader.replace_input_with(x, clamp)
-        node.args = (*node.args[:3], *_FULL_RANGES[quant_min < 0])
+        set_argument(node, "quant_min", quant_min)
+        set_argument(node, "quant_max", quant_max)
 
 
 def _set(root: torch.nn.Module, name: str, value: object) -> None:
@@ -172,14 +179,14 @@ def _call(
     spelling: Mapping[Callable[..., object], str],
 ) -> str:
     if node.target is quantize_per_tensor:
-        x, scale, zero_point, quant_min, _ = node.args
-        dtype = "torch.quint8" if quant_min >= 0 else "torch.qint8"
-        return f"torch.quantize_per_tensor({names[x]}, {scale!r}, {zero_point}, {dtype})"
+        codes = Quantize.of(node)
+        return f"torch.quantize_per_tensor({names[codes.input]}, {codes.scale!r}, {codes.zero_point}, {_QUANTIZED[codes.dtype]})"
     if node.target in (dequantize_per_tensor, dequantize_per_channel):
-        source = node.args[0]
+        values = Dequantize.of(node)
+        source = values.codes
         if source.op != "get_attr":
             return f"{names[source]}.dequantize()"
-        attribute = f"c_{source.target}_q{node.args[2]}"
+        attribute = f"c_{source.target}_q{values.zero_point if values.axis is None else values.axis}"
         if not hasattr(root, attribute):
             root.register_buffer(attribute, quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"

@@ -138,15 +138,15 @@ CHECKS = frozenset(
 def op_name(node: object) -> str:
     """Name of a node's operator without namespace and overload ("linear"); "" for what is not a call, and for arguments that are no node.
 
-    Operators of other namespaces keep it ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"): neither is the ATen
-    operator of that name.
+    So are those of `nc` ("quantize_per_tensor"). Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes
+    ("operator.add"): neither is the ATen operator of that name.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
     target = node.target
     schema = getattr(target, "_schema", None)
     if schema is not None:
-        return schema.name.removeprefix("aten::")
+        return schema.name.removeprefix("aten::").removeprefix("nc::")
     name = getattr(target, "__name__", str(target))
     if isinstance(target, types.BuiltinFunctionType) and target is not operator.getitem:
         return f"{target.__module__.lstrip('_')}.{name}"
@@ -185,7 +185,7 @@ def joined_inputs(node: fx.Node) -> Sequence[object]:
 
 
 def schema_arguments(node: fx.Node) -> dict[str, object]:
-    """All arguments of an ATen call by their schema name, defaults filled in; none for Python functions, which have no schema."""
+    """All arguments of a call by their schema name, defaults filled in; none for Python functions, which have no schema."""
     values: dict[str, object] = {}
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):

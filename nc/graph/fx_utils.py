@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import schema_arguments
+from nc.ops import REFERENCE
 
 
 def copy_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -14,6 +15,18 @@ def copy_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, f
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, mapping))
     return fx.GraphModule(module, graph), mapping
+
+
+def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: fx.node.Argument) -> fx.Node:
+    """A call of an operator, inserted where the graph inserts; the node is named after the operator alone."""
+    return graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
+
+
+def inline(module: fx.GraphModule) -> None:
+    """Let nodes of `nc` operators call the functions that compute them: compilers look into functions, not into operators."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = REFERENCE.get(node.target, node.target)
 
 
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from nc.graph import recurrent
-from nc.graph.catalogue import groups_of, is_float_tensor, op_name, schema_arguments, weight_axis
-from nc.graph.functions import (
+from nc.graph.catalogue import groups_of, is_float_tensor, op_name, weight_axis
+from nc.graph.fx_utils import add_constant, call_operator, copy_module
+from nc.graph.placement import Edge, edge_key, works_in_place
+from nc.graph.recurrent import is_recurrent
+from nc.graph.signature import Signature
+from nc.graph.views import Recurrent, Weighted, set_argument
+from nc.numerics.weights import quantize_weight
+from nc.ops import (
+    RECURRENT,
     dequantize_per_channel,
     dequantize_per_group,
     dequantize_per_tensor,
@@ -19,24 +25,8 @@ from nc.graph.functions import (
     quantize_per_tensor,
     to_bf16,
 )
-from nc.graph.fx_utils import add_constant, copy_module
-from nc.graph.placement import Edge, edge_key, works_in_place
-from nc.graph.signature import Signature
-from nc.numerics.weights import quantize_weight
 from nc.plan import Applied, Plan
 from nc.spec import PER_TOKEN, OpSpec, QParams, TensorSpec
-
-#: All that quantization adds to a graph; artefacts know these by name.
-QDQ_FUNCTIONS = (
-    quantize_per_tensor,
-    dequantize_per_tensor,
-    dequantize_per_channel,
-    dequantize_per_group,
-    quantize_dequantize_dynamic,
-    to_bf16,
-    from_bf16,
-    *recurrent.FUNCTIONS.values(),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +51,7 @@ class QDQGraph:
     """A quantized model, independent of engines: what backends lower, artefacts store and the reference runs.
 
     Attributes:
-        module: flat fx module of ATen operators and `QDQ_FUNCTIONS`.
+        module: flat fx module of ATen operators and those of `nc.ops`.
         signature: the user's call contract.
         plan: what was decided for each operator.
         example: flat example inputs, for warm-up and verification.
@@ -106,10 +96,10 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
         if key not in codes or in_place:
             where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
             with where:
-                args = (source, scale, zero_point, qp.spec.quant_min, qp.spec.quant_max)
-                codes[key] = graph.call_function(quantize_per_tensor, args)
+                limits = qp.spec.quant_min, qp.spec.quant_max
+                codes[key] = call_operator(graph, quantize_per_tensor, source, scale, zero_point, *limits, _storage(qp.spec))
         with graph.inserting_before(reader):
-            dequantized = graph.call_function(dequantize_per_tensor, (codes[key], scale, zero_point))
+            dequantized = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, _storage(qp.spec))
         # each reader has a dequantize of its own, so that an engine can fuse every one of them
         reader.update_arg(edge.index, dequantized)
         codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
@@ -118,11 +108,12 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
     weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
-        if recurrent.is_recurrent(node):
+        if is_recurrent(node):
             _make_dynamic(copy, node, plan[node.meta["operator"]].spec, weights)
         else:
             spec = specs[node.meta["operator"]]
-            node.update_arg(1, _quantized(copy, node, node.args[1], spec, weight_axis(node), weights, groups_of(node)))
+            weight = _quantized(copy, node, Weighted.of(node).weight, spec, weight_axis(node), weights, groups_of(node))
+            set_argument(node, "weight", weight)
     used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
@@ -138,15 +129,15 @@ def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
     specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.mode == "dynamic"}
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
-        source, spec = node.args[0], specs[node.meta["operator"]]
-        if recurrent.is_recurrent(node):
-            continue  # its function finds the ranges
+        if is_recurrent(node):
+            continue  # its operator finds the ranges
+        source, spec = Weighted.of(node).input, specs[node.meta["operator"]]
         if (source, spec) not in shared or in_place:
             with graph.inserting_before(node):
-                args = (source, spec.granularity == PER_TOKEN, spec.quant_min, spec.quant_max, spec.symmetric)
-                shared[source, spec] = graph.call_function(quantize_dequantize_dynamic, args)
+                options = spec.granularity == PER_TOKEN, spec.quant_min, spec.quant_max, spec.symmetric, _storage(spec)
+                shared[source, spec] = call_operator(graph, quantize_dequantize_dynamic, source, *options)
             shared[source, spec].meta["val"] = source.meta.get("val")
-        node.update_arg(0, shared[source, spec])
+        set_argument(node, "input", shared[source, spec])
 
 
 def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
@@ -176,10 +167,15 @@ def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
             reader.replace_input_with(node, result)
 
 
-def _call(graph: fx.Graph, function: Callable[[torch.Tensor], torch.Tensor], source: fx.Node) -> fx.Node:
-    node = graph.call_function(function, (source,))
-    node.meta["val"] = function(source.meta["val"])
+def _call(graph: fx.Graph, operator: torch._ops.OpOverload, source: fx.Node) -> fx.Node:
+    node = call_operator(graph, operator, source)
+    node.meta["val"] = operator(source.meta["val"])
     return node
+
+
+def _storage(spec: TensorSpec) -> torch.dtype:
+    """The dtype that codes have in memory."""
+    return spec.dtype.storage
 
 
 def _last_input(source: fx.Node) -> fx.Node:
@@ -209,24 +205,24 @@ def _quantized(
     codes_node, scale_node, scalar = done[key]
     with module.graph.inserting_before(reader):
         if scale_node is None:
-            dequantized = module.graph.call_function(dequantize_per_tensor, (codes_node, scalar, 0))
+            dequantized = call_operator(module.graph, dequantize_per_tensor, codes_node, scalar, 0, _storage(spec))
         elif spec.granularity.name == "per_group":
             groups_along = (spec.granularity.axis, spec.granularity.shape[0])
-            dequantized = module.graph.call_function(dequantize_per_group, (codes_node, scale_node, None, *groups_along))
+            dequantized = call_operator(module.graph, dequantize_per_group, codes_node, scale_node, None, *groups_along, _storage(spec))
         else:
-            dequantized = module.graph.call_function(dequantize_per_channel, (codes_node, scale_node, axis))
+            dequantized = call_operator(module.graph, dequantize_per_channel, codes_node, scale_node, None, axis, _storage(spec))
     dequantized.meta["val"] = weight.meta["val"]
     return dequantized
 
 
 def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
     """An LSTM or GRU with int8 matrices; biases stay fp32."""
-    a = schema_arguments(node)
-    matrices = [w.meta["val"].dim() == 2 for w in a["params"]]
+    layer, codes = Recurrent.of(node), spec.activation
+    matrices = [w.meta["val"].dim() == 2 for w in layer.params]
     params = [
-        _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(a["params"], matrices, strict=True)
+        _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(layer.params, matrices, strict=True)
     ]
-    options = (a["has_biases"], a["num_layers"], a["bidirectional"], a["batch_first"])
-    node.target = recurrent.FUNCTIONS[op_name(node)]
-    node.args = (a["input"], a["hx"], params, *options, spec.activation.quant_min, spec.activation.quant_max)
+    options = (layer.has_biases, layer.num_layers, layer.bidirectional, layer.batch_first)
+    node.target = RECURRENT[op_name(node)]
+    node.args = (layer.input, layer.hx, params, *options, codes.quant_min, codes.quant_max, _storage(codes))
     node.kwargs = {}

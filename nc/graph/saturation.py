@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, groups_of, op_name, weight_axis
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
-from nc.graph.fx_utils import add_constant, copy_module, fqn_of
+from nc.graph.fx_utils import add_constant, call_operator, copy_module, fqn_of
 from nc.graph.qdq import QDQGraph
+from nc.graph.views import Dequantize, Quantize
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.weights import pairs_fit, quantize_weight
+from nc.ops import DEQUANTIZE, QUANTIZE, dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -85,7 +86,7 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def _weights(node: fx.Node) -> list[fx.Node]:
     """The dequantize nodes of an operator's constant weights."""
-    return [n for n in node.all_input_nodes if n.target in (dequantize_per_channel, dequantize_per_tensor) and n.args[0].op == "get_attr"]
+    return [n for n in node.all_input_nodes if n.target in DEQUANTIZE and Dequantize.of(n).codes.op == "get_attr"]
 
 
 def _layout(node: fx.Node) -> tuple[int | None, int]:
@@ -95,7 +96,7 @@ def _layout(node: fx.Node) -> tuple[int | None, int]:
 
 def _quantize_of(value: object) -> fx.Node | None:
     """The quantize node whose codes a value has, or None."""
-    codes = value.args[0] if isinstance(value, fx.Node) and value.target is dequantize_per_tensor else None
+    codes = Dequantize.of(value).codes if isinstance(value, fx.Node) and value.target is dequantize_per_tensor else None
     return codes if codes is not None and codes.target is quantize_per_tensor else None
 
 
@@ -104,7 +105,7 @@ def _highest_code(value: object) -> int:
     quantize = _quantize_of(value)
     if quantize is None:
         return _ALL_CODES
-    _, _, _, low, high = quantize.args
+    low, high = Quantize.of(quantize).quant_min, Quantize.of(quantize).quant_max
     return max(high + _SHIFT if low < 0 else high, 1)
 
 
@@ -113,7 +114,7 @@ def _largest_size(value: object) -> int:
     quantize = _quantize_of(value)
     if quantize is None:
         return 0
-    _, _, _, low, high = quantize.args
+    low, high = Quantize.of(quantize).quant_min, Quantize.of(quantize).quant_max
     shift = 0 if low < 0 else _SHIFT
     return max(shift - low, high - shift)
 
@@ -125,7 +126,8 @@ def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec
     if key not in done:
         done[key] = _new_weight(module, old, spec, axis, groups)
     with module.graph.inserting_before(node):
-        new = module.graph.call_function(*done[key])
+        operator, arguments = done[key]
+        new = call_operator(module.graph, operator, *arguments)
     new.meta["val"] = old.meta.get("val")
     node.replace_input_with(old, new)
 
@@ -137,32 +139,34 @@ def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: in
     name, fqn, first = f"{old.args[0].target}_paired", fqn_of(old.args[0]), next(iter(module.graph.nodes))
     constant = add_constant(module, first, name, codes, fqn)
     if not scale.dim():
-        return dequantize_per_tensor, (constant, float(scale), 0)
-    return dequantize_per_channel, (constant, add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale"), axis)
+        return dequantize_per_tensor, (constant, float(scale), 0, codes.dtype)
+    scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale")
+    return dequantize_per_channel, (constant, scale_node, None, axis, codes.dtype)
 
 
 def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
     """Give a matmul codes of its second input in 7 bits, for the same range of values; others that read the old codes keep them."""
     old, graph = node.args[1].args[0], node.graph
     if (old, spec) not in done:
-        source, scale, zero_point, *ends = old.args
-        low, high = (torch.tensor((end - zero_point) * scale) for end in ends)
+        view = Quantize.of(old)
+        low, high = (torch.tensor((end - view.zero_point) * view.scale) for end in (view.quant_min, view.quant_max))
         limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
         new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
-        qparams = float(new_scale), int(new_zero_point)
+        qparams, dtype = (float(new_scale), int(new_zero_point)), torch.uint8 if spec.quant_min >= 0 else torch.int8
         with graph.inserting_after(old):  # where the value is what it was: operators may change it in place
-            codes = graph.call_function(quantize_per_tensor, (source, *qparams, *limits.values()))
+            codes = call_operator(graph, quantize_per_tensor, view.input, *qparams, *limits.values(), dtype)
         codes.meta["val"] = old.meta.get("val")
-        done[old, spec] = dequantize_per_tensor, (codes, *qparams)
+        done[old, spec] = dequantize_per_tensor, (codes, *qparams, dtype)
     with graph.inserting_before(node):
-        value = graph.call_function(*done[old, spec])
+        operator, arguments = done[old, spec]
+        value = call_operator(graph, operator, *arguments)
     value.meta["val"] = node.args[1].meta.get("val")
     node.update_arg(1, value)
 
 
 def _drop_unused(module: fx.GraphModule) -> None:
     """Remove the old pairs and codes that nobody reads any more."""
-    ours = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
+    ours = QUANTIZE | DEQUANTIZE
     for node in reversed(list(module.graph.nodes)):
         if not node.users and (node.target in ours or node.op == "get_attr"):
             module.graph.erase_node(node)

@@ -16,8 +16,8 @@ from torch import fx
 
 from nc.backends.base import Backend
 from nc.errors import BackendError, BackendUnavailableError
-from nc.graph.functions import quantize_per_tensor
 from nc.graph.qdq import QDQGraph
+from nc.ops import quantize_per_tensor
 from nc.parity.intermediates import outputs_of, with_outputs
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
@@ -81,7 +81,7 @@ def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], 
 
 def _value(node: fx.Node, value: torch.Tensor) -> torch.Tensor:
     """Codes of a quantize node's dequantized values; other values as they are."""
-    return quantize_per_tensor(value, *node.args[1:]) if node.target is quantize_per_tensor else value
+    return node.target(value, *node.args[1:]) if node.target is quantize_per_tensor else value
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:

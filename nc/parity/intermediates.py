@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from nc.graph.catalogue import is_float_tensor, op_name
-from nc.graph.functions import dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_operator, copy_module
 from nc.graph.placement import works_in_place
-from nc.graph.recurrent import FUNCTIONS
 from nc.graph.tensor_meta import TENSORS
+from nc.graph.views import Quantize
+from nc.ops import RECURRENT, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 
 #: Calls that quantize inside.
-_RECURRENT = frozenset(FUNCTIONS.values())
+_RECURRENT = frozenset(RECURRENT.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def points_at(module: fx.GraphModule, places: Iterable[fx.Node], quantized: froz
 
 def name_of(place: fx.Node) -> str:
     """How a tensor is called: the value's name, whether it is seen as codes or not."""
-    return place.args[0].name if place.target is quantize_per_tensor else place.name
+    return Quantize.of(place).input.name if place.target is quantize_per_tensor else place.name
 
 
 def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
@@ -96,7 +96,8 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
         for place in places:
             node = mapping[place]
             if place.target is quantize_per_tensor:
-                node = copy.graph.call_function(dequantize_per_tensor, (node, *place.args[1:3]))
+                codes = Quantize.of(place)
+                node = call_operator(copy.graph, dequantize_per_tensor, node, *codes.qparams, codes.dtype)
                 node.meta["val"] = place.meta.get("val")
             values.append(node)
     output.args = ((*output.args[0], *values),)

@@ -14,8 +14,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, op_name
-from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
+from nc.graph.views import Dequantize, Quantize
 from nc.numerics import affine
+from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 
 #: In quanta: what is no further from a tie may be rounded either way.
 TIE = 1e-3
@@ -42,19 +43,20 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return _rounded_to_bf16(value, env[node.args[0]], slacks.get(node.args[0]))
     known = all(source not in slacks for source in node.all_input_nodes)
     if node.target is quantize_dequantize_dynamic and known:
-        return _dynamic(*fx.map_arg(node.args, env.__getitem__))
+        return _dynamic(*fx.map_arg(node.args[:-1], env.__getitem__))
     return None if known else _through(node, value, env, slacks)
 
 
-def position(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> torch.Tensor:
+def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
     """The real number that a quantize node rounds, clamped to the codes, as float64."""
-    return (x.double() / scale + zero_point).clamp_(quant_min, quant_max)
+    return (x.double() / codes.scale + codes.zero_point).clamp_(codes.quant_min, codes.quant_max)
 
 
 def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor | None:
-    exact = position(env[node.args[0]], *node.args[1:])
-    reach = slacks.get(node.args[0], torch.zeros(())).double() / node.args[1] + TIE
-    ends = [(exact + side * reach).clamp(*node.args[3:]).round() for side in (-1, 1)]
+    view = Quantize.of(node)
+    exact = position(env[view.input], view)
+    reach = slacks.get(view.input, torch.zeros(())).double() / view.scale + TIE
+    ends = [(exact + side * reach).clamp(view.quant_min, view.quant_max).round() for side in (-1, 1)]
     slack = torch.maximum(*[(end - codes).abs() for end in ends]).float()
     return slack if bool(slack.any()) else None
 
@@ -90,7 +92,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     name, first = op_name(node), node.args[0]
     rest, options = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)
     if node.target is dequantize_per_tensor:
-        return slack(first) * node.args[1]
+        return slack(first) * Dequantize.of(node).scale
     if node.target is from_bf16:
         return slack(first)
     if name in MOVES | POOLS | JOINS:

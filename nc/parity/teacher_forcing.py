@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.functions import quantize_per_tensor
 from nc.graph.placement import works_in_place
+from nc.graph.views import Quantize
+from nc.ops import quantize_per_tensor
 from nc.parity.rounding_bounds import position, slack_of
 
 
@@ -65,9 +66,9 @@ class _Forced(fx.Interpreter):
                 self.slacks[node] = slack
             return value
         if node.target is quantize_per_tensor:
-            x, scale, *_ = node.args
-            slack = self.slacks[x] / scale if x in self.slacks else None
-            self.locals[node] = Local(position(self.env[x], *node.args[1:]), slack)
+            codes = Quantize.of(node)
+            slack = self.slacks[codes.input] / codes.scale if codes.input in self.slacks else None
+            self.locals[node] = Local(position(self.env[codes.input], codes), slack)
         else:
             self.locals[node] = Local(value, slack_of(node, value, self.env, self.slacks))
         # in the graph's own layout: what follows may be a view

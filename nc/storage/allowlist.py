@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
+from nc import ops
 from nc.errors import ArtefactOperatorError
-from nc.graph.qdq import QDQ_FUNCTIONS
 
 #: Arithmetic on sizes, and access to one of several outputs.
 _PYTHON: dict[str, Callable[..., object]] = {
@@ -50,8 +50,6 @@ _PYTHON: dict[str, Callable[..., object]] = {
     "math.floor": math.floor,
     "math.trunc": math.trunc,
 }
-#: Quantize and dequantize, as in `nc.graph.qdq`.
-_QDQ: dict[str, Callable[..., object]] = {f"qdq.{function.__name__}": function for function in QDQ_FUNCTIONS}
 
 _GENERAL = """
 __and__.Scalar __and__.Tensor __lshift__.Scalar __lshift__.Tensor __or__.Scalar __or__.Tensor
@@ -248,13 +246,12 @@ tril_.default triu_.default true_divide_.Scalar true_divide_.Tensor trunc_.defau
 xlogy_.Tensor zero_.default
 """
 
-_FUNCTIONS = {**_PYTHON, **_QDQ}
-_NAMES = {function: name for name, function in _FUNCTIONS.items()}
+_NAMES = {function: name for name, function in _PYTHON.items()}
 _ATEN = " ".join((_GENERAL, _FFT, _LINALG, _SPECIAL, _IN_PLACE)).split()
 
 #: Every name on the list as artefacts spell it: "aten.linear.default", "operator.add",
-#: "qdq.dequantize_per_tensor".
-OPERATORS = frozenset((*_FUNCTIONS, *(f"aten.{name}" for name in _ATEN)))
+#: "nc.dequantize_per_tensor.default".
+OPERATORS = frozenset((*_PYTHON, *(f"aten.{name}" for name in _ATEN), *map(str, ops.REFERENCE)))
 
 
 def name_of(target: Callable[..., object], node: str) -> str:
@@ -288,10 +285,10 @@ def resolve(name: str, node: str) -> Callable[..., object]:
         ArtefactOperatorError: the name is not on the list, or this version of torch has no such operator.
     """
     check(name, node)
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    _, packet, overload = name.split(".")
-    operators = torch.ops.aten
+    if name in _PYTHON:
+        return _PYTHON[name]
+    namespace, packet, overload = name.split(".")
+    operators = getattr(torch.ops, namespace)
     if not (hasattr(operators, packet) and hasattr(getattr(operators, packet), overload)):
         msg = (
             f"Node {node!r}: torch {torch.__version__} has no operator {name!r}; use the version that "

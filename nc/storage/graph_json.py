@@ -23,7 +23,7 @@ from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.plan import Applied, Plan
-from nc.storage import allowlist, json_values, pytree_json
+from nc.storage import allowlist, arguments, json_values, pytree_json
 
 _WORD = re.compile(r"\w+", re.ASCII)
 #: What safetensors can hold.
@@ -274,10 +274,11 @@ def _decode_node(
     match op:
         case "call_function":
             target = allowlist.resolve(target, name)
-            known = {a.name for a in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
-            if not set(kwargs) <= known:
-                msg = f"node {name!r}: {entry['target']} has no argument {', '.join(kwargs)}"
-                raise ValueError(msg)
+            try:
+                arguments.check(target, args, kwargs)
+            except ValueError as error:
+                msg = f"node {name!r}: {error}"
+                raise ValueError(msg) from None
         case "placeholder" if not args and not kwargs:
             _check_identifier(target)
         case "get_attr" if not args and not kwargs and target in constants:

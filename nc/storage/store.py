@@ -34,11 +34,11 @@ from nc.errors import (
 )
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
-from nc.storage import graph_json
+from nc.storage import graph_json, schema_1
 
 FORMAT = "nc-model"
 #: Goes up when a reader of the number before would misread the files; docs/artefact.md has the policy.
-SCHEMA = 1
+SCHEMA = 2
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
 _FILES = (MODEL, WEIGHTS)
@@ -179,6 +179,9 @@ def _document(folder: Path, sums: dict[str, Any]) -> dict[str, Any]:
             f"which reads schemas up to {SCHEMA}. Upgrade nc to read it."
         )
         raise ArtefactSchemaError(msg)
+    if schema == 1:
+        with _malformed(folder / MODEL):
+            document = schema_1.upgrade(document)
     return document
 
 

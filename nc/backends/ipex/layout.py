@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, op_name
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 _CODES = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
 

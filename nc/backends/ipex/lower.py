@@ -21,11 +21,11 @@ from nc.backends.ipex.workarounds import apply_lints
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.numerics.metrics import worst_sqnr_db
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: Run 1 profiles, run 2 optimizes and compiles, run 3 is the first that only computes.
 _WARM_UP = 3

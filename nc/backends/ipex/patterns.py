@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from nc.graph.catalogue import MOVES, climb, kind_of_node, op_name
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
 def patterns(module: fx.GraphModule) -> frozenset[str]:

@@ -14,9 +14,10 @@ from torch import fx
 from nc.backends import cpu
 from nc.graph.catalogue import MOVES, climb, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
-from nc.graph.fx_utils import add_constant
+from nc.graph.fx_utils import add_constant, call_operator
 from nc.graph.tensor_meta import strided
+from nc.graph.views import Quantize
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
 _END = 2**63 - 1
@@ -96,7 +97,7 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
     changed = []
     for node in [n for n in module.graph.nodes if op_name(n) == "softmax"]:
         readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
-        for reader in [r for r in readers if r.args[2] != 0 or (r.args[3] < 0 and not signed)]:
+        for reader in [r for r in readers if Quantize.of(r).zero_point != 0 or (Quantize.of(r).quant_min < 0 and not signed)]:
             with module.graph.inserting_before(reader):
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
             copy.meta["val"] = reader.args[0].meta.get("val")
@@ -127,8 +128,8 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
                 val = strided(val, val.dim() - dims + i, stride)
                 value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
             value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
-            again = module.graph.call_function(quantize_per_tensor, (value, *codes.args[1:]))
-            back = module.graph.call_function(dequantize_per_tensor, (again, *dequantize.args[1:]))
+            again = call_operator(module.graph, quantize_per_tensor, value, *codes.args[1:])
+            back = call_operator(module.graph, dequantize_per_tensor, again, *dequantize.args[1:])
         value.meta["val"] = again.meta["val"] = back.meta["val"] = val
         node.update_arg(0, back)
         node.update_arg(3, [1] * dims)
@@ -232,10 +233,10 @@ def _codes(node: object) -> fx.Node | None:
 def _own_codes(node: fx.Node, index: int) -> None:
     """Give one input of an operator a quantize/dequantize pair that no other shares, with a scale that differs enough to stay apart."""
     dequantize = node.args[index]
-    x, scale, *rest = dequantize.args[0].args
-    graph = node.graph
+    old, graph = Quantize.of(dequantize.args[0]), node.graph
+    scale = old.scale * _NUDGE
     with graph.inserting_before(node):
-        codes = graph.call_function(quantize_per_tensor, (x, scale * _NUDGE, *rest))
-        value = graph.call_function(dequantize_per_tensor, (codes, scale * _NUDGE, rest[0]))
+        codes = call_operator(graph, quantize_per_tensor, old.input, scale, old.zero_point, old.quant_min, old.quant_max, old.dtype)
+        value = call_operator(graph, dequantize_per_tensor, codes, scale, old.zero_point, old.dtype)
     codes.meta["val"] = value.meta["val"] = dequantize.meta.get("val")
     node.update_arg(index, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from nc.graph.catalogue import PRODUCTS, is_float_tensor, kind_of_node
-from nc.graph.functions import from_bf16, to_bf16
+from nc.ops import from_bf16, to_bf16
 
 
 def compute_in_bf16(module: fx.GraphModule) -> None:

@@ -14,7 +14,8 @@ from torch import fx
 from nc.backends.native.operators import SUM, functional_sum
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.errors import BackendError, BackendUnavailableError
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.graph.fx_utils import inline
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
@@ -29,10 +30,11 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     check_compiler("compile=True")
     for node in list(module.graph.nodes):
         if node.target is quantize:  # with tensors that hold codes, which the compiler does not know
-            node.target, node.args = quantize_per_tensor, (*node.args, 0, 255)
+            node.target, node.args = quantize_per_tensor, (*node.args, 0, 255, torch.uint8)
         elif node.target is dequantize:
-            node.target = dequantize_per_tensor
+            node.target, node.args = dequantize_per_tensor, (*node.args, torch.uint8)
     functional(module)
+    inline(module)
     module.recompile()
     call = torch.compile(module, dynamic=True)
 

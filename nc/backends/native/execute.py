@@ -13,8 +13,8 @@ from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.global_lock import LOCK
-from nc.graph.functions import from_bf16, to_bf16
 from nc.numerics.metrics import worst_sqnr_db
+from nc.ops import from_bf16, to_bf16
 
 _SPELLING = {
     quantize: "self._codes(torch.quantize_per_tensor({}, {}, {}, torch.quint8))",

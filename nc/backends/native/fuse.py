@@ -11,8 +11,9 @@ from torch import fx
 
 from nc.backends.native.operators import prepack
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 from nc.graph.tensor_meta import TENSORS
+from nc.graph.views import Conv, Dequantize, Quantize, Weighted
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 onednn = torch.ops.onednn
 _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -66,7 +67,7 @@ class _Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> object:
         if op_name(n) in _CONVOLUTIONS:
-            n.meta[_SHAPE] = list(self.env[n.args[0]].shape)
+            n.meta[_SHAPE] = list(self.env[Conv.of(n).input].shape)
         return super().run_node(n)
 
 
@@ -145,14 +146,14 @@ def _is_convolution(node: fx.Node) -> bool:
     """Whether a convolution has a batch, and numbers for its padding: kernels take nothing else."""
     if op_name(node) not in _CONVOLUTIONS or node.target._overloadname != "default":
         return False
-    return node.args[0].meta["val"].dim() == node.args[1].meta["val"].dim()
+    return Conv.of(node).input.meta["val"].dim() == Conv.of(node).weight.meta["val"].dim()
 
 
 def reads_codes(node: fx.Node) -> bool:
     """Whether a linear or convolution reads codes, and has constant ones as its weight."""
-    x, weight = node.args[:2]
-    is_weight = weight.target in (dequantize_per_channel, dequantize_per_tensor) and weight.args[0].op == "get_attr"
-    return is_weight and x.target is dequantize_per_tensor and x.args[0].op != "get_attr"
+    x, weight = Weighted.of(node).input, Weighted.of(node).weight
+    is_weight = weight.target in (dequantize_per_channel, dequantize_per_tensor) and Dequantize.of(weight).codes.op == "get_attr"
+    return is_weight and x.target is dequantize_per_tensor and Dequantize.of(x).codes.op != "get_attr"
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -176,8 +177,8 @@ def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
     found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
     if len(found) != 1 or None in found:
         return None
-    scale, zero_point, low, high = next(iter(found))
-    return (scale, zero_point) if (low, high) == (0, 255) else None
+    codes = Quantize.of(next(iter(node.users)))
+    return codes.qparams if (codes.quant_min, codes.quant_max) == (0, 255) else None
 
 
 def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
@@ -209,7 +210,7 @@ def _output(region: Region) -> tuple[float, int, torch.dtype]:
 def _linear(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
     a = schema_arguments(region.anchor)
     codes, scales = weight_of(module, a["weight"])
-    q, x_scale, x_zero_point = a["input"].args
+    q, x_scale, x_zero_point, _ = a["input"].args
     w = _weight(module, region, (codes, None), packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     if region.other is None:
@@ -226,7 +227,7 @@ def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Nod
     codes, scales = weight_of(module, a["weight"])
     dims = codes.dim() - 2
     sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
-    q, x_scale, x_zero_point = a["input"].args
+    q, x_scale, x_zero_point, _ = a["input"].args
     how = codes, scales, x_scale, x_zero_point, *sizes, a["groups"], region.anchor.meta.get(_SHAPE)
     w = _weight(module, region, how, packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
@@ -258,7 +259,7 @@ def _added(module: fx.GraphModule, region: Region) -> tuple[fx.Node, float, int]
     is_linear = kind_of_node(region.anchor) == "linear"
     other, scale, zero_point = region.other, 1.0, 0
     if region.codes is not None:
-        other, scale, zero_point = other.args
+        other, scale, zero_point, _ = other.args
     if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
         return module.graph.call_function(torch.ops.aten.contiguous.default, (other,)), scale, zero_point
     format_ = torch.contiguous_format if is_linear else torch.channels_last
@@ -282,10 +283,11 @@ def is_kernel(node: fx.Node) -> bool:
 
 def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 codes, and one fp32 scale for each output."""
-    codes = getattr(module, node.args[0].target)
+    view = Dequantize.of(node)
+    codes = getattr(module, view.codes.target)
     if node.target is dequantize_per_tensor:
-        return codes, torch.full((codes.shape[0],), node.args[1])
-    return codes, getattr(module, node.args[1].target)
+        return codes, torch.full((codes.shape[0],), view.scale)
+    return codes, getattr(module, view.scale.target)
 
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...], packed: bool) -> fx.Node:

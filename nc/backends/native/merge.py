@@ -8,9 +8,11 @@ import torch
 from torch import fx
 
 from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
-from nc.graph.catalogue import MOVES, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_channel, to_bf16
+from nc.graph.catalogue import MOVES, op_name
+from nc.graph.fx_utils import call_operator
 from nc.graph.placement import works_in_place
+from nc.graph.views import Linear
+from nc.ops import dequantize_per_channel, to_bf16
 
 _aten = torch.ops.aten
 
@@ -27,7 +29,7 @@ def merge(module: fx.GraphModule) -> None:
         if op_name(node) == "linear" and reads_codes(node):
             region = region_of(node)
             if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
-                groups.setdefault((*node.args[0].args, region.bf16), []).append(node)
+                groups.setdefault((*Linear.of(node).input.args, region.bf16), []).append(node)
     for (*_, bf16), nodes in groups.items():
         if len(nodes) > 1:
             _merge(module, nodes, bf16)
@@ -35,7 +37,7 @@ def merge(module: fx.GraphModule) -> None:
 
 def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
     graph, first = module.graph, nodes[0]
-    weights = [weight_of(module, node.args[1]) for node in nodes]
+    weights = [weight_of(module, Linear.of(node).weight) for node in nodes]
     codes, scales = map(torch.cat, zip(*weights, strict=True))
     with graph.inserting_before(first):
         weight = constant(module, f"{first.name}_merged", codes), constant(module, f"{first.name}_merged_scales", scales)
@@ -44,11 +46,11 @@ def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
             f"{first.name}_merged_bias",
             torch.cat([_bias(module, node, len(s)) for node, (_, s) in zip(nodes, weights, strict=True)]),
         )
-        dequantized = graph.call_function(dequantize_per_channel, (*weight, 0))
-        value = graph.call_function(_aten.linear.default, (first.args[0], dequantized, bias))
+        dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
+        value = graph.call_function(_aten.linear.default, (Linear.of(first).input, dequantized, bias))
         value.meta["operators"] = [node.meta["operator"] for node in nodes]
         if bf16:
-            value = graph.call_function(to_bf16, (value,))
+            value = call_operator(graph, to_bf16, value)
         ends = list(itertools.accumulate((len(s) for _, s in weights), initial=0))
         parts = [graph.call_function(_aten.slice.Tensor, (value, -1, *limits)) for limits in itertools.pairwise(ends)]
     for node, part in zip(nodes, parts, strict=True):
@@ -69,10 +71,10 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _has_constant_bias(node: fx.Node) -> bool:
-    bias = schema_arguments(node)["bias"]
+    bias = Linear.of(node).bias
     return bias is None or bias.op == "get_attr"
 
 
 def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:
-    bias = schema_arguments(node)["bias"]
+    bias = Linear.of(node).bias
     return torch.zeros(size) if bias is None else getattr(module, bias.target)

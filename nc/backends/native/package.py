@@ -15,6 +15,7 @@ from nc.backends.native.lower import drop_unused, executed, kernels
 from nc.backends.native.operators import in_place
 from nc.backends.verify import check_option, verify_outputs
 from nc.errors import BackendError, UnsupportedError
+from nc.graph.fx_utils import inline
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 
@@ -47,6 +48,7 @@ def package(graph: QDQGraph, *, free_sizes: bool, verify: str) -> bytes:
     functional(module)
     _name_convolutions(module)
     drop_unused(module)
+    inline(module)
     module.recompile()
     used = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     example, free = tuple(graph.example), None

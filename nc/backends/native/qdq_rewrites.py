@@ -7,8 +7,10 @@ from torch import fx
 
 from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, joined_inputs, op_name, schema_arguments
-from nc.graph.functions import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
+from nc.graph.fx_utils import call_operator
 from nc.graph.placement import works_in_place
+from nc.graph.views import Dequantize, Quantize
+from nc.ops import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
 #: int8 codes and their zero points, as uint8.
 _SHIFT = 128
@@ -35,11 +37,12 @@ _NARROW = (quantize_per_tensor, to_bf16)
 def unsigned(module: fx.GraphModule) -> None:
     """Activations with int8 codes get the same codes plus 128: convolution kernels take uint8 only."""
     for node in module.graph.nodes:
-        if node.target is quantize_per_tensor and node.args[3] < 0:
-            x, scale, zero_point, low, high = node.args
-            node.args = (x, scale, zero_point + _SHIFT, low + _SHIFT, high + _SHIFT)
+        if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.int8:
+            old = Quantize.of(node)
+            zero_point = old.zero_point + _SHIFT
+            node.args = (old.input, old.scale, zero_point, old.quant_min + _SHIFT, old.quant_max + _SHIFT, torch.uint8)
             for user in list(node.users):
-                user.args = (node, scale, zero_point + _SHIFT)
+                user.args = (node, old.scale, zero_point, torch.uint8)
 
 
 def hoist(module: fx.GraphModule) -> None:
@@ -55,17 +58,17 @@ def hoist(module: fx.GraphModule) -> None:
         found = {(user.target, *user.args[1:]) if user.target in _NARROW else None for user in node.users}
         if len(found) != 1 or None in found:
             continue
-        ((function, *qparams),) = found
+        ((operator, *qparams),) = found
         sources = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
         if not sources or not all(is_float_tensor(source) for source in sources):
             continue
         for source in dict.fromkeys(sources):
             with module.graph.inserting_before(node):
-                codes = module.graph.call_function(function, (source, *qparams))
+                codes = call_operator(module.graph, operator, source, *qparams)
             codes.meta["val"] = source.meta.get("val")
             node.replace_input_with(source, codes)
         if op_name(node) in _PADS:
-            zero = float(qparams[1]) if qparams else 0.0
+            zero = float(Quantize.of(codes).zero_point) if qparams else 0.0
             node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
         for user in list(node.users):
             user.replace_all_uses_with(node)
@@ -88,13 +91,17 @@ def pool_codes(module: fx.GraphModule) -> None:
         if (
             not isinstance(source, fx.Node)
             or source.target is not dequantize_per_tensor
-            or not all(u.target is quantize_per_tensor and u.args[1:3] == source.args[1:] for u in users)
+            or not all(u.target is quantize_per_tensor and Quantize.of(u).qparams == Dequantize.of(source).qparams for u in users)
         ):
             continue
         a = schema_arguments(node)
         sizes = [[*a[key]] * (2 if len(a[key]) == 1 else 1) for key in ("kernel_size", "stride", "padding", "dilation")]
         # ATen's own takes uint8 too, but counts the elements of a large image in 8 bits
-        node.target, node.args, node.kwargs = torch.ops.quantized.max_pool2d.default, (source.args[0], *sizes, a["ceil_mode"]), {}
+        node.target, node.args, node.kwargs = (
+            torch.ops.quantized.max_pool2d.default,
+            (Dequantize.of(source).codes, *sizes, a["ceil_mode"]),
+            {},
+        )
         for user in users:
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)
@@ -108,9 +115,9 @@ def remaining(module: fx.GraphModule) -> tuple[int, int]:
     counts = [0, 0]
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor:
-            node.target, node.args = quantize, node.args[:3]
+            node.target, node.args = quantize, (Quantize.of(node).input, *Quantize.of(node).qparams)
             counts[0] += 1
-        elif node.target is dequantize_per_tensor and node.args[0].op != "get_attr":
-            node.target = dequantize
+        elif node.target is dequantize_per_tensor and Dequantize.of(node).codes.op != "get_attr":
+            node.target, node.args = dequantize, (Dequantize.of(node).codes, *Dequantize.of(node).qparams)
             counts[1] += 1
     return counts[0], counts[1]

@@ -1,0 +1,186 @@
+"""All that quantization adds to a graph, as operators of namespace `nc`; on import they are registered with torch, once per process.
+
+Each has a schema, a reference implementation that runs on any CPU (so a QDQ graph is its own reference), and one for fake and meta tensors.
+Arithmetic is in `nc.numerics`; here is only what the dispatcher needs. The dtype of codes is always said, never told from their range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.numerics import affine, dynamic, recurrent
+from nc.spec import per_channel, per_group
+
+_LIBRARY = torch.library.Library("nc", "DEF")
+#: Operator → the function that computes it: for compilers, which look into functions but not into operators.
+REFERENCE: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def _operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nc::{name}", fake, lib=_LIBRARY)
+    packet, _, overload = name.partition(".")
+    operator: torch._ops.OpOverload = getattr(getattr(torch.ops.nc, packet), overload or "default")
+    REFERENCE[operator] = compute
+    return operator
+
+
+def _codes(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Like `x`, of the dtype that comes last."""
+    return torch.empty_like(x, dtype=arguments[-1])
+
+
+def _values(codes: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(codes, dtype=torch.float32)
+
+
+def _quantize(x: torch.Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: torch.dtype) -> torch.Tensor:
+    return affine.quantize(x, scale, zero_point, quant_min, quant_max, dtype=dtype)
+
+
+def _dequantize(codes: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001 - of the codes
+    return affine.dequantize(codes, scale, zero_point)
+
+
+def _quantize_per_channel(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, quant_min: int, quant_max: int, dtype: torch.dtype
+) -> torch.Tensor:
+    blocks = per_channel(axis).block_size(x.shape)
+    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=blocks)
+
+
+def _dequantize_per_channel(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    axis: int,
+    dtype: torch.dtype,  # noqa: ARG001
+) -> torch.Tensor:
+    return affine.dequantize(codes, scale, _or_zero(zero_point), per_channel(axis).block_size(codes.shape))
+
+
+def _quantize_per_group(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    axis: int,
+    group_size: int,
+    quant_min: int,
+    quant_max: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    blocks = per_group(axis, group_size).block_size(x.shape)
+    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=blocks)
+
+
+def _dequantize_per_group(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    axis: int,
+    group_size: int,
+    dtype: torch.dtype,  # noqa: ARG001
+) -> torch.Tensor:
+    return affine.dequantize(codes, scale, _or_zero(zero_point), per_group(axis, group_size).block_size(codes.shape))
+
+
+def _or_zero(zero_point: torch.Tensor | None) -> torch.Tensor | int:
+    return 0 if zero_point is None else zero_point
+
+
+def _quantize_dequantize_dynamic(
+    x: torch.Tensor,
+    per_token: bool,
+    quant_min: int,
+    quant_max: int,
+    symmetric: bool,
+    dtype: torch.dtype,  # noqa: ARG001
+) -> torch.Tensor:
+    return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric)
+
+
+def _lstm(x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+    return recurrent.lstm_dynamic(x, hx, params, *options[:-1])
+
+
+def _gru(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+    return recurrent.gru_dynamic(x, hx, params, *options[:-1])
+
+
+def _fake_recurrent(
+    x: torch.Tensor,
+    hx: torch.Tensor | Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,  # noqa: ARG001
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    states = [hx] if isinstance(hx, torch.Tensor) else hx
+    hidden, directions = params[1].shape[1], 1 + bidirectional
+    batch = x.shape[0 if batch_first else 1]
+    last = tuple(x.new_empty((num_layers * directions, batch, hidden)) for _ in states)
+    return x.new_empty((*x.shape[:-1], hidden * directions)), *last
+
+
+quantize_per_tensor = _operator(
+    "quantize_per_tensor(Tensor x, float scale, int zero_point, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    _quantize,
+    _codes,
+)
+dequantize_per_tensor = _operator(
+    "dequantize_per_tensor(Tensor codes, float scale, int zero_point, ScalarType dtype) -> Tensor", _dequantize, _values
+)
+quantize_per_channel = _operator(
+    "quantize_per_channel(Tensor x, Tensor scale, Tensor? zero_point, int axis, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    _quantize_per_channel,
+    _codes,
+)
+dequantize_per_channel = _operator(
+    "dequantize_per_channel(Tensor codes, Tensor scale, Tensor? zero_point, int axis, ScalarType dtype) -> Tensor",
+    _dequantize_per_channel,
+    _values,
+)
+quantize_per_group = _operator(
+    "quantize_per_group(Tensor x, Tensor scale, Tensor? zero_point, int axis, int group_size, int quant_min, int quant_max, "
+    "ScalarType dtype) -> Tensor",
+    _quantize_per_group,
+    _codes,
+)
+dequantize_per_group = _operator(
+    "dequantize_per_group(Tensor codes, Tensor scale, Tensor? zero_point, int axis, int group_size, ScalarType dtype) -> Tensor",
+    _dequantize_per_group,
+    _values,
+)
+quantize_dequantize_dynamic = _operator(
+    "quantize_dequantize_dynamic(Tensor x, bool per_token, int quant_min, int quant_max, bool symmetric, ScalarType dtype) -> Tensor",
+    _quantize_dequantize_dynamic,
+    lambda x, *_: torch.empty_like(x),
+)
+#: bf16 values nearest to fp32 ones, and the same values in fp32.
+to_bf16 = _operator(
+    "to_bf16(Tensor x) -> Tensor",
+    lambda x: x.to(torch.bfloat16, copy=True),
+    lambda x: torch.empty_like(x, dtype=torch.bfloat16),
+)
+from_bf16 = _operator(
+    "from_bf16(Tensor x) -> Tensor",
+    lambda x: x.to(torch.float32, copy=True),
+    lambda x: torch.empty_like(x, dtype=torch.float32),
+)
+_OPTIONS = "bool has_biases, int num_layers, bool bidirectional, bool batch_first, int quant_min, int quant_max, ScalarType dtype"
+lstm_dynamic = _operator(
+    f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _lstm, _fake_recurrent
+)
+gru_dynamic = _operator(f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor)", _gru, _fake_recurrent)
+
+QUANTIZE = frozenset({quantize_per_tensor, quantize_per_channel, quantize_per_group})
+DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_per_channel, dequantize_per_group})
+#: What a node calls instead of a recurrent ATen operator, by that one's name.
+RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic}

@@ -1,0 +1,163 @@
+"""Artefacts changed on purpose, with correct checksums: `load` refuses each with an ArtefactError, or it loads and runs."""
+
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nc import ArtefactError, load
+from nc.storage import store
+
+OLD = Path(__file__).parent / "data" / "schema1"
+#: `NC_MUTATIONS=1000` tries that many of each model.
+COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
+FILES = ("model.json", "weights.safetensors")
+VALUES = [None, True, 0, 1, -1, 3, 300, 10**12, 0.5, -0.5, "", "x", [], [1, 2], {"node": "x"}, {"dtype": "int8"}, {"dtype": "float64"}]
+VALUES += [{"dtype": "bfloat16"}, {"float": "nan"}, {"memory_format": "channels_last"}, {"tuple": []}, {"slice": [0, 1, None]}, {}]
+
+
+def outputs(model, x):
+    result = model(x)
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_schema_1_is_read_and_computes_what_it_did(name, backend):
+    if backend == "native" and not torch.backends.mkldnn.is_available():
+        pytest.skip("no oneDNN")
+    model = load(OLD / name, backend=backend)
+    expected = load_file(OLD / f"{name}.outputs.safetensors")
+    for i, value in enumerate(outputs(model, *model.graph.example)):
+        torch.testing.assert_close(value, expected[f"output.{i}"], rtol=0, atol=0 if backend == "reference" else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_what_schema_1_was_is_saved_as_schema_2(name, tmp_path):
+    load(OLD / name, backend="reference").save(tmp_path / "new")
+    document = json.loads((tmp_path / "new" / "model.json").read_text())
+    assert document["schema"] == store.SCHEMA == 2
+    targets = {entry["target"] for entry in document["nodes"]}
+    assert not any(target.startswith("qdq.") for target in targets)
+    assert {"static": "nc.quantize_per_tensor.default", "dynamic": "nc.lstm_dynamic.default"}[name] in targets
+
+
+def places(value, found, path=()):
+    """Every place of a document: (container, key)."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        found.append((value, key, (*path, key)))
+        places(child, found, (*path, key))
+    return found
+
+
+def change_value(document, rng):
+    found = places(
+        {key: document[key] for key in rng.choice([["nodes"], ["nodes"], ["signature"], ["plan"], ["sizes", "memory_order"]])}, []
+    )
+    container, key, path = rng.choice(found[1:])
+    old = container[key]
+    if isinstance(old, bool) or not isinstance(old, (int, float)) or rng.random() < 0.5:
+        container[key] = copy.deepcopy(rng.choice(VALUES))
+    else:
+        container[key] = rng.choice([old + 1, old - 1, -old, 2 * old, 0])
+    return "value", path, container[key]
+
+
+def change_arguments(document, rng):
+    entry = rng.choice([n for n in document["nodes"] if n["op"] == "call_function"])
+    args = entry["args"]
+    how = rng.choice(["drop", "double", "swap", "kwarg"])
+    i, j = rng.randrange(len(args)), rng.randrange(len(args))
+    if how == "drop":
+        del args[i]
+    elif how == "double":
+        args.insert(i, args[i])
+    elif how == "swap":
+        args[i], args[j] = args[j], args[i]
+    else:
+        entry["kwargs"] = {rng.choice(["bias", "x", "self", "dtype"]): args.pop()}
+    return how, entry["name"], i, j
+
+
+def change_reference(document, rng):
+    found = [(c, k) for c, k, _ in places(document["nodes"], []) if k == "node"]
+    container, key = rng.choice(found)
+    container[key] = rng.choice(document["nodes"])["name"]
+    return "reference", container[key]
+
+
+def change_target(document, rng):
+    calls = [n for n in document["nodes"] if n["op"] == "call_function"]
+    entry = rng.choice(calls)
+    entry["target"] = rng.choice([*(n["target"] for n in calls), "aten.cat.default", "operator.getitem", "aten.sym_size.int"])
+    return "target", entry["name"], entry["target"]
+
+
+def change_nodes(document, rng):
+    nodes = document["nodes"]
+    i, j = rng.randrange(len(nodes)), rng.randrange(len(nodes))
+    how = rng.choice(["drop", "double", "swap", "rename"])
+    if how == "drop":
+        del nodes[i]
+    elif how == "double":
+        nodes.insert(i, copy.deepcopy(nodes[i]))
+    elif how == "swap":
+        nodes[i], nodes[j] = nodes[j], nodes[i]
+    else:
+        nodes[i]["name"] = rng.choice(["x", "class", "a b", nodes[j]["name"]])
+    return how, i, j
+
+
+def drop_entry(document, rng):
+    container, key, path = rng.choice(places(document, []))
+    if path[0] in ("format", "schema", "versions"):
+        return "nothing", path
+    del container[key]
+    return "entry", path
+
+
+CHANGES = (change_value, change_value, change_arguments, change_reference, change_target, change_nodes, drop_entry)
+
+
+def forge(folder, document):
+    (folder / "model.json").write_text(json.dumps(document))
+    raws = {name: (folder / name).read_bytes() for name in FILES}
+    sums = {name: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)} for name, raw in raws.items()}
+    (folder / "checksums.json").write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
+    load(OLD / name, backend="reference").save(tmp_path / "saved")
+    original = json.loads((tmp_path / "saved" / "model.json").read_text())
+    folder = shutil.copytree(tmp_path / "saved", tmp_path / "changed")
+    x = load(tmp_path / "saved", backend="reference").graph.example
+    failures, refused = [], 0
+    for seed in range(COUNT):
+        rng = random.Random(f"{name} {seed}")  # noqa: S311 - which change to try
+        document = copy.deepcopy(original)
+        what = rng.choice(CHANGES)(document, rng)
+        forge(folder, document)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = load(folder, backend=backend, verify="off")
+                model(*model.graph.example)
+                str(model.report())
+        except ArtefactError:
+            refused += 1
+        except Exception as error:  # noqa: BLE001 - anything else is what this test is about
+            failures.append(f"seed {seed}: {what}: {type(error).__name__}: {str(error)[:160]}")
+    assert not failures, "\n".join(failures)
+    assert refused > COUNT // 3
+    assert x
