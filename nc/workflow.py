@@ -26,7 +26,6 @@ from nc.plan import Plan
 from nc.planning.rules import resolve
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
-from nc.spec import Capabilities
 
 
 def prepare(
@@ -70,7 +69,7 @@ def prepare(
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     capabilities = engine.capabilities()
-    plan, algorithms = _planned(config, graph, capabilities, strict=strict)
+    plan, algorithms = _with_algorithms(resolve(config, graph, capabilities, strict=strict), config)
     if inplace:
         model.eval()
     return PreparedModel(graph, plan, capabilities, engine.name, config, algorithms, asked=backend)
@@ -178,12 +177,11 @@ def describe(
     _check_model(model)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
-    return _planned(config, graph, engine.capabilities(), strict=strict)[0]
+    return _with_algorithms(resolve(config, graph, engine.capabilities(), strict=strict), config)[0]
 
 
-def _planned(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool) -> tuple[Plan, tuple[Algorithm, ...]]:
-    """The plan, with its algorithms as part of it and as objects."""
-    plan = resolve(config, graph, capabilities, strict=strict)
+def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:
+    """The plan with its algorithms as part of it, and as objects."""
     algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"))
     return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
 
