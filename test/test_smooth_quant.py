@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from nc import ConfigError, SmoothQuantConfig, StateError, StaticQuantConfig, available_backends, convert, describe, load, prepare
 from nc.algorithms.smooth_quant import smooth
+from nc.calibration.statistics import Samples
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.smoothing import scales_for
 from nc.spec import OpSpec, SmoothSpec, TensorSpec
@@ -310,9 +311,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_batches_too_large_to_keep(monkeypatch):
-    import nc.prepared
-
-    monkeypatch.setattr(nc.prepared, "_SAMPLE_BYTES", 100)
+    monkeypatch.setattr(Samples, "has_room", lambda self, inputs: False)
     model, batches = transformer(), data()
     quantized(model, SmoothQuantConfig(), batches)
     for config in (SmoothQuantConfig(alpha="auto"), SmoothQuantConfig(act_algo="kl")):

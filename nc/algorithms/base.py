@@ -135,7 +135,7 @@ class WeightCodes:
     Attributes:
         module: the QDQ graph.
         name: of the constant there.
-        scale: fp32, shape [channels] or [].
+        scale: fp32, shape [channels] per channel, [] per tensor, else one per block of the granularity.
         axis: of the output channels; None for a transposed convolution in groups.
         groups: of a convolution.
         spec: how the weight is quantized.
