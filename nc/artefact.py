@@ -6,7 +6,9 @@ import io
 import os
 import uuid
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
-from nc.quantized import QuantizedModel
+from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import store
 
 
@@ -95,15 +97,28 @@ def load(
     first = choose_backend(backend).name
     if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)
-    graph = stored.graph()
+    graph, directory = stored.graph(), stored.directory
     del stored  # it holds the weights once more
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         narrowed = _narrowed(graph, engine, frames=2)
         return narrowed, lower(engine, narrowed, verify=verify, isolate=isolate, compile=compile)
 
-    (graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
+    try:
+        (graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
+        _run(graph, lowered.run)
+    except Exception:
+        # a graph that cannot run at all is the fault of the artefact, everything else that of the engine
+        with store.malformed(directory / store.MODEL):
+            _run(graph, lambda inputs: graph.module(*inputs))
+        raise
     return QuantizedModel(graph, lowered, name, chosen)
+
+
+def _run(graph: QDQGraph, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]) -> None:
+    """Make one call with the example inputs, the structure of whose outputs must be the captured one."""
+    with torch.no_grad(), without_autocast():
+        graph.signature.unflatten(run([tensor.clone() for tensor in graph.example]))
 
 
 def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from nc.report import Report, build
 from nc.storage.store import write
 
 
-def _without_autocast() -> contextlib.AbstractContextManager[object]:
+def without_autocast() -> contextlib.AbstractContextManager[object]:
     """The plan says what computes in which precision, not where the call happens to stand."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
@@ -34,7 +34,7 @@ class ReferenceModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the QDQ graph in the user's structure."""
         signature = self.graph.signature
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), without_autocast():
             return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
 
 
@@ -66,7 +66,7 @@ class QuantizedModel(torch.nn.Module):
         """
         signature = self.graph.signature
         tensors = signature.bind(args, kwargs)
-        with _without_autocast():
+        with without_autocast():
             return signature.unflatten(self.engine.run(tensors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:

@@ -141,7 +141,6 @@ def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
     load(OLD / name, backend="reference").save(tmp_path / "saved")
     original = json.loads((tmp_path / "saved" / "model.json").read_text())
     folder = shutil.copytree(tmp_path / "saved", tmp_path / "changed")
-    x = load(tmp_path / "saved", backend="reference").graph.example
     failures, refused = [], 0
     for seed in range(COUNT):
         rng = random.Random(f"{name} {seed}")  # noqa: S311 - which change to try
@@ -160,4 +159,3 @@ def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
             failures.append(f"seed {seed}: {what}: {type(error).__name__}: {str(error)[:160]}")
     assert not failures, "\n".join(failures)
     assert refused > COUNT // 3
-    assert x

@@ -152,7 +152,7 @@ def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
         low, high = (torch.tensor((end - view.zero_point) * view.scale) for end in (view.quant_min, view.quant_max))
         limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
         new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
-        qparams, dtype = (float(new_scale), int(new_zero_point)), torch.uint8 if spec.quant_min >= 0 else torch.int8
+        qparams, dtype = (float(new_scale), int(new_zero_point)), spec.dtype.storage
         with graph.inserting_after(old):  # where the value is what it was: operators may change it in place
             codes = call_operator(graph, quantize_per_tensor, view.input, *qparams, *limits.values(), dtype)
         codes.meta["val"] = old.meta.get("val")

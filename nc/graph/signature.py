@@ -90,7 +90,7 @@ class Signature:
         sizes: dict[str, int] = {}
         tensors = []
         for leaf, value in zip(self.leaves, flat, strict=True):
-            _check_leaf(leaf, value, sizes)
+            check_leaf(leaf, value, sizes)
             if leaf.used:
                 tensors.append(value)
         return tensors
@@ -168,7 +168,14 @@ def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ..
     return tuple(parameters)
 
 
-def _check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
+def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
+    """Raise InputError when a flat input is not what was captured.
+
+    Args:
+        leaf: what was captured.
+        value: the input.
+        sizes: free sizes seen so far; those of `value` are added.
+    """
     if leaf.dtype is None:
         if isinstance(value, torch.Tensor) or value != leaf.value:
             msg = (

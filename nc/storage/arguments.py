@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.views import Dequantize, Quantize, Recurrent
+from nc.ops import DEQUANTIZE, QUANTIZE, RECURRENT, dequantize_per_channel, dequantize_per_tensor, from_bf16, to_bf16
+
 #: Types of a schema whose values JSON says by a tag.
 _TAGGED: dict[str, type] = {
     "ScalarType": torch.dtype,
@@ -26,6 +29,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
 }
+#: Codes of each dtype.
 _CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
 
@@ -59,11 +63,78 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             if not argument.has_default_value():
                 msg = f"{target} lacks its argument {argument.name!r}"
                 raise ValueError(msg)
-        elif not _fits(str(argument.real_type), given[argument.name], argument.N):
+        elif not _fits(str(argument.real_type), given[argument.name], argument.N) or (
+            target.namespace == "nc" and str(argument.real_type) == "Tensor" and not isinstance(given[argument.name], fx.Node)
+        ):
             msg = f"{target}: argument {argument.name!r} should be {argument.real_type}, not {given[argument.name]!r}"
             raise ValueError(msg)
     if target.namespace == "nc":
+        if kwargs:
+            msg = f"arguments of {target} have no names in a stored graph"
+            raise ValueError(msg)
         _check_qparams(given)
+
+
+def check_codes(module: fx.GraphModule) -> None:
+    """Raise ValueError where codes are read otherwise than they were made: engines merge what stands between them.
+
+    Codes are constants, or made by a quantize node, and only dequantize nodes read those; scales of channels are constants.
+    """
+    for node in module.graph.nodes:
+        if node.target in QUANTIZE and not all(user.target in DEQUANTIZE for user in node.users):
+            msg = f"node {node.name!r}: only dequantize nodes read codes"
+            raise ValueError(msg)
+        if node.target is to_bf16 and not all(user.target is from_bf16 for user in node.users):
+            msg = f"node {node.name!r}: only from_bf16 reads bf16"
+            raise ValueError(msg)
+        if node.target is from_bf16 and _dtype(module, node.args[0]) is not torch.bfloat16:
+            msg = f"node {node.name!r} does not read bf16"
+            raise ValueError(msg)
+        if node.target in DEQUANTIZE:
+            _check_dequantize(module, node)
+        if node.target in RECURRENT.values():
+            _check_recurrent(module, node)
+
+
+def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
+    """The dtype of a constant, or of what is rounded to bf16."""
+    if node.op == "get_attr":
+        return getattr(module, node.target).dtype
+    return torch.bfloat16 if node.target is to_bf16 else None
+
+
+def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
+    """Kernels take two int8 matrices and two fp32 biases for each layer and direction, all constant."""
+    layer = Recurrent.of(node)
+    each = 4 if layer.has_biases else 2
+    for state in [layer.hx] if isinstance(layer.hx, fx.Node) else layer.hx:
+        constant = getattr(module, state.target) if state.op == "get_attr" else None
+        if constant is not None and (constant.dim() != 3 or constant.dtype is not torch.float32):
+            msg = f"node {node.name!r}: {state.name!r} is no fp32 state of three dimensions"
+            raise ValueError(msg)
+    for i, value in enumerate(layer.params):
+        is_matrix = i % each < 2
+        fits = value.target is dequantize_per_tensor if is_matrix else _dtype(module, value) is torch.float32
+        if not fits and not (is_matrix and value.target is dequantize_per_channel and Dequantize.of(value).axis == 0):
+            msg = f"node {node.name!r}: {value.name!r} is no {'int8 matrix' if is_matrix else 'fp32 bias'}"
+            raise ValueError(msg)
+
+
+def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
+    view = Dequantize.of(node)
+    constant = getattr(module, view.codes.target) if view.codes.op == "get_attr" else None
+    made = Quantize.of(view.codes).dtype if view.codes.target in QUANTIZE else None
+    dtype = made if constant is None else constant.dtype
+    if dtype is not view.dtype:
+        msg = f"node {node.name!r}: {view.codes.name!r} gives no codes of {view.dtype}"
+        raise ValueError(msg)
+    if view.axis is None or view.group_size is not None:
+        return
+    scale = getattr(module, view.scale.target) if view.scale.op == "get_attr" else None
+    rank = 0 if constant is None else constant.dim()
+    if scale is None or scale.dtype is not torch.float32 or not 0 <= view.axis < rank or scale.shape != constant.shape[view.axis :][:1]:
+        msg = f"node {node.name!r}: expected constant codes, and a constant fp32 scale for each index of axis {view.axis}"
+        raise ValueError(msg)
 
 
 def _fits(expected: str, value: Any, length: int | None = None) -> bool:

@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph.qdq import Finding, QDQGraph
-from nc.graph.signature import Leaf, Parameter, Signature
+from nc.graph.signature import Leaf, Parameter, Signature, check_leaf, children
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.plan import Applied, Plan
 from nc.storage import allowlist, arguments, json_values, pytree_json
+from nc.storage.arguments import check_codes
 
 _WORD = re.compile(r"\w+", re.ASCII)
 #: What safetensors can hold.
@@ -89,10 +90,13 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     sizes = {name: Size(name, hint) for name, hint in document["sizes"].items()}
     module = _decode_module(document["nodes"], constants, sizes)
     _check_contract(module, signature, example)
+    check_codes(module)
+    plan = Plan.from_dict(document["plan"])
+    _check_facts(document, module, plan)
     return QDQGraph(
         module=module,
         signature=signature,
-        plan=Plan.from_dict(document["plan"]),
+        plan=plan,
         example=example,
         notes=document["notes"],
         float_bytes=document["float_bytes"],
@@ -123,6 +127,39 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
     for what, (got, expected) in counts.items():
         if got != expected:
             msg = f"{got} {what}, expected {expected}"
+            raise ValueError(msg)
+
+    names = [p.name for p in signature.parameters]
+    captured = [p.name for p in signature.parameters if p.captured]
+    if len(set(names)) != len(names) or captured != list(signature.in_spec.context):
+        msg = f"the parameters {', '.join(map(str, names))} are not those of the inputs, {signature.in_spec.context}"
+        raise ValueError(msg)
+    structures = dict(zip(captured, children(signature.in_spec), strict=True))
+    for p in signature.parameters:
+        flags = (p.positional, p.captured, p.variadic, p.keyword)
+        if not all(isinstance(flag, bool) for flag in flags) or (p.variadic and p.captured and structures[p.name].type is not tuple):
+            msg = f"parameter {p.name!r} is malformed"
+            raise ValueError(msg)
+    sizes: dict[str, int] = {}
+    for leaf, tensor in zip((leaf for leaf in signature.leaves if leaf.used), example, strict=True):
+        check_leaf(leaf, tensor, sizes)
+
+
+def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
+    """Whether what the report prints has the types that it needs, and every operator a decision."""
+    types = {"notes": dict, "float_bytes": int, "noise_db": (int, float, str)}
+    wrong = [key for key, expected in types.items() if not isinstance(document[key], expected)]
+    if wrong or not all(isinstance(text, str) for pair in document["notes"].items() for text in pair):
+        msg = f"unexpected types in {', '.join(wrong) or 'notes'}"
+        raise ValueError(msg)
+    texts = [text for d in plan.decisions for text in (d.operator, d.kind, d.rules, d.reason)]
+    if not all(isinstance(text, str) for text in texts):
+        msg = "a decision of the plan has other values than texts"
+        raise ValueError(msg)
+    decided = {d.operator for d in plan.decisions}
+    for node in module.graph.nodes:
+        if "operator" in node.meta and node.meta["operator"] not in decided:
+            msg = f"node {node.name!r} is of operator {node.meta['operator']!r}, which has no decision"
             raise ValueError(msg)
 
 

@@ -30,7 +30,6 @@ from nc.errors import (
     ArtefactError,
     ArtefactMissingError,
     ArtefactSchemaError,
-    NCError,
 )
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
@@ -61,7 +60,7 @@ class Stored:
     @property
     def plan(self) -> Plan:
         """The plan, without building the graph; raises ArtefactCorruptError like `graph`."""
-        with _malformed(self.directory / MODEL):
+        with malformed(self.directory / MODEL):
             return Plan.from_dict(self.document["plan"])
 
     def graph(self) -> QDQGraph:
@@ -71,12 +70,12 @@ class Stored:
             ArtefactCorruptError: the files agree with their checksums, but are not what `write` writes.
             ArtefactOperatorError: this version of torch lacks an operator.
         """
-        with _malformed(self.directory / WEIGHTS):
+        with malformed(self.directory / WEIGHTS):
             tensors = safetensors.torch.load(self.weights)
             for name, tensor in tensors.items():
                 # into torch's own, aligned memory: matrix kernels round differently where it isn't
                 tensors[name] = tensor.clone()
-        with _malformed(self.directory / MODEL):
+        with malformed(self.directory / MODEL):
             return graph_json.decode(self.document, tensors)
 
 
@@ -138,7 +137,7 @@ def read(directory: str | os.PathLike[str]) -> Stored:
         raise ArtefactMissingError(msg)
     path = folder / CHECKSUMS
     raw = _bytes(path)
-    with _malformed(path):
+    with malformed(path):
         sums = json.loads(raw)
         # every byte counts here: nothing else would notice a change of white space, or of a name
         if MODEL not in sums or _checksums_json(sums).encode() != raw:
@@ -150,7 +149,7 @@ def read(directory: str | os.PathLike[str]) -> Stored:
         msg = f"{path}: expected the checksums of {', '.join(_FILES)}, but got those of {found}. {_ADVICE}"
         raise ArtefactCorruptError(msg)
     weights = _checked(folder, WEIGHTS, sums)
-    with _malformed(folder / MODEL):
+    with malformed(folder / MODEL):
         graph_json.check_operators(document)
     return Stored(folder, document, weights)
 
@@ -161,7 +160,7 @@ _ADVICE = "Copy the artefact again from where it was made, or save the model aga
 def _document(folder: Path, sums: dict[str, Any]) -> dict[str, Any]:
     """model.json, once its checksum and its schema are known to be right."""
     raw = _checked(folder, MODEL, sums)
-    with _malformed(folder / MODEL):
+    with malformed(folder / MODEL):
         document = json.loads(raw)
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
@@ -180,7 +179,7 @@ def _document(folder: Path, sums: dict[str, Any]) -> dict[str, Any]:
         )
         raise ArtefactSchemaError(msg)
     if schema == 1:
-        with _malformed(folder / MODEL):
+        with malformed(folder / MODEL):
             document = schema_1.upgrade(document)
     return document
 
@@ -205,11 +204,11 @@ def _bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def _malformed(path: Path) -> Iterator[None]:
+def malformed(path: Path) -> Iterator[None]:
     """Whatever goes wrong while a file's content is taken apart means that the content is wrong."""
     try:
         yield
-    except NCError:
+    except ArtefactError:
         raise
     except Exception as error:
         msg = f"{path}: not what nc writes ({type(error).__name__}: {error}). {_ADVICE}"
