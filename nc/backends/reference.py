@@ -12,14 +12,12 @@ from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.qdq import QDQGraph
-from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
+from nc.ops import DEQUANTIZE, QUANTIZE, quantize_dequantize_dynamic
 from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
-_CONVERTERS = frozenset(
-    {quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel, dequantize_per_group, quantize_dequantize_dynamic}
-)
+_CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_dequantize_dynamic}
 _WEIGHT_ONLY = tuple(name for name, dtype in DTYPES.items() if dtype.signed)
 _NOTE = "simulated: integers are dequantized and computed in fp32"
 

@@ -47,11 +47,21 @@ def _dequantize(codes: torch.Tensor, scale: float, zero_point: int, dtype: torch
     return affine.dequantize(codes, scale, zero_point)
 
 
+def _quantize_tensor(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, quant_min: int, quant_max: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=_block_size(x, scale))
+
+
+def _dequantize_tensor(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
+    return affine.dequantize(codes, scale, _or_zero(zero_point), _block_size(codes, scale))
+
+
 def _quantize_per_channel(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, quant_min: int, quant_max: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    blocks = per_channel(axis).block_size(x.shape)
-    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=blocks)
+    block_size = per_channel(axis).block_size(x.shape)
+    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=block_size)
 
 
 def _dequantize_per_channel(
@@ -74,8 +84,8 @@ def _quantize_per_group(
     quant_max: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    blocks = per_group(axis, group_size).block_size(x.shape)
-    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=blocks)
+    block_size = per_group(axis, group_size).block_size(x.shape)
+    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=block_size)
 
 
 def _dequantize_per_group(
@@ -91,6 +101,11 @@ def _dequantize_per_group(
 
 def _or_zero(zero_point: torch.Tensor | None) -> torch.Tensor | int:
     return 0 if zero_point is None else zero_point
+
+
+def _block_size(x: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...] | None:
+    """The size of the block in `x` that each element of a scale is for."""
+    return tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True)) if scale.dim() else None
 
 
 def _quantize_dequantize_dynamic(
@@ -137,6 +152,17 @@ quantize_per_tensor = _operator(
 dequantize_per_tensor = _operator(
     "dequantize_per_tensor(Tensor codes, float scale, int zero_point, ScalarType dtype) -> Tensor", _dequantize, _values
 )
+#: One scale for all, or one for each block: a tensor of the rank of `x`, whose sizes divide those of `x`.
+quantize_tensor = _operator(
+    "quantize_per_tensor.tensor(Tensor x, Tensor scale, Tensor? zero_point, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
+    _quantize_tensor,
+    _codes,
+)
+dequantize_tensor = _operator(
+    "dequantize_per_tensor.tensor(Tensor codes, Tensor scale, Tensor? zero_point, ScalarType dtype) -> Tensor",
+    _dequantize_tensor,
+    _values,
+)
 quantize_per_channel = _operator(
     "quantize_per_channel(Tensor x, Tensor scale, Tensor? zero_point, int axis, int quant_min, int quant_max, ScalarType dtype) -> Tensor",
     _quantize_per_channel,
@@ -180,7 +206,7 @@ lstm_dynamic = _operator(
 )
 gru_dynamic = _operator(f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor)", _gru, _fake_recurrent)
 
-QUANTIZE = frozenset({quantize_per_tensor, quantize_per_channel, quantize_per_group})
-DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_per_channel, dequantize_per_group})
+QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})
+DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group})
 #: What a node calls instead of a recurrent ATen operator, by that one's name.
 RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic}
