@@ -8,6 +8,7 @@ import hashlib
 import json
 from typing import Any
 
+from nc.graph.reasons import NO_RULE, Cause, Reason, Rule
 from nc.spec import FLOAT, OpSpec
 
 
@@ -20,8 +21,9 @@ class Decision:
         kind: "linear", "conv2d", "matmul", "add", or the name of a float operator.
         module_type: class of the module that it runs in.
         spec: what it is quantized to.
-        rule: which rule decided ("global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies).
-        reason: why it stays fp32; "" when it is quantized.
+        decided: which rule decided.
+        why: why it stays fp32; None when it is quantized.
+        fallback: what it computes in where a backend has no int8 kernel for it, "fp32" or "bf16".
         fields: for each field of its configuration the name, the value as text, and the rule that it comes from ("default": nobody said).
     """
 
@@ -29,9 +31,24 @@ class Decision:
     kind: str
     module_type: str
     spec: OpSpec = FLOAT
-    rule: str = "-"
-    reason: str = ""
+    decided: Rule = NO_RULE
+    why: Reason | None = None
+    fallback: str = "fp32"
     fields: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def rule(self) -> str:
+        """The rule that decided, as text: "global", "name 'fc'", "pattern '.*attn.*'", "type 'Linear'", or "-" where no rule applies."""
+        return str(self.decided)
+
+    @property
+    def reason(self) -> str:
+        """Why it stays fp32, as text; "" when it is quantized."""
+        return "" if self.why is None else str(self.why)
+
+    def stays_for(self, cause: Cause) -> bool:
+        """Whether it stays fp32 for this reason."""
+        return self.why is not None and self.why.cause is cause
 
     @property
     def rules(self) -> str:
@@ -40,13 +57,23 @@ class Decision:
         return f"{self.rule} ({', '.join(others)})" if others else self.rule
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**plain, "spec": self.spec.to_dict()}
+        """Plain values; `rule` and `reason` are there as text too, for readers of the file."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["spec"] = self.spec.to_dict()
+        values["decided"] = self.decided.to_dict()
+        values["why"] = None if self.why is None else self.why.to_dict()
+        return {**values, "rule": self.rule, "reason": self.reason}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; of schema 1, whose rules and reasons are text, too."""
+        data = dict(data)
+        rule, reason = data.pop("rule"), data.pop("reason")
+        if "decided" in data:
+            data["decided"] = Rule.from_dict(data["decided"])
+            data["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
+        else:
+            data |= {"decided": Rule.of_text(rule), "why": Reason.of_text(reason)}
         return cls(**{**data, "spec": OpSpec.from_dict(data["spec"]), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from nc.algorithms.base import Algorithm, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
-from nc.calibration.diagnostics import NEVER_RAN, examine
+from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.observe import observed_module, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
@@ -23,6 +23,7 @@ from nc.errors import CalibrationError, InputError, StateError
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
+from nc.graph.reasons import Cause
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import fit
@@ -134,7 +135,7 @@ class PreparedModel(torch.nn.Module):
             signature=self.graph.signature,
             plan=context.plan,
             example=example,
-            notes={d.operator: d.reason for d in context.plan.decisions if d.reason == NEVER_RAN},
+            notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN)},
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             noise_db=noise_db,
             health=examine(context.plan, context.edges, context.qparams, context.found, context.findings),
@@ -160,7 +161,8 @@ class PreparedModel(torch.nn.Module):
             missing = {e.operator for e in self._edges(self.graph.module, plan) if not _has_run(e, found)}
             if not missing:
                 return plan
-            decisions = tuple(dataclasses.replace(d, spec=FLOAT, reason=NEVER_RAN) if d.operator in missing else d for d in plan.decisions)
+            never = {"spec": FLOAT, "why": Cause.NEVER_RAN()}
+            decisions = tuple(dataclasses.replace(d, **never) if d.operator in missing else d for d in plan.decisions)
             plan = dataclasses.replace(plan, decisions=decisions)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nc import ArtefactCorruptError, CalibrationError, StaticQuantConfig, convert, load, prepare, save
 from nc.algorithms.dead_channels import POSITIONS
-from nc.calibration.diagnostics import GROWTH, KINDS, NEVER_RAN, SATURATION, late_growth, saturation
+from nc.calibration.diagnostics import GROWTH, KINDS, SATURATION, late_growth, saturation
 from nc.calibration.statistics import checksum, decode, encode, read
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Seen
@@ -324,7 +324,7 @@ def test_all_kinds_in_order_in_the_report_and_the_artefact(tmp_path):
     assert [(f.kind, f.operator) for f in report.health] == [
         ("never_ran", "b"), ("still_growing", "a"), ("saturation", "a"), ("dead_channels", "a"),
     ]  # fmt: skip
-    assert report.health[0].text == f"{NEVER_RAN}: use data that reaches it"
+    assert report.health[0].text == "never executed during calibration: use data that reaches it"
     for finding, least in zip(report.health, (1, GROWTH, SATURATION, 0), strict=True):
         assert least < finding.value <= 1 or finding.value == least == 1
         assert f"\nhealth: {finding.operator}: {finding.text}\n" in f"{report.summary()}\n"

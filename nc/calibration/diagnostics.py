@@ -12,12 +12,12 @@ from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
 from nc.graph.placement import Edge, edge_key
 from nc.graph.qdq import Finding
+from nc.graph.reasons import Cause
 from nc.observers.base import Seen, State
 from nc.observers.histogram import HISTOGRAM, occupied
 from nc.plan import Plan
 from nc.spec import QParams, TensorSpec
 
-NEVER_RAN = "never executed during calibration"
 #: In the order in which they are shown: a later one can be the consequence of an earlier one.
 KINDS = ("never_ran", "still_growing", "saturation", "dead_channels")
 #: Share of a tensor's values outside of its range. Clipping algorithms leave out 0.01 % of well-behaved data.
@@ -42,8 +42,8 @@ def examine(
         found: the statistics that these come from.
         others: what algorithms found.
     """
-    missing = [d.operator for d in plan.decisions if d.reason == NEVER_RAN]
-    findings = [Finding("never_ran", name, 1.0, f"{NEVER_RAN}: use data that reaches it") for name in missing]
+    missing = [d.operator for d in plan.decisions if d.stays_for(Cause.NEVER_RAN)]
+    findings = [Finding("never_ran", name, 1.0, f"{Cause.NEVER_RAN.value}: use data that reaches it") for name in missing]
     for key, edge in {edge_key(e): e for e in reversed(edges)}.items():
         name = observer_key(edge)
         findings += _of_input(edge, qparams[key], found.states[name], found.seen[name])

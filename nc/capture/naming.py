@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from nc.graph import catalogue
+from nc.graph.reasons import Cause, Reason
 from nc.graph.recurrent import why_not_recurrent
 
 
@@ -25,7 +26,7 @@ class Operator:
         module_type: qualified class name of the innermost module that it runs in.
         node: name of its fx node.
         quantizable: whether some integer kernel exists for its kind.
-        reason: why it can't be quantized; "" when it can.
+        why: why it can't be quantized; None when it can.
         followed_by: what reads its result and nothing else does, one after the other: ("add", "relu").
     """
 
@@ -35,8 +36,13 @@ class Operator:
     module_type: str
     node: str
     quantizable: bool
-    reason: str = ""
+    why: Reason | None = None
     followed_by: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it can't be quantized, as text; "" when it can."""
+        return "" if self.why is None else str(self.why)
 
 
 def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Operator, ...]:
@@ -51,8 +57,8 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
         shown = kind or (op if op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS else None)
         if shown is None or not (catalogue.is_float_tensor(node) or kind in catalogue.RECURRENT):
             continue
-        reason = catalogue.FLOAT_OPS.get(op, "") if kind is None else _why_not(node, kind, activations, varying)
-        if kind == "add" and reason:
+        why = catalogue.FLOAT_OPS.get(op) if kind is None else _why_not(node, kind, activations, varying)
+        if kind == "add" and why is not None:
             continue  # an addition of a constant or of a mask is no operator that a user would look for
         path, owned, module_type = _owner(node, shown, modules)
         base = path if owned else ".".join(filter(None, (path, shown)))
@@ -61,8 +67,8 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
         name = base if count == 0 else f"{base}@{count}" if owned else f"{base}_{count}"
         node.meta["operator"] = name
         module_name = base if owned else name
-        quantizable = kind is not None and not reason
-        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, reason, tuple(_chain(node))))
+        quantizable = kind is not None and why is None
+        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, why, tuple(_chain(node))))
     return tuple(operators)
 
 
@@ -95,28 +101,28 @@ def _varying(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[fx.Node]) -> str:
-    """Why an operator of a quantizable kind can't be quantized; "" when it can."""
+def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[fx.Node]) -> Reason | None:
+    """Why an operator of a quantizable kind can't be quantized; None when it can."""
     if kind in catalogue.RECURRENT:
         return why_not_recurrent(node)
     dtype = node.meta["val"].dtype
     if dtype != torch.float32:
-        return f"it computes in {dtype}; quantization starts from fp32"
+        return Cause.NOT_FP32(dtype=dtype)
     if kind in catalogue.WEIGHTED.values():
         if node.args[1].op != "get_attr":
-            return "its weight is computed from the inputs"
-        return "" if node.args[0] in varying else "its input is a constant: computed once, not at each call"
+            return Cause.COMPUTED_WEIGHT()
+        return None if node.args[0] in varying else Cause.CONSTANT_INPUT()
     left, right = node.args[0], node.args[1]
     if not {left, right} <= activations:
-        return "one side is a constant, a mask or a position"
+        return Cause.CONSTANT_SIDE()
     if not (catalogue.is_float_tensor(left) and catalogue.is_float_tensor(right)):
-        return "one side is not a float activation"
+        return Cause.NO_ACTIVATION()
     if kind == "add":
         if node.kwargs.get("alpha", 1) != 1:
-            return "add with alpha"
+            return Cause.ALPHA()
         if not _same_shape(left, right):
-            return "the sides have different shapes"
-    return ""
+            return Cause.SHAPES_DIFFER()
+    return None
 
 
 def _same_shape(left: fx.Node, right: fx.Node) -> bool:

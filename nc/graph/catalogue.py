@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from nc.graph.reasons import Cause, Reason
 from nc.graph.tensor_meta import TENSORS
 
 #: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
@@ -103,19 +104,19 @@ POOLS = frozenset(
 JOINS = frozenset({"cat", "concat", "stack"})
 
 #: Float operators listed by `describe`, with the reason why they have no integer form.
-FLOAT_OPS: dict[str, str] = {
-    "embedding": "a table look-up: no arithmetic to quantize",
-    "embedding_bag": "a table look-up: no arithmetic to quantize",
-    "layer_norm": "normalisation stays fp32",
-    "group_norm": "normalisation stays fp32",
-    "instance_norm": "normalisation stays fp32",
-    "batch_norm": "batch norm without a convolution in front of it stays fp32",
-    "rms_norm": "normalisation stays fp32",
-    "softmax": "softmax stays fp32",
-    "log_softmax": "softmax stays fp32",
-    "scaled_dot_product_attention": "attention that could not be decomposed stays fp32",
-    "einsum": "einsum stays fp32; write it as matmul to quantize it",
-    "baddbmm": "baddbmm stays fp32; write it as matmul and add to quantize it",
+FLOAT_OPS: dict[str, Reason] = {
+    "embedding": Cause.LOOK_UP(),
+    "embedding_bag": Cause.LOOK_UP(),
+    "layer_norm": Cause.NORMALISATION(),
+    "group_norm": Cause.NORMALISATION(),
+    "instance_norm": Cause.NORMALISATION(),
+    "batch_norm": Cause.LONE_BATCH_NORM(),
+    "rms_norm": Cause.NORMALISATION(),
+    "softmax": Cause.SOFTMAX(),
+    "log_softmax": Cause.SOFTMAX(),
+    "scaled_dot_product_attention": Cause.WHOLE_ATTENTION(),
+    "einsum": Cause.REWRITABLE(kind="einsum", form="matmul"),
+    "baddbmm": Cause.REWRITABLE(kind="baddbmm", form="matmul and add"),
 }
 
 #: Operators that do nothing in inference.

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, climb, first_input, kind_of_node, op_name, schema_arguments
+from nc.graph.reasons import Cause, Reason
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
 _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})
-
-#: Why an addition that could run in int8 stays fp32: nobody asked for fp32, it just would not pay.
-NO_READER = "no int8 operator reads the sum; it is fused in fp32"
 
 
 def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
@@ -72,7 +70,7 @@ def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: fro
     return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]
 
 
-def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]) -> dict[str, str]:
+def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]) -> dict[str, Reason]:
     """Additions that int8 would not help: operator name → reason.
 
     An int8 addition pays when an int8 operator produces one side and an int8 operator reads the sum. A residual stream that ends in a
@@ -80,24 +78,24 @@ def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_
     """
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     adds = [n for n in int8 if kind_of_node(n) == "add" and n.meta["operator"] not in keep]
-    useless: dict[str, str] = {}
+    useless: dict[str, Reason] = {}
     changed = True
     while changed:
         changed = False
         for node in adds:
-            reason = _why_useless(node, int8, fused_add) if node in int8 else ""
-            if reason:
+            reason = _why_useless(node, int8, fused_add) if node in int8 else None
+            if reason is not None:
                 useless[node.meta["operator"]] = reason
                 int8.discard(node)
                 changed = True
     return useless
 
 
-def _why_useless(add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> str:
+def _why_useless(add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> Reason | None:
     if not any(producer(side) in int8 for side in add.args[:2] if isinstance(side, fx.Node)):
-        return "no int8 operator produces either side"
+        return Cause.NO_PRODUCER()
     if not any(reader in int8 for reader in consumers(add)):
-        return NO_READER
+        return Cause.NO_READER()
     if fused_add and not any(is_fused_side(add, side, int8, fused_add) for side in add.args[:2]):
-        return "it stands directly behind no int8 operator that the engine could fuse it with"
-    return ""
+        return Cause.NOT_FUSABLE()
+    return None

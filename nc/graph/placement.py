@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, first_input, kind_of_node, op_name
-from nc.graph.dataflow import NO_READER, is_fused_side, origin
+from nc.graph.dataflow import is_fused_side, origin
+from nc.graph.reasons import Cause
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 
@@ -80,7 +81,7 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
         for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
             source = node.args[index]
             _add_edge(edges, pools, Edge(node, index, source, origin(source, pools), specs[operator].input(index), operator))
-    given_up = {d.operator for d in plan.decisions if d.reason == NO_READER}
+    given_up = {d.operator for d in plan.decisions if d.stays_for(Cause.NO_READER)}
     for node in (n for n in order if n.meta.get("operator") in given_up):
         _share_codes(edges, node, int8, capabilities.fused_add)
     return sorted(edges.values(), key=lambda e: (order[e.reader], e.index))

@@ -6,22 +6,23 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import RECURRENT, op_name, schema_arguments
+from nc.graph.reasons import Cause, Reason
 
 
-def why_not_recurrent(node: fx.Node) -> str:
-    """Why an LSTM or GRU can't be quantized; "" when it can."""
+def why_not_recurrent(node: fx.Node) -> Reason | None:
+    """Why an LSTM or GRU can't be quantized; None when it can."""
     if node.target._overloadname != "input":
-        return "packed sequences stay fp32"
+        return Cause.PACKED_SEQUENCE()
     weights = weights_of(node)
     if any(not isinstance(w, fx.Node) or w.op != "get_attr" for w in weights):
-        return "its weights are computed from the inputs"
+        return Cause.COMPUTED_WEIGHTS()
     if any(w.meta["val"].dtype != torch.float32 for w in weights):
-        return "quantization starts from fp32"
+        return Cause.WEIGHTS_NOT_FP32()
     arguments = schema_arguments(node)
     layers = arguments["num_layers"] * (1 + arguments["bidirectional"])
     if len(weights) != layers * (4 if arguments["has_biases"] else 2):
-        return "no kernel has projections (proj_size)"
-    return ""
+        return Cause.PROJECTIONS()
+    return None
 
 
 def weights_of(node: fx.Node) -> list[fx.Node]:

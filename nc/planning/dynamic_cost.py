@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
+from nc.graph.reasons import Cause, Reason
 
 #: fp32 on two AVX2 cores: multiply-adds and bytes of weights per microsecond (docs/dynamic.md has what was measured).
 _MACS, _BYTES = 70e3, 20e3
@@ -36,18 +37,18 @@ class Sizes:
         """Shape of an operator's constant weight."""
         return tuple(next(n for n in self._graph.module.graph.nodes if n.name == op.node).args[1].meta["val"].shape)
 
-    def slower_in_int8(self, op: Operator, granularity: str) -> str:
-        """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; "" where it would not."""
+    def slower_in_int8(self, op: Operator, granularity: str) -> Reason | None:
+        """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; None where it would not."""
         if op.kind != "linear":
-            return ""
+            return None
         node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
         outputs, inner = node.args[1].meta["val"].shape
         rows = math.prod(self._outputs[op.node][:-1])
         saved = _SAVED * (rows * inner * outputs / _MACS + 4 * inner * outputs / _BYTES)
         call, element = _COST[granularity]
         if saved > call + element * rows * (inner + outputs):
-            return ""
-        return f"skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
+            return None
+        return Cause.SLOW(rows=rows, inner=inner, outputs=outputs)
 
 
 class _Recorder(fx.Interpreter):

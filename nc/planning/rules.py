@@ -21,6 +21,7 @@ from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
+from nc.graph.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.spec import (
@@ -38,8 +39,8 @@ from nc.spec import (
     per_group,
 )
 
-_LEVELS = ("global", "type", "pattern", "name")
-_OUTSIDE = "not on the white list"
+#: Where a field comes from that no rule says anything of.
+_DEFAULT = "default"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,14 +48,12 @@ class _Match:
     """A configuration that speaks of an operator.
 
     Attributes:
-        level: index into `_LEVELS`.
+        rule: by which rule.
         config: the configuration.
-        label: how the rule is called in plans.
     """
 
-    level: int
+    rule: Rule
     config: QuantConfig
-    label: str
 
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
@@ -87,9 +86,9 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
-    explicit = {d.operator for d in decisions if d.rule != "global"}
+    explicit = {d.operator for d in decisions if d.decided.level is not Level.GLOBAL}
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
-    decisions = [dataclasses.replace(d, spec=FLOAT, reason=useless[d.operator]) if d.operator in useless else d for d in decisions]
+    decisions = [dataclasses.replace(d, spec=FLOAT, why=useless[d.operator]) if d.operator in useless else d for d in decisions]
     return plan_of(decisions, capabilities)
 
 
@@ -115,48 +114,49 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     row = capabilities.row(op.kind)
     matches = _matches(op, config, row, modules)
     if not op.quantizable:
-        rule = matches[0].label if matches and _LEVELS[matches[0].level] == "name" else "-"
-        return Decision(**base, rule=rule, reason=op.reason or "follows its neighbours")
+        rule = matches[0].rule if matches and matches[0].rule.level is Level.NAME else NO_RULE
+        return Decision(**base, decided=rule, why=op.why or Cause.FOLLOWS())
     if not matches:
-        return Decision(**base, rule="white_list", reason=_OUTSIDE)
+        return Decision(**base, decided=WHITE_LIST, why=Cause.NOT_LISTED())
     chosen = matches[0]
-    base["rule"] = chosen.label
+    base["decided"] = chosen.rule
     if chosen.config.is_float:
-        return _float(base, chosen.config.w_dtype, f"{chosen.config.w_dtype} was asked for", _excluded(matches))
-    values, fields = _merged(matches)
+        return _float(base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches))
+    values, sources = _merged(matches)
     if row is not None and chosen.config.family == "dynamic":
-        values, fields = _kernel_granularity(values, fields, row)
-    base["fields"] = fields
+        _take_granularity_of_kernel(values, sources, row)
+    base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
     try:
         chosen.config.check_values(values)
     except NCError as error:
-        msg = f"Operator {op.name!r} (rule: {chosen.label}): {error}"
+        msg = f"Operator {op.name!r} (rule: {chosen.rule}): {error}"
         raise type(error)(msg) from error
     spec = spec_of(chosen.config.algorithm, values, op.kind)
-    reason = _why_no_kernel(op, spec, row, chosen, capabilities)
-    if not reason and values.get("skip_slow"):
-        reason = sizes.slower_in_int8(op, str(spec.activation.granularity))
-    if reason:
-        return _float(base, "fp32" if "bf16" in _excluded(matches) else values["remainder"], reason)
+    base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
+    why = _why_no_kernel(op, spec, row, chosen, capabilities)
+    if why is None and values.get("skip_slow"):
+        why = sizes.slower_in_int8(op, str(spec.activation.granularity))
+    if why is not None:
+        return _float(base, base["fallback"], why)
     if spec.mode == "weight_only":
-        _check_blocks(op, spec, sizes, chosen.label)
+        _check_blocks(op, spec, sizes, chosen.rule)
     elif not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
 
 
-def _float(base: Mapping[str, Any], dtype: str, reason: str, excluded: Collection[str] = ()) -> Decision:
+def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collection[str] = ()) -> Decision:
     """The decision for an operator that is not quantized.
 
     Raises:
         ConfigError: a rule asks for a precision that another one excludes.
     """
     if dtype == "bf16" and dtype in excluded:
-        msg = f"Operator {base['operator']!r} (rule: {base['rule']}): {reason}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
+        msg = f"Operator {base['operator']!r} (rule: {base['decided']}): {why}, but {dtype!r} is in excluded_precisions={tuple(excluded)}."
         raise ConfigError(msg)
     if dtype == "bf16" and base["kind"] not in PRODUCTS:
-        return Decision(**base, reason=f"{reason}; {base['kind']} stays fp32")
-    return Decision(**base, spec=BF16 if dtype == "bf16" else FLOAT, reason=reason)
+        return Decision(**base, why=Cause.NO_BF16_FORM(reason=why, kind=base["kind"]))
+    return Decision(**base, spec=BF16 if dtype == "bf16" else FLOAT, why=why)
 
 
 def _excluded(matches: Iterable[_Match]) -> Collection[str]:
@@ -170,18 +170,18 @@ def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Co
     found: list[_Match] = []
     for part in parts_of(config):
         if part.white_list is None:
-            found.append(_Match(0, part, "global"))
+            found.append(_Match(Rule(Level.GLOBAL), part))
         for key in part.white_list or ():
             level = match_level(key, op, modules)
             if level is not None:
-                found.append(_Match(_LEVELS.index(level), part, f"{level} {key.text!r}"))
+                found.append(_Match(Rule(level, key.text), part))
     for part in parts_of(config):
         for rule in part.rules:
             level = match_level(rule.key, op, modules)
             if level is not None:
-                found.append(_Match(_LEVELS.index(level), rule.config, f"{level} {rule.key.text!r}"))
+                found.append(_Match(Rule(level, rule.key.text), rule.config))
     # of several global strategies those come first that have a kernel for this kind of operator
-    order = {id(m): (m.level, m.level > 0 or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
+    order = {id(m): (m.rule.level, m.rule.level > Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
 
 
@@ -189,32 +189,27 @@ def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
     return row is not None and row.supports(config.family)
 
 
-def _merged(matches: list[_Match]) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
-    """The value of each field, and where it comes from."""
+def _merged(matches: list[_Match]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of each field, and the rule that it comes from."""
     first = matches[0].config
     # an outer fp32 says nothing of how to quantize
     levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
-    values, fields = first.defaults(), []
+    values, sources = first.defaults(), {}
     for name, field in first.FIELDS.items():
         if field.outer:
             continue
         source = next((m for m in levels if name in m.config.given), None)
         if source is not None:
             values[name] = source.config.given[name]
-        fields.append((name, str(values[name]), source.label if source else "default"))
-    return values, tuple(fields)
+        sources[name] = str(source.rule) if source else _DEFAULT
+    return values, sources
 
 
-def _kernel_granularity(
-    values: dict[str, Any], fields: tuple[tuple[str, str, str], ...], row: OpSupport
-) -> tuple[dict[str, Any], tuple[tuple[str, str, str], ...]]:
-    """The granularity of the only kernel there is (LSTM, GRU), where nobody asked for another one."""
+def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport) -> None:
+    """Set the granularity of the only kernel there is (LSTM, GRU), where nobody asked for another one."""
     name = "act_granularity"
-    asked = (name, values[name], "default") not in fields
-    if asked or not row.dynamic or values[name] in row.dynamic:
-        return values, fields
-    chosen = (name, row.dynamic[0], "kernel")
-    return {**values, name: row.dynamic[0]}, tuple(chosen if f[0] == name else f for f in fields)
+    if sources[name] == _DEFAULT and row.dynamic and values[name] not in row.dynamic:
+        values[name], sources[name] = row.dynamic[0], "kernel"
 
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
@@ -260,34 +255,28 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         if not d.spec.quantized:
             decisions.append(d)
         elif row is None or not row.supports(d.spec.mode):
-            low = _remainder(d) == "bf16" and d.kind in PRODUCTS
-            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, reason=_no_kernel(d.kind, d.spec, capabilities)))
+            low = d.fallback == "bf16" and d.kind in PRODUCTS
+            decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
         else:
-            _check_dtypes(d.operator, d.spec, row, d.rule, capabilities)
+            _check_dtypes(d.operator, d.spec, row, d.decided, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return dataclasses.replace(plan_of(decisions, capabilities), algorithms=plan.algorithms)
 
 
-def _remainder(decision: Decision) -> str:
-    """What an operator that loses its kernel was asked to compute in."""
-    fields = {name: value for name, value, _ in decision.fields}
-    return "fp32" if "bf16" in fields.get("excluded_precisions", "") else fields.get("remainder", "fp32")
-
-
-def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> str:
-    """Why an operator stays fp32; "" where a kernel exists. Raises where a rule asks for something that never can be."""
+def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> Reason | None:
+    """Why an operator stays fp32; None where a kernel exists. Raises where a rule asks for something that never can be."""
     if not _has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
-    _check_dtypes(op.name, spec, row, match.label, capabilities)
-    return ""
+    _check_dtypes(op.name, spec, row, match.rule, capabilities)
+    return None
 
 
-def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> str:
+def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
     how = {"dynamic": "dynamic int8", "weight_only": "weight-only"}.get(spec.mode, "int8")
-    return f"backend {capabilities.backend!r} has no {how} kernel for {kind}"
+    return Cause.NO_KERNEL(backend=capabilities.backend, how=how, kind=kind)
 
 
-def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabilities: Capabilities) -> None:
+def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities) -> None:
     """Raise UnsupportedError when the kernels of a row do not take what an operator asks for."""
     if spec.mode == "weight_only":
         field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
@@ -305,7 +294,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: str, capabi
         raise UnsupportedError(msg)
 
 
-def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: str) -> None:
+def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: Rule) -> None:
     """Raise ConfigError when groups do not cover an operator's weight."""
     try:
         spec.weight.granularity.block_size(sizes.weight(op), 0)
@@ -316,7 +305,7 @@ def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: str) -> None:
 
 def _unsmoothed(decision: Decision) -> Decision:
     """Without SmoothQuant, unless the operator was named: a multiplication there cuts attention out of the engine's int8 groups."""
-    if decision.spec.smooth is None or decision.rule.startswith(("name", "pattern")):
+    if decision.spec.smooth is None or decision.decided.level in (Level.NAME, Level.PATTERN):
         return decision
     fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
     return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
@@ -337,17 +326,17 @@ def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec
 
 
-def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> str | None:
-    """How a key matches an operator: "name", "pattern", "type", or None when it does not.
+def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
+    """How a key matches an operator; None when it does not.
 
     A string that is the name of one of the model's `modules` means that one, also where it is spelled like a type ("linear").
     """
     if not key.is_type and key.text in (op.name, op.module_name):
-        return "name"
+        return Level.NAME
     if _matches_type(key.text, op) and (key.is_type or key.text not in modules):
-        return "type"
+        return Level.TYPE
     if not key.is_type and re.fullmatch(key.text, op.name):
-        return "pattern"
+        return Level.PATTERN
     return None
 
 
@@ -362,7 +351,7 @@ def _matches_type(text: str, op: Operator) -> bool:
 
 
 def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
-    if any(match_level(key, op, graph.submodules) for op in graph.operators):
+    if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
         return
     if key.names_type and (key.is_type or key.text not in graph.submodules):
         types = sorted(set(_types(graph, fused="&" in key.text)))

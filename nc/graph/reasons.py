@@ -1,0 +1,134 @@
+"""Why an operator stays fp32, and which rule decided, as values; the text that people read is derived from them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class Cause(enum.Enum):
+    """Every reason that there is; the value is its text, with the names of its arguments in braces."""
+
+    OTHER = "{text}"
+    # what the captured operator is
+    LOOK_UP = "a table look-up: no arithmetic to quantize"
+    NORMALISATION = "normalisation stays fp32"
+    LONE_BATCH_NORM = "batch norm without a convolution in front of it stays fp32"
+    SOFTMAX = "softmax stays fp32"
+    WHOLE_ATTENTION = "attention that could not be decomposed stays fp32"
+    REWRITABLE = "{kind} stays fp32; write it as {form} to quantize it"
+    FOLLOWS = "follows its neighbours"
+    NOT_FP32 = "it computes in {dtype}; quantization starts from fp32"
+    COMPUTED_WEIGHT = "its weight is computed from the inputs"
+    CONSTANT_INPUT = "its input is a constant: computed once, not at each call"
+    CONSTANT_SIDE = "one side is a constant, a mask or a position"
+    NO_ACTIVATION = "one side is not a float activation"
+    ALPHA = "add with alpha"
+    SHAPES_DIFFER = "the sides have different shapes"
+    PACKED_SEQUENCE = "packed sequences stay fp32"
+    COMPUTED_WEIGHTS = "its weights are computed from the inputs"
+    WEIGHTS_NOT_FP32 = "quantization starts from fp32"
+    PROJECTIONS = "no kernel has projections (proj_size)"
+    # what the configuration says
+    ASKED = "{dtype} was asked for"
+    NOT_LISTED = "not on the white list"
+    NO_BF16_FORM = "{reason}; {kind} stays fp32"
+    # what the backend can
+    NO_KERNEL = "backend {backend!r} has no {how} kernel for {kind}"
+    SLOW = "skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
+    # what surrounds an addition
+    NO_PRODUCER = "no int8 operator produces either side"
+    NO_READER = "no int8 operator reads the sum; it is fused in fp32"
+    NOT_FUSABLE = "it stands directly behind no int8 operator that the engine could fuse it with"
+    # what calibration saw
+    NEVER_RAN = "never executed during calibration"
+
+    def __call__(self, **arguments: object) -> Reason:
+        """The reason with its arguments."""
+        return Reason(self, tuple((name, str(value)) for name, value in arguments.items()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an operator stays fp32.
+
+    Attributes:
+        cause: which reason it is.
+        arguments: (name, value) of each argument of its text.
+    """
+
+    cause: Cause
+    arguments: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.cause.value.format(**dict(self.arguments))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"cause": self.cause.name, "arguments": dict(self.arguments)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reason:
+        """The inverse of `to_dict`."""
+        return Cause[data["cause"]](**data["arguments"])
+
+    @classmethod
+    def of_text(cls, text: str) -> Reason | None:
+        """The reason that an artefact of schema 1 names by its text; None for ""."""
+        if not text:
+            return None
+        return next((cause() for cause in Cause if cause.value == text), Cause.OTHER(text=text))
+
+
+class Level(enum.IntEnum):
+    """How specific a rule is; a higher level wins."""
+
+    GLOBAL = 0
+    TYPE = 1
+    PATTERN = 2
+    NAME = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Which rule decided.
+
+    Attributes:
+        level: how specific it is; None where no rule applies.
+        key: the name, pattern or type that it is for; where no rule applies, the name of what decided instead, if anything did.
+    """
+
+    level: Level | None = None
+    key: str = ""
+
+    def __str__(self) -> str:
+        """For tables: "name 'fc'", "global", "-"."""
+        if self.level is None:
+            return self.key or "-"
+        return "global" if self.level is Level.GLOBAL else f"{self.level.name.lower()} {self.key!r}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"level": None if self.level is None else self.level.name, "key": self.key}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rule:
+        """The inverse of `to_dict`."""
+        return cls(None if data["level"] is None else Level[data["level"]], data["key"])
+
+    @classmethod
+    def of_text(cls, text: str) -> Rule:
+        """The rule that an artefact of schema 1 names by its text."""
+        match = re.fullmatch(r"(type|pattern|name) (.+)", text)
+        if match:
+            return cls(Level[match[1].upper()], ast.literal_eval(match[2]))
+        return cls(Level.GLOBAL) if text == "global" else cls(key="" if text == "-" else text)
+
+
+NO_RULE = Rule()
+WHITE_LIST = Rule(key="white_list")

@@ -1,0 +1,58 @@
+"""Reasons and rules are values: they survive a plan's plain form, and plans of schema 1, which has their text only, still load."""
+
+import copy
+import json
+import string
+
+import pytest
+from models import MLP
+from torch import nn, randn
+
+from nc import StaticQuantConfig, describe
+from nc.graph.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
+from nc.plan import Plan
+
+
+def plan():
+    config = StaticQuantConfig().set_local("fc1", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).set_local(".*2", StaticQuantConfig())
+    return describe(MLP().eval(), config, randn(2, 16), backend="reference")
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_reason_survives_json(cause):
+    names = [name for _, name, _, _ in string.Formatter().parse(cause.value) if name]
+    reason = cause(**dict.fromkeys(names, "x{}'"))
+    assert Reason.from_dict(json.loads(json.dumps(reason.to_dict()))) == reason
+    assert str(reason).count("x{}'") == len(names)
+
+
+@pytest.mark.parametrize("rule", [NO_RULE, WHITE_LIST, Rule(Level.GLOBAL), *(Rule(level, "a'b\"\\d") for level in Level if level)])
+def test_every_rule_survives_json_and_its_own_text(rule):
+    assert Rule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+    assert Rule.of_text(str(rule)) == rule
+
+
+def test_a_plan_says_why_by_value():
+    first, relu, second = (plan()[name] for name in ("fc1", "act", "fc2"))
+    assert first.stays_for(Cause.ASKED)
+    assert (first.decided.level, first.reason) == (Level.NAME, "fp32 was asked for")
+    assert relu.stays_for(Cause.FOLLOWS)
+    assert (second.decided.level, second.why) == (Level.PATTERN, None)
+    assert Plan.from_dict(json.loads(json.dumps(plan().to_dict()))) == plan()
+
+
+def test_plans_of_schema_1_still_load():
+    old = copy.deepcopy(plan().to_dict())
+    for decision in old["decisions"]:
+        for name in ("decided", "why", "fallback"):
+            del decision[name]
+    found = Plan.from_dict(old)
+    assert [(d.rule, d.reason) for d in found.decisions] == [(d.rule, d.reason) for d in plan().decisions]
+    assert found["act"].stays_for(Cause.FOLLOWS)
+    assert found["fc1"].stays_for(Cause.OTHER)  # its text has an argument
+
+
+def test_a_rule_for_a_type_wins_over_the_global_one():
+    config = StaticQuantConfig().set_local(nn.Linear, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+    decided = describe(MLP().eval(), config, randn(2, 16), backend="reference")["fc1"].decided
+    assert decided == Rule(Level.TYPE, "Linear")
