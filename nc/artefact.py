@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import uuid
 import warnings
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 
-from nc.backends import choose_backend, cpu, first_that_computes
-from nc.backends.base import Backend, EngineModel, check_bf16, lower
+from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_computes, get_backend
+from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
@@ -102,7 +101,7 @@ def load(
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         narrowed = _narrowed(graph, engine, frames=2)
-        return narrowed, lower(engine, narrowed, verify=verify, isolate=isolate, compile=compile)
+        return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
     try:
         (graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
@@ -142,13 +141,7 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
         StateError: not a quantized model.
         UnsupportedError: its backend has no TorchScript form.
     """
-    script = _checked(q_model, "export_torchscript").engine.script
-    if script is None:
-        msg = f'Backend {q_model.backend!r} has no TorchScript form; load or convert with backend="ipex".'
-        raise UnsupportedError(msg)
-    buffer = io.BytesIO()  # a file's own name would become part of its bytes
-    torch.jit.save(script, buffer)
-    _write(buffer.getbuffer(), path)
+    _export(q_model, path, "torchscript", "export_torchscript")
 
 
 def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_sizes: bool = False, verify: str = "raise") -> None:
@@ -176,12 +169,46 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
         BackendError: AOTInductor failed.
         VerificationError: the program computes something else than the reference.
     """
-    from nc.backends.native.package import package
+    _export(q_model, path, "pt2", "export_pt2", free_sizes=free_sizes, verify=verify)
 
-    graph = _checked(q_model, "export_pt2").graph
-    engine = choose_backend("native")
+
+def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:  # noqa: A002
+    """Write a program for serving without `nc` as one file, in any format that a backend declares.
+
+    Args:
+        q_model: what `convert` or `load` returned.
+        path: the file; created with its parents, replaced as a whole.
+        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), or one of a registered backend.
+        options: those of the format.
+
+    Raises:
+        StateError: not a quantized model.
+        UnsupportedError: the model's backend does not write this format, and no other can write it from the quantized graph; names those
+            that have it.
+        NCError: what the format's own function raises.
+    """
+    _export(q_model, path, format, "export_model", **options)
+
+
+def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
+    """`export_model` for the public function called `step`."""
+    graph = _checked(q_model, step).graph
+    names = exporting_backends(format)
+    own = exports_of(get_backend(q_model.backend)).get(format)
+    if own is not None and not own.from_graph:
+        _write(own.write(graph, q_model.engine, **options), path)
+        return
+    name = next((name for name in names if exports_of(get_backend(name))[format].from_graph), None)
+    if name is None:
+        if names:
+            others = " or ".join(f'backend="{name}"' for name in names)
+            msg = f"Backend {q_model.backend!r} has no form {format!r}; load or convert with {others}."
+        else:
+            msg = f"No backend writes the format {format!r}; there are {', '.join(map(repr, export_formats()))}."
+        raise UnsupportedError(msg)
+    engine = choose_backend(name)
     check_bf16(engine, graph)
-    _write(package(_narrowed(graph, engine), free_sizes=free_sizes, verify=verify), path)
+    _write(exports_of(engine)[format].write(_narrowed(graph, engine, frames=1), None, **options), path)
 
 
 def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:

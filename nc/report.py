@@ -197,7 +197,7 @@ def build(
         algorithms=graph.applied,
         health=graph.health,
         changes=graph.changes,
-        rewrites=engine.rewrites,
+        rewrites=tuple(map(str, engine.rewrites)),
         isa=graph.plan.isa,
         details=engine.details,
         verdict=verdict,

@@ -12,7 +12,7 @@ import torch
 
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
-from nc.backends import choose_backend, first_that_computes
+from nc.backends import choose_backend, engine_options, first_that_computes
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
@@ -122,7 +122,7 @@ def convert(
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         engine.start()
         graph = model.quantized_graph(engine.capabilities())
-        return graph, lower(engine, graph, verify=verify, isolate=isolate, compile=compile)
+        return graph, lower(engine, graph, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
     (graph, lowered), name, chosen = first_that_computes(asked, first, attempt)
     verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None

@@ -41,7 +41,7 @@ from nc import (
     save,
 )
 from nc.backends import cpu
-from nc.backends.base import EngineModel
+from nc.backends.base import EngineModel, Exporter, Option, write_script
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import _SIZE_OPS
 from nc.graph.qdq import QDQGraph
@@ -643,6 +643,8 @@ class Stub(ReferenceBackend):
     """An engine that relies on what the plan says, and has a TorchScript form."""
 
     name = "stub"
+    options = {"isolate": Option(("auto", "never"))}
+    exports = {"torchscript": Exporter(write_script)}
 
     def lower(self, graph, **options):
         self.options = options
@@ -683,7 +685,7 @@ def test_export_torchscript_writes_the_engines_program(saved, stub, tmp_path, cn
     assert torch.equal(torch.jit.load(str(tmp_path / "a.pt"))(x), q_model.engine.script(x))
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "deep" / "b.pt").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "deep"]
-    with pytest.raises(UnsupportedError, match='Backend .reference. has no TorchScript form.*backend="ipex"'):
+    with pytest.raises(UnsupportedError, match="Backend 'reference' has no form 'torchscript'; load or convert with backend=\"ipex\""):
         export_torchscript(cnn, tmp_path / "c.pt")
 
 

@@ -244,7 +244,7 @@ def test_compiled_too():
 @native
 def test_a_wrong_bf16_kernel_is_noticed(monkeypatch):
     """One percent off is far more than rounding leaves."""
-    from nc.backends.native import bf16, lower
+    from nc.backends.native import bf16, passes
 
     real = bf16.compute_in_bf16
 
@@ -254,7 +254,7 @@ def test_a_wrong_bf16_kernel_is_noticed(monkeypatch):
                 setattr(module, node.target, getattr(module, node.target) * 1.01)
         real(module)
 
-    monkeypatch.setattr(lower, "compute_in_bf16", wrong)
+    monkeypatch.setattr(passes, "compute_in_bf16", wrong)
     x = torch.randn(4, 16)
     q = quantized(MLP().eval(), x, StaticQuantConfig().set_local("fc2", LOW), "native")
     assert compare(q, "reference").disagreements

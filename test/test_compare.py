@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import nc
 from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
-from nc.backends import cpu, get_backend
+from nc.backends import cpu, engine_options, get_backend
 from nc.backends.reference import ReferenceBackend
 from nc.graph.fx_utils import copy_module
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
@@ -487,7 +487,7 @@ def test_how_engines_round_ties(engine, zero_point):
         setattr(module, name, value)  # the linear gives back its input, exactly
     module.recompile()
     tapped = dataclasses.replace(graph, module=with_outputs(module, [codes_of(module, "relu")]))
-    values = get_backend(engine).lower(tapped, verify="off", isolate="never").run([x])[-1]
+    values = get_backend(engine).lower(tapped, verify="off", **engine_options(get_backend(engine), isolate="never")).run([x])[-1]
     before, after = (x / 0.5).round() + zero_point, (x / 0.5 + zero_point).round()
     assert int((before != after).sum()) == (512 if zero_point % 2 else 0)
     assert torch.equal(values / 0.5 + zero_point, before if engine == "reference" else after)

@@ -13,8 +13,8 @@ PUBLIC = {
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",
     "available_backends", "compare", "convert",
     "describe",
-    "export_pt2", "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config", "load",
-    "prepare", "quantize", "register_backend", "save",
+    "export_model", "export_pt2", "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
+    "load", "prepare", "quantize", "register_backend", "save",
 }  # fmt: skip
 
 

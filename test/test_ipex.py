@@ -22,7 +22,8 @@ from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, V
 from nc.backends import cpu, verify
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.quiet import quiet
-from nc.backends.ipex.workarounds import LINTS, apply_lints
+from nc.backends.ipex.workarounds import WORKAROUNDS
+from nc.backends.passes import run_passes
 from nc.graph.signature import at_least_two
 
 pytestmark = pytest.mark.ipex
@@ -186,8 +187,8 @@ def test_patterns_that_the_engine_gets_wrong(faults, name):
 
 
 def test_every_lint_is_needed_and_named():
-    assert {case[-1] for case in FAULTS.values()} - {""} | {"softmax_to_codes", "strided_pointwise"} == {lint.name for lint in LINTS}
-    assert all(lint.why for lint in LINTS)
+    assert {case[-1] for case in FAULTS.values()} - {""} | {"softmax_to_codes", "strided_pointwise"} == {each.name for each in WORKAROUNDS}
+    assert all(each.avoids for each in WORKAROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_every_lint_is_needed_and_named():
 def test_softmax_to_codes_acts_where_there_is_no_kernel(monkeypatch, features, fields, acts):
     """What AVX-512 lacks was seen on a CPU that has it; the suite of activation types runs each of these on the engine."""
     monkeypatch.setattr(cpu, "features", lambda: features)
-    rewrites = apply_lints(quantized(Attention(), torch.randn(2, 6, 32), StaticQuantConfig(**fields), "reference").graph.module)
-    assert rewrites == (("softmax_to_codes: softmax",) if acts else ())
+    module = quantized(Attention(), torch.randn(2, 6, 32), StaticQuantConfig(**fields), "reference").graph.module
+    assert tuple(map(str, run_passes(module, WORKAROUNDS).rewrites)) == (("softmax_to_codes: softmax",) if acts else ())
 
 
 @pytest.mark.parametrize("channels", [8, 24, 40])
@@ -255,7 +256,7 @@ class Residual(nn.Module):
 @pytest.fixture
 def broken(monkeypatch):
     """A prepared model that the engine gets wrong, because the lints are switched off."""
-    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    monkeypatch.setattr("nc.backends.ipex.passes.WORKAROUNDS", ())
     torch.manual_seed(0)
     return prepared_for(Residual(), torch.randn(2, 3, 8, 8), backend="ipex")
 
@@ -269,7 +270,7 @@ def test_an_engine_that_disagrees_is_an_error_that_names_the_operator(broken):
 
 
 def test_the_advice_of_the_error_helps(monkeypatch):
-    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    monkeypatch.setattr("nc.backends.ipex.passes.WORKAROUNDS", ())
     x = torch.randn(2, 3, 8, 8)
     q = quantized(Residual(), x, StaticQuantConfig().set_local("add", FP32), "ipex")
     assert worst_db(q.reference(x), q(x)) > 30
@@ -298,7 +299,7 @@ def test_the_prepared_model_survives_a_failed_conversion(broken, monkeypatch):
 
 def test_an_output_of_garbage_without_an_operator_to_blame(monkeypatch):
     """The last resort of the message: every prefix is right, the whole is not."""
-    monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs: "")
+    monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs, run: "")
     monkeypatch.setattr(verify, "worst_sqnr_db", lambda expected, got: -3.0)
     with pytest.raises(VerificationError, match="No single operator differs"):
         convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="never")
@@ -328,7 +329,7 @@ def test_nothing_that_lies_in_the_working_directory_runs(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
     """`r + r` without its lint never ends: the child does."""
-    monkeypatch.setattr(lower, "apply_lints", lambda module: ())
+    monkeypatch.setattr("nc.backends.ipex.passes.WORKAROUNDS", ())
     monkeypatch.setattr(lower, "first_run_in_child", functools.partial(isolate.first_run_in_child, time_limit_s=25.0))
     model = Function(lambda self, x: self.post((lambda r: r + r)(F.relu(self.pre(x)))), pre=nn.Linear(16, 16), post=nn.Linear(16, 16))
     config = StaticQuantConfig().set_local("add", StaticQuantConfig())  # by itself it would stay fp32
@@ -341,8 +342,8 @@ HANGS = """
 import torch
 from models import Function
 from nc import StaticQuantConfig, convert, prepare
-from nc.backends.ipex import lower
-lower.apply_lints = lambda module: ()
+from nc.backends.ipex import passes
+passes.WORKAROUNDS = ()
 layers = {name: torch.nn.Linear(16, 16) for name in ("pre", "post")}
 model = Function(lambda self, x: self.post((lambda r: r + r)(torch.relu(self.pre(x)))), **layers)
 config = StaticQuantConfig().set_local("add", StaticQuantConfig())

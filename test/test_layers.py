@@ -113,6 +113,7 @@ INSIDE = {
         (
             "nc.backends.cpu",
             "nc.backends.dynamic",
+            "nc.backends.passes",
             "nc.backends.spawn",
             "nc.backends.verify",
             "nc.backends.profiling.onednn_verbose",
@@ -127,6 +128,8 @@ INSIDE = {
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.operators"),
         ("nc.backends.native.fuse",),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
+        ("nc.backends.native.inductor_names",),
+        ("nc.backends.native.passes",),
         ("nc.backends.native.lower",),
         ("nc.backends.native.package",),
         ("nc.backends.native",),
@@ -139,7 +142,7 @@ INSIDE = {
             "nc.backends.ipex.executed_graph",
             "nc.backends.ipex.tested_patterns",
         ),
-        ("nc.backends.ipex.child", "nc.backends.ipex.timing"),
+        ("nc.backends.ipex.child", "nc.backends.ipex.passes", "nc.backends.ipex.timing"),
         ("nc.backends.ipex.isolate",),
         ("nc.backends.ipex.lower",),
         ("nc.backends.ipex",),
@@ -148,7 +151,6 @@ INSIDE = {
 #: Modules that may import inside functions, and what, with the reason.
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
-    "nc.artefact": ("nc.backends.native.package",),
     "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),

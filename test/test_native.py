@@ -25,8 +25,8 @@ from nc import (
     load,
     prepare,
 )
-from nc.backends import cpu
-from nc.backends.native import execute, fuse, lower
+from nc.backends import cpu, get_backend
+from nc.backends.native import execute, fuse, passes
 from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 
@@ -55,13 +55,13 @@ class TestNative(BackendSuite):
 def kernels(monkeypatch, model, inputs, config=None):
     """The quantized model, and the oneDNN operators that its graph calls."""
     found = []
-    fuse = lower.fuse
+    fuse = passes.fuse
 
     def spy(module, **options):
         fuse(module, **options)
         found.extend(n for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "onednn")
 
-    monkeypatch.setattr(lower, "fuse", spy)
+    monkeypatch.setattr(passes, "fuse", spy)
     return quantized(model.eval(), inputs, config, "native"), found
 
 
@@ -316,6 +316,63 @@ def test_wrong_numbers_are_noticed(monkeypatch):
         quantized(MLP().eval(), torch.randn(4, 16), None, "native")
 
 
+@pytest.mark.parametrize("faulty", ["0", "3", "7"])
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_a_broken_kernel_is_named(monkeypatch, kind, faulty):
+    """One layer of four gets scales of another model: the error names it, wherever it is, and its advice helps."""
+    layers = [nn.Linear(8, 8) if kind == "linear" else nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)]
+    a, b, c, d = layers
+    model = nn.Sequential(a, nn.ReLU(), nn.Identity(), b, nn.Identity(), c, nn.ReLU(), d).eval()
+    x = torch.randn(4, 8) if kind == "linear" else torch.randn(2, 8, 6, 6)
+    real = fuse._scales
+
+    def wrong(module, region, scales):
+        return real(module, region, scales.flip(0) * 3 if region.anchor.meta["operator"] == faulty else scales)
+
+    monkeypatch.setattr(fuse, "_scales", wrong)
+    with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'; give it fp32"):
+        quantized(model, x, None, "native")
+    monkeypatch.setattr(fuse, "_codes_behind", lambda node: None)  # a kernel that gives fp32 is searched for in the same way
+    with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'"):
+        quantized(model, x, None, "native")
+    fp32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")
+    q = quantized(model, x, StaticQuantConfig().set_local(faulty, fp32), "native")
+    assert worst_db([q.reference(x)], [q(x)]) > 40
+
+
+class Halves:
+    """An executor that gives something else on the second call too."""
+
+    name = "halves"
+
+    def __init__(self, why="", fault=None):
+        self.why, self.fault, self.built = why, fault, 0
+
+    def why_not(self, module):
+        return self.why
+
+    def build(self, module, example):
+        self.built += 1
+        return lambda *inputs: [y if self.fault is None else self.fault(y) for y in module(*inputs)]
+
+
+def test_executors_are_tried_in_order_and_python_is_the_last(monkeypatch):
+    x = torch.randn(2, 8)
+
+    def run_by(*executors):
+        monkeypatch.setattr(execute, "EXECUTORS", executors)
+        q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
+        assert worst_db([q.reference(x)], [q(x)]) > 60
+        return q.report().details.get("run by")
+
+    refuses, halves, right, unused = Halves("not here"), Halves(fault=lambda y: y / 2), Halves(), Halves()
+    assert run_by(right) is None
+    assert run_by(refuses, right, unused) == "halves: not here"
+    assert (refuses.built, unused.built) == (0, 0)
+    assert run_by(refuses, halves) == "Python: not here; halves computes something else"
+    assert run_by() == "Python: there is no other executor"
+
+
 def test_a_torch_without_the_operators(monkeypatch):
     monkeypatch.setattr("nc.backends.native._NEEDED", ("qlinear_prepack", "no_such_operator"))
     with pytest.raises(BackendUnavailableError, match="has no onednn::no_such_operator: pip install 'torch>=2.8'"):
@@ -339,8 +396,34 @@ def test_odd_shapes_run_in_int8_or_say_why_not(name):
     q = quantized(nn.Sequential(*layers).eval(), x, None, "native")
     report = q.report()
     assert report.ran_int8 == int8
-    assert all("no kernel fits it there" in op.reason for op in report.not_int8)
+    assert all("it runs in fp32, between dequantize and quantize" in op.reason for op in report.not_int8)
     assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+REFUSED = {
+    "conv_transpose2d": (lambda self, x: self.b(self.a(x)), nn.ConvTranspose2d, "b", "conv_transpose2d has no oneDNN int8 kernel in torch"),
+    "matmul": (lambda self, x: self.a(x) @ self.b(x), nn.Conv2d, "matmul", "matmul has no oneDNN int8 kernel in torch"),
+    "add": (lambda self, x: F.relu(self.a(x)) + F.relu(self.b(x)), nn.Conv2d, "add", "in front of it"),
+    "sum that is read elsewhere": (
+        lambda self, x: (lambda y, z: (y + z, y * z))(self.a(x), self.b(x)),
+        nn.Conv2d,
+        "add",
+        "no int8 kernel of a linear or conv2d stands directly in front of it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refusal_has_its_reason(name):
+    """Graphs that were planned for the reference, which has every kernel."""
+    forward, layer, operator, why = REFUSED[name]
+    x = torch.randn(2, 8, 8, 8)
+    config = StaticQuantConfig().set_local("add", StaticQuantConfig()) if operator == "add" else None
+    graph = quantized(Function(forward, a=layer(8, 8, 1), b=layer(8, 8, 1)).eval(), x, config, "reference").graph
+    runs = {run.operator: run for run in get_backend("native").lower(graph).report().ops}
+    assert runs[operator].ran == "fp32"
+    assert why in runs[operator].reason
+    assert runs[operator].reason.endswith("; it runs in fp32, between dequantize and quantize")
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 8, 8)])
@@ -397,7 +480,7 @@ def test_compile_says_what_it_needs(monkeypatch):
     x = torch.randn(4, 16)
     prepared = prepare(MLP().eval(), StaticQuantConfig(), example_inputs=x, backend="native")
     prepared(x)
-    with pytest.raises(ConfigError, match="compile=True is for backend=\"native\"; 'reference' leaves nothing to torch.compile"):
+    with pytest.raises(ConfigError, match="compile=True is for backend=\"native\"; 'reference' has no such option"):
         convert(prepared, backend="reference", compile=True)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailableError, match="compile=True needs a C\\+\\+ compiler, and 'no-such-compiler' is not found"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from nc.backends.base import Backend, check_available
+from nc.backends.base import Backend, Option, check_available, exports_of, options_of
 from nc.backends.reference import ReferenceBackend
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnknownBackendError, UnsupportedError
 
@@ -14,6 +14,9 @@ _T = TypeVar("_T")
 BUILT_IN = ("ipex", "native", "reference")
 #: What "auto" tries, in this order; not the reference, which computes in fp32.
 AUTO = ("ipex", "native")
+
+#: Options that one engine or another has, as `convert` and `load` take them when nobody says anything.
+DEFAULTS: dict[str, object] = {"isolate": "auto", "compile": False}
 
 _REGISTERED: dict[str, Backend] = {}
 
@@ -123,6 +126,47 @@ def first_that_computes(name: str, first: str, attempt: Callable[[Backend], _T])
     types = {type(error) for error in errors}
     msg = "No engine computes this model. " + " ".join(f"{key}: {error}" for key, error in failed.items())
     raise (types.pop() if len(types) == 1 else BackendError)(msg) from errors[-1]
+
+
+def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
+    """Those of the given options that a backend has; the others must be at their defaults, or mean nothing to it.
+
+    Raises:
+        ConfigError: an option of other backends only, or a value that it does not take; names the backends that have it.
+    """
+    own = options_of(backend)
+    accepted = {}
+    for name, value in given.items():
+        if name not in own and value == DEFAULTS.get(name):
+            continue
+        owners = {backend.name: own[name]} if name in own else _owners(name)
+        if owners and not any(value in option.values for option in owners.values()):
+            values = ", ".join(map(repr, next(iter(owners.values())).values))
+            msg = f"Expected {name} to be one of {values}, but got {value!r}."
+            raise ConfigError(msg)
+        if name in own:
+            accepted[name] = value
+        elif not owners or not all(option.protects for option in owners.values()):
+            called = " or ".join(f'backend="{owner}"' for owner in owners) or "no backend that is known here"
+            msg = f"{name}={value!r} is for {called}; {backend.name!r} has no such option."
+            raise ConfigError(msg)
+    return accepted
+
+
+def _owners(option: str) -> dict[str, Option]:
+    """The backends that have an option."""
+    tables = {name: options_of(get_backend(name)) for name in backend_names()}
+    return {name: table[option] for name, table in tables.items() if option in table}
+
+
+def exporting_backends(format: str) -> tuple[str, ...]:  # noqa: A002
+    """Names of the backends that can write a format."""
+    return tuple(name for name in backend_names() if format in exports_of(get_backend(name)))
+
+
+def export_formats() -> tuple[str, ...]:
+    """All formats that some backend can write."""
+    return tuple(dict.fromkeys(format_ for name in backend_names() for format_ in exports_of(get_backend(name))))
 
 
 def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None) -> str:

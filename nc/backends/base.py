@@ -6,13 +6,15 @@ Nothing in a backend reads a configuration: the QDQ graph says everything.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from nc.backends.passes import Rewrite
 from nc.backends.profiling.profile import Profile, Step
-from nc.errors import BackendUnavailableError, ConfigError, UnsupportedError
+from nc.errors import BackendUnavailableError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
 
@@ -43,7 +45,7 @@ class EngineReport:
         quantize_outside: quantize nodes that run on their own.
         dequantize_outside: dequantize nodes that run on their own.
         weight_bytes: bytes of all constants that the engine model holds.
-        rewrites: named rewrites that the backend made to avoid engine faults, as "name: operator".
+        rewrites: what the backend rewrote to avoid engine faults.
         sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
         details: anything else worth printing.
     """
@@ -54,7 +56,7 @@ class EngineReport:
     quantize_outside: int = 0
     dequantize_outside: int = 0
     weight_bytes: int = 0
-    rewrites: tuple[str, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     sqnr_db: float | None = None
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -80,10 +82,51 @@ class EngineModel:
     steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]] | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `lower` that an engine has beside `verify`.
+
+    Attributes:
+        values: those that it takes.
+        protects: it guards against a fault of this engine, so engines without it do what it asks for anyway.
+    """
+
+    values: tuple[object, ...]
+    protects: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exporter:
+    """How a model is written as a program of some format.
+
+    Attributes:
+        write: (the quantized graph, the engine model or None, further options by keyword) → content of the file.
+        from_graph: it needs the quantized graph only, so that a model of any backend can be written by this one.
+    """
+
+    write: Callable[..., bytes]
+    from_graph: bool = False
+
+
+def write_script(graph: QDQGraph, engine: EngineModel) -> bytes:
+    """An `Exporter.write` for engines that run a TorchScript program: its file."""
+    buffer = io.BytesIO()  # a file's own name would become part of its bytes
+    torch.jit.save(engine.script, buffer)
+    return buffer.getvalue()
+
+
 class Backend(Protocol):
-    """See the module text."""
+    """See the module text.
+
+    Attributes:
+        name: how users call it.
+        options: what `lower` takes beside `verify`, by name. A backend may leave it out: it has none then.
+        exports: what it can write, by name of the format. A backend may leave it out too.
+    """
 
     name: str
+    options: Mapping[str, Option]
+    exports: Mapping[str, Exporter]
 
     def why_unavailable(self) -> str:
         """Why it can't run here and what to do about it; "" when it can."""
@@ -119,20 +162,28 @@ def check_bf16(backend: Backend, graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
-def lower(backend: Backend, graph: QDQGraph, *, verify: str, isolate: str, compile: bool) -> EngineModel:  # noqa: A002
-    """An engine model of the graph; `compile` is passed on where it means something.
+def options_of(backend: Backend) -> Mapping[str, Option]:
+    """The options that a backend declares."""
+    return getattr(backend, "options", {})
+
+
+def exports_of(backend: Backend) -> Mapping[str, Exporter]:
+    """The formats that a backend declares."""
+    return getattr(backend, "exports", {})
+
+
+def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
+    """An engine model of the graph.
+
+    Args:
+        backend: what lowers it.
+        graph: the quantized model.
+        options: `verify`, and what `nc.backends.engine_options` found to be options of this backend.
 
     Raises:
         UnsupportedError: the graph computes in bf16, and the backend can't.
-        ConfigError: the backend does not compile what is fp32 between its kernels.
         BackendUnavailableError, VerificationError: see `Backend.lower`.
     """
     check_bf16(backend, graph)
-    options: dict[str, Any] = {"verify": verify, "isolate": isolate}
-    if compile:
-        if not backend.capabilities().compiles:
-            msg = f'compile=True is for backend="native"; {backend.name!r} leaves nothing to torch.compile.'
-            raise ConfigError(msg)
-        options["compile"] = True
     with torch.autocast("cpu", enabled=False):  # the plan says what computes in which precision, not where the call happens to stand
         return backend.lower(graph, **options)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from nc.spec import Capabilities, OpSupport
+from nc.spec import Capabilities, DynamicCost, OpSupport
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
 _FLAGS = {
@@ -25,6 +25,15 @@ _FLAGS = {
 }
 #: Any of these multiplies u8 x s8 into 32 bits; without them pair sums saturate at 16 bits.
 WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
+
+#: FBGEMM's dynamic kernels against oneDNN's fp32, on two AVX2 cores (docs/dynamic.md has what was measured).
+DYNAMIC_COST = DynamicCost(
+    macs=70e3,
+    weight_bytes=20e3,
+    saved=0.5,
+    call={"per_tensor": 35.0, "per_token": 90.0},
+    element={"per_tensor": 0.15e-3, "per_token": 0.5e-3},
+)
 
 _AVX512 = ("avx2", "avx512f")
 #: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which all include VNNI.
@@ -121,4 +130,6 @@ def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[
     if not fbgemm_accumulates_wide():
         narrow |= {(row.kind, "dynamic") for row in ops if row.dynamic}
     fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-    return Capabilities(backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add)
+    return Capabilities(
+        backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add, dynamic_cost=DYNAMIC_COST
+    )

@@ -55,6 +55,11 @@ def replace_dynamic(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
+def why_not_dynamic(node: fx.Node) -> str:
+    """Why `replace_dynamic` left an operator alone that finds its ranges in each call; "" for other nodes."""
+    return f"torch has no dynamic int8 kernel for {op_name(node)}" if node.args and _reads_dynamic(node) else ""
+
+
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     """The codes that a node dequantizes, as torch's quantized tensor."""
     view = Dequantize.of(node)

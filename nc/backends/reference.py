@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nc.backends.base import EngineModel, EngineReport, OpRun
+from nc.backends import cpu
+from nc.backends.base import EngineModel, EngineReport, Exporter, OpRun, Option
 from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
@@ -26,6 +28,8 @@ class ReferenceBackend:
     """See the module text."""
 
     name = NAME
+    options: Mapping[str, Option] = {}
+    exports: Mapping[str, Exporter] = {}
 
     def why_unavailable(self) -> str:
         """It always runs."""
@@ -47,7 +51,7 @@ class ReferenceBackend:
             for kind in KIND_NAMES
         )
         fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-        return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="")
+        return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST)
 
     def start(self) -> None:
         """Nothing to import."""

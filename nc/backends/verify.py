@@ -1,4 +1,4 @@
-"""Is an engine's output that of the quantized graph? The one threshold for all engines."""
+"""Is an engine's output that of the quantized graph, and if not, where does it begin? One threshold and one search for all engines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from nc.errors import ConfigError, NCWarning, VerificationError
+from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
+from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -68,3 +71,54 @@ def _disagreement(engine: str, first: str | None, sqnr: float, required: float) 
         f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least "
         f'{required:.0f}. {where}verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
     )
+
+
+#: What an engine gives for a graph of its own and its inputs.
+RunGraph = Callable[[fx.GraphModule, tuple[torch.Tensor, ...]], Sequence[Any]]
+
+
+def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> str:
+    """Name of the first operator whose prefix graph an engine computes wrongly, by bisection; "" when every prefix is right.
+
+    Args:
+        module: QDQ graph.
+        inputs: flat inputs.
+        run: lowers a part of the graph as the whole was lowered, and runs it; it must leave the part as it is.
+    """
+    nodes = [n for n in module.graph.nodes if "operator" in n.meta]
+    low, high = 0, len(nodes)
+    while low < high:
+        middle = (low + high) // 2
+        if _prefix_sqnr_db(module, nodes[middle], inputs, run) < TOLERANCE_DB:
+            high = middle
+        else:
+            low = middle + 1
+    return nodes[low].meta["operator"] if low < len(nodes) else ""
+
+
+def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> float:
+    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized."""
+    probes = _codes_of(last) or [last]
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        if all(probe in mapping for probe in probes):
+            break
+    graph.output(tuple(mapping[probe] for probe in probes))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    prefix = fx.GraphModule(module, graph)
+    with torch.no_grad():
+        expected = prefix(*inputs)
+    return worst_sqnr_db(expected, run(prefix, inputs))
+
+
+def _codes_of(node: fx.Node) -> list[fx.Node]:
+    """The dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in a quantized result only."""
+    found = []
+    for user in node.users:
+        if user.target is dequantize_per_tensor:
+            found.append(user)
+        elif user.target is quantize_per_tensor or op_name(user) in ACTIVATIONS or op_name(user) in MOVES:
+            found += _codes_of(user)
+    return found

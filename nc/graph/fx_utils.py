@@ -86,3 +86,12 @@ def fqn_of(node: fx.Node) -> str:
     while node.op != "get_attr":
         node = node.all_input_nodes[0]
     return node.meta.get("fqn", "")
+
+
+def drop_unused(module: fx.GraphModule) -> None:
+    """Remove constants that nothing reads any more."""
+    for node in [n for n in module.graph.nodes if n.op == "get_attr" and not n.users]:
+        module.graph.erase_node(node)
+    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
+    for name in [name for name in module._buffers if name not in used]:
+        del module._buffers[name]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends import engine_options
 from nc.backends.base import Backend
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.qdq import QDQGraph
@@ -72,7 +73,7 @@ def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
     """What an engine gives for a graph; nothing where it fails on it: to a compiler, reading may be too much."""
     try:
-        return list(backend.lower(graph, verify="off", isolate=isolate).run(inputs))
+        return list(backend.lower(graph, verify="off", **engine_options(backend, isolate=isolate)).run(inputs))
     except BackendUnavailableError:
         raise
     except BackendError:

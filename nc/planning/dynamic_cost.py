@@ -12,12 +12,7 @@ from torch import fx
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
 from nc.graph.reasons import Cause, Reason
-
-#: fp32 on two AVX2 cores: multiply-adds and bytes of weights per microsecond (docs/dynamic.md has what was measured).
-_MACS, _BYTES = 70e3, 20e3
-#: int8 takes about half of that away, and costs in microseconds: for each call, and for each element of input and output.
-_SAVED = 0.5
-_COST = {"per_tensor": (35.0, 0.15e-3), "per_token": (90.0, 0.5e-3)}
+from nc.spec import DynamicCost
 
 
 class Sizes:
@@ -37,16 +32,15 @@ class Sizes:
         """Shape of an operator's constant weight."""
         return tuple(next(n for n in self._graph.module.graph.nodes if n.name == op.node).args[1].meta["val"].shape)
 
-    def slower_in_int8(self, op: Operator, granularity: str) -> Reason | None:
+    def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; None where it would not."""
-        if op.kind != "linear":
+        if op.kind != "linear" or cost is None:
             return None
         node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
         outputs, inner = node.args[1].meta["val"].shape
         rows = math.prod(self._outputs[op.node][:-1])
-        saved = _SAVED * (rows * inner * outputs / _MACS + 4 * inner * outputs / _BYTES)
-        call, element = _COST[granularity]
-        if saved > call + element * rows * (inner + outputs):
+        saved = cost.saved * (rows * inner * outputs / cost.macs + 4 * inner * outputs / cost.weight_bytes)
+        if saved > cost.call[granularity] + cost.element[granularity] * rows * (inner + outputs):
             return None
         return Cause.SLOW(rows=rows, inner=inner, outputs=outputs)
 

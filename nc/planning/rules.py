@@ -135,7 +135,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
     why = _why_no_kernel(op, spec, row, chosen, capabilities)
     if why is None and values.get("skip_slow"):
-        why = sizes.slower_in_int8(op, str(spec.activation.granularity))
+        why = sizes.slower_in_int8(op, str(spec.activation.granularity), capabilities.dynamic_cost)
     if why is not None:
         return _float(base, base["fallback"], why)
     if spec.mode == "weight_only":
@@ -312,7 +312,7 @@ def _unsmoothed(decision: Decision) -> Decision:
 
 
 def _one_weight_scale(decision: Decision) -> Decision:
-    """A transposed convolution in groups, whose output channels lie across its weight: kernels take one scale for all of it."""
+    """A transposed convolution in groups: its output channels lie across its weight, so no axis of that has a scale per channel."""
     if decision.spec.weight is None or decision.spec.weight.granularity == PER_TENSOR:
         return decision
     field = ("w_granularity", "per_tensor", "kernel")

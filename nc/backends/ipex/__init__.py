@@ -6,12 +6,13 @@ IPEX ended with 2.8.0, for torch 2.8; its repository is archived.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 from packaging.version import Version
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, check_available
+from nc.backends.base import EngineModel, Exporter, Option, check_available, write_script
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
 
@@ -42,6 +43,8 @@ class IpexBackend:
     """See the module text."""
 
     name = NAME
+    options: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never"), protects=True)}
+    exports: Mapping[str, Exporter] = {"torchscript": Exporter(write_script)}
 
     def why_unavailable(self) -> str:
         """What is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from nc.backends.base import EngineReport, OpRun
+from nc.backends.passes import Rewrite
 from nc.graph.qdq import QDQGraph
 
 GROUP = "ipex::LlgaFusionGroup"
@@ -26,7 +27,7 @@ def build_report(
     graph: QDQGraph,
     executed: torch._C.Graph,
     operator_at: Mapping[int, str],
-    rewrites: tuple[str, ...],
+    rewrites: tuple[Rewrite, ...],
     sqnr: float | None,
     backend: str,
     weight_bytes: int,
@@ -37,7 +38,7 @@ def build_report(
         graph: the QDQ graph that was asked for.
         executed: from `executed_graph`.
         operator_at: source line of the script → operator name.
-        rewrites: what the lints changed.
+        rewrites: what the passes changed.
         sqnr: engine against reference in dB.
         backend: name for the report.
         weight_bytes: bytes of the engine's constants.
@@ -59,7 +60,7 @@ def build_report(
             seen.add(operator)
             if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
                 int8.add(operator)
-    linted = {entry.split(": ", 1)[1]: entry.split(": ", 1)[0] for entry in rewrites}
+    linted = {rewrite.operator: rewrite.name for rewrite in rewrites}
     ops = []
     for decision in graph.plan.decisions:
         name = decision.operator

@@ -14,18 +14,15 @@ from nc.backends.dynamic import packed_bytes
 from nc.backends.ipex.compile_gate import Gate
 from nc.backends.ipex.executed_graph import build_report, executed_graph
 from nc.backends.ipex.isolate import failures_named, first_run_in_child, is_tested
-from nc.backends.ipex.layout import make_row_major
+from nc.backends.ipex.passes import passes
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
-from nc.backends.ipex.workarounds import apply_lints
+from nc.backends.passes import run_passes
 from nc.backends.torchscript import Script, script
-from nc.backends.verify import TOLERANCE_DB, check_option, verify_outputs
-from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
+from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
-from nc.numerics.metrics import worst_sqnr_db
-from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: Run 1 profiles, run 2 optimizes and compiles, run 3 is the first that only computes.
 _WARM_UP = 3
@@ -48,8 +45,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     check_option("isolate", isolate, ("auto", "always", "never"))
     module, _ = copy_module(graph.module)
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
-    permuted = make_row_major(module, tuple(at_least_two(graph.example, dims)))
-    rewrites = (*(f"memory_layout: {name}" for name in permuted), *apply_lints(module))
+    rewrites = run_passes(module, passes(tuple(at_least_two(graph.example, dims)))).rewrites
     familiar = is_tested(module)
     with failures_named():
         scripted, frozen = _freeze(module)
@@ -58,7 +54,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
         first_run_in_child(frozen, inputs)
     with failures_named():
         outputs = _warm_up(frozen, inputs)
-    sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs))
+    sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
 
@@ -94,46 +90,9 @@ def _warm_up(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -
     return outputs
 
 
-def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> str:
-    """Name of the first operator whose prefix graph the engine computes wrongly, by bisection; "" when every prefix is right."""
-    nodes = [n for n in module.graph.nodes if "operator" in n.meta]
-    low, high = 0, len(nodes)
-    while low < high:
-        middle = (low + high) // 2
-        if _prefix_sqnr(module, nodes[middle], inputs) < TOLERANCE_DB:
-            high = middle
-        else:
-            low = middle + 1
-    return nodes[low].meta["operator"] if low < len(nodes) else ""
-
-
-def _prefix_sqnr(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...]) -> float:
-    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized."""
-    probes = _codes_of(last) or [last]
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        if all(probe in mapping for probe in probes):
-            break
-    graph.output(tuple(mapping[probe] for probe in probes))
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    prefix = fx.GraphModule(module, graph)
-    with torch.no_grad():
-        expected = prefix(*inputs)
+def _run_part(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
     with failures_named():
-        return worst_sqnr_db(expected, _warm_up(_freeze(prefix)[1], inputs))
-
-
-def _codes_of(node: fx.Node) -> list[fx.Node]:
-    """The dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in a quantized result only."""
-    found = []
-    for user in node.users:
-        if user.target is dequantize_per_tensor:
-            found.append(user)
-        elif user.target is quantize_per_tensor or op_name(user) in ACTIVATIONS or op_name(user) in MOVES:
-            found += _codes_of(user)
-    return found
+        return _warm_up(_freeze(module)[1], inputs)
 
 
 def _constant_bytes(frozen: torch.jit.ScriptModule) -> int:

@@ -1,17 +1,17 @@
 """Patterns that IPEX 2.8's fuser computes wrongly, or never finishes on, and the rewrite that avoids each.
 
-IPEX is archived: none of these will be fixed. Each lint has a name, which the report shows, and a test that runs the pattern.
+IPEX is archived: none of these will be fixed. Each pass has a name, which the report shows, and a test that runs the pattern.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from nc.backends import cpu
+from nc.backends.passes import Pass
 from nc.graph.catalogue import MOVES, climb, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
 from nc.graph.fx_utils import add_constant, call_operator
@@ -25,21 +25,6 @@ _END = 2**63 - 1
 _NUDGE = 1.0 + 2.0**-20
 _aten = torch.ops.aten
 _EXTREMES = {_aten.max.dim: (_aten.amax.default, _aten.argmax.default), _aten.min.dim: (_aten.amin.default, _aten.argmin.default)}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lint:
-    """One rewrite.
-
-    Attributes:
-        name: shown in the report.
-        why: what IPEX does without it.
-        apply: rewrites a graph in place; returns the names of the operators it changed.
-    """
-
-    name: str
-    why: str
-    apply: Callable[[fx.GraphModule], list[str]]
 
 
 def same_tensor_twice(module: fx.GraphModule) -> list[str]:
@@ -203,23 +188,15 @@ def maximum_with_indices(module: fx.GraphModule) -> list[str]:
     return changed
 
 
-LINTS = (
-    Lint("same_tensor_twice", "hangs", same_tensor_twice),
-    Lint("operand_is_source", "returns garbage", operand_is_source),
-    Lint("operand_overwritten", "changes the caller's tensor, or one that is still in use", operand_overwritten),
-    Lint("strided_pointwise", "returns garbage here and there, not the same in each run", strided_pointwise),
-    Lint("softmax_to_codes", "fails on its first run", softmax_to_codes),
-    Lint("bare_layer_norm", "fails on its first run", bare_layer_norm),
-    Lint("maximum_with_indices", "fails on its first run", maximum_with_indices),
+WORKAROUNDS = (
+    Pass("same_tensor_twice", same_tensor_twice, avoids="hangs"),
+    Pass("operand_is_source", operand_is_source, avoids="returns garbage"),
+    Pass("operand_overwritten", operand_overwritten, avoids="changes the caller's tensor, or one that is still in use"),
+    Pass("strided_pointwise", strided_pointwise, avoids="returns garbage here and there, not the same in each run"),
+    Pass("softmax_to_codes", softmax_to_codes, avoids="fails on its first run"),
+    Pass("bare_layer_norm", bare_layer_norm, avoids="fails on its first run"),
+    Pass("maximum_with_indices", maximum_with_indices, avoids="fails on its first run"),
 )
-
-
-def apply_lints(module: fx.GraphModule) -> tuple[str, ...]:
-    """Apply all, in order; returns "name: operator" for each rewrite."""
-    found = [f"{lint.name}: {operator}" for lint in LINTS for operator in lint.apply(module)]
-    module.graph.lint()
-    module.recompile()
-    return tuple(found)
 
 
 def _codes(node: object) -> fx.Node | None:

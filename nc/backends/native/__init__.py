@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, check_available
-from nc.backends.native import lower
+from nc.backends.base import EngineModel, Exporter, Option, check_available
+from nc.backends.native import lower, package
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
@@ -36,6 +37,8 @@ class NativeBackend:
     """See the module text."""
 
     name = NAME
+    options: Mapping[str, Option] = {"compile": Option((False, True))}
+    exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
 
     def why_unavailable(self) -> str:
         """What this torch or CPU lacks; "" when it can run."""
@@ -50,7 +53,6 @@ class NativeBackend:
         """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
         return dataclasses.replace(
             cpu.capabilities(NAME, OPS),
-            compiles=True,
             why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
             bf16_isa=(_BF16,),
         )

@@ -22,6 +22,17 @@ def compute_in_bf16(module: fx.GraphModule) -> None:
         node.meta["bf16"] = True
 
 
+def why_not_bf16(node: fx.Node) -> str:
+    """Why `compute_in_bf16` left an operator alone; "" where it did not."""
+    if node.meta.get("bf16"):
+        return ""
+    if kind_of_node(node) not in PRODUCTS:
+        return "it is no product of matrices"
+    if [user.target for user in node.users] != [to_bf16]:
+        return "its result is not only read rounded to bf16"
+    return "" if _is_rounded(node) else "an input of it is not rounded to bf16"
+
+
 def drop_round_trips(module: fx.GraphModule) -> None:
     """bf16 → fp32 → bf16 changes nothing; conversions that nobody reads go."""
     for node in list(module.graph.nodes):

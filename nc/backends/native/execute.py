@@ -1,10 +1,13 @@
-"""The lowered graph without Python between its calls: the kernels of small models take less time than Python needs to call them."""
+"""What runs the lowered graph: executors in the order in which they are tried. TorchScript needs no Python between the calls.
+
+The kernels of small models take less time than Python needs to call them.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -23,7 +26,7 @@ _SPELLING = {
     from_bf16: "{}.to(torch.float32)",
     torch.ops.aten.reshape.default: "{}.reshape({})",  # not the copy that a fuser needs
 }
-#: Both run the same kernels; bits differ at most where memory is aligned otherwise.
+#: All executors run the same kernels; bits differ at most where memory is aligned otherwise.
 _SAME_DB = 60.0
 # `int_repr` copies them
 _CODES = """
@@ -33,41 +36,112 @@ def _codes(self, q: Tensor) -> Tensor:
     return q.int_repr()
 """
 
+#: Flat tensors in, outputs back; safe to call from several threads.
+Call = Callable[..., Sequence[Any]]
 
-def executable(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[Callable[..., Sequence[Any]], str]:
-    """What runs the graph: TorchScript's interpreter, in which threads don't wait for each other, or else Python.
 
-    TorchScript reads some Python otherwise: `True` as an argument for a number is 1 to it, and `2 ** 2` is 4.0. So both run the example
-    once, and must agree.
+class Executor(Protocol):
+    """Something that can run a lowered graph."""
+
+    name: str
+
+    def why_not(self, module: fx.GraphModule) -> str:
+        """Why it can't run this graph here, as far as that is known without building; "" when it may."""
+
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+        """What runs the graph.
+
+        Args:
+            module: lowered graph; stays as it is.
+            example: flat inputs.
+
+        Raises:
+            BackendError: it can't run this graph.
+        """
+
+
+class TorchScriptExecutor:
+    """TorchScript's interpreter, in which threads don't wait for each other."""
+
+    name = "TorchScript"
+
+    def why_not(self, module: fx.GraphModule) -> str:
+        """PyTorch deprecates it."""
+        return "" if hasattr(torch.jit, "script") else f"torch {torch.__version__} has no TorchScript"
+
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+        """See `Executor.build`."""
+        with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
+            warnings.simplefilter("ignore")
+            scripted = script(module, _SPELLING, _CODES).module
+
+        def run(*inputs: torch.Tensor) -> Sequence[Any]:
+            # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is imported, would rewrite the graph
+            with torch.jit.optimized_execution(False):
+                return scripted(*inputs)
+
+        return run
+
+
+class PythonExecutor:
+    """Python, call by call: it runs every graph, and is what the others are compared with."""
+
+    name = "Python"
+
+    def why_not(self, module: fx.GraphModule) -> str:
+        """It runs every graph."""
+        return ""
+
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+        """The graph itself."""
+        return module
+
+
+PYTHON = PythonExecutor()
+#: In the order in which they are tried. Python is not among them: it runs what none of them can.
+EXECUTORS: tuple[Executor, ...] = (TorchScriptExecutor(),)
+
+
+def executable(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[Call, str]:
+    """What runs the graph: the first executor that gives on the example what Python gives.
+
+    An executor may read the graph otherwise than Python does: to TorchScript `True` as an argument for a number is 1, and `2 ** 2` is 4.0.
 
     Args:
         module: lowered graph.
         example: flat inputs.
 
     Returns:
-        The callable, flat tensors in and outputs back, and why it is Python; "" when it is not.
+        The callable, and who runs it with why those before it can't, as text; "" when the first one does.
     """
-    try:
-        with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
-            warnings.simplefilter("ignore")
-            scripted = script(module, _SPELLING, _CODES).module
-    except BackendError as error:
-        return module, str(error).splitlines()[0]
+    passed_over: list[str] = []
+    for executor in EXECUTORS:
+        why = executor.why_not(module)
+        call = None
+        if not why:
+            try:
+                call = executor.build(module, example)
+            except BackendError as error:
+                why = str(error).splitlines()[0]
+        if call is not None:
+            why = _why_wrong(call, executor.name, module, example)
+            if not why:
+                return call, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
+        passed_over.append(why)
+    return PYTHON.build(module, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
 
-    def run(*inputs: torch.Tensor) -> Sequence[Any]:
-        # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is imported, would rewrite the graph
-        with torch.jit.optimized_execution(False):
-            return scripted(*inputs)
 
+def _why_wrong(call: Call, name: str, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
+    """Why what an executor built is of no use: it fails, or gives something else than Python; "" when it is right."""
     with torch.no_grad():
         expected = module(*(t.clone() for t in example))
         try:
-            got = run(*(t.clone() for t in example))
+            got = call(*(t.clone() for t in example))
         except RuntimeError as error:
-            return module, f"TorchScript fails: {str(error).strip().splitlines()[-1]}"
+            return f"{name} fails: {str(error).strip().splitlines()[-1]}"
     if [_kind(v) for v in got] != [_kind(v) for v in expected] or worst_sqnr_db(expected, got) < _SAME_DB:
-        return module, "TorchScript computes something else"
-    return run, ""
+        return f"{name} computes something else"
+    return ""
 
 
 def _kind(value: object) -> object:

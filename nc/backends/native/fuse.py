@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import prepack
-from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Conv, Dequantize, Quantize, Weighted
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
@@ -90,7 +90,7 @@ def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
         packed: weights become constants in the layout of their kernel; else the graph packs them, which `torch.export` can follow.
     """
     for node in list(module.graph.nodes):
-        if (op_name(node) == "linear" or _is_convolution(node)) and reads_codes(node):
+        if (op_name(node) == "linear" or op_name(node) in _CONVOLUTIONS) and not why_not_int8(node):
             _replace(module, region_of(node), packed)
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
@@ -142,18 +142,55 @@ def activation_of(node: fx.Node) -> Activation | None:
     return None
 
 
-def _is_convolution(node: fx.Node) -> bool:
-    """Whether a convolution has a batch, and numbers for its padding: kernels take nothing else."""
-    if op_name(node) not in _CONVOLUTIONS or node.target._overloadname != "default":
-        return False
-    return Conv.of(node).input.meta["val"].dim() == Conv.of(node).weight.meta["val"].dim()
+def why_not_int8(node: fx.Node) -> str:
+    """Why no oneDNN kernel computes an operator in int8; "" where `fuse` finds one, and for operators that have no int8 form anywhere."""
+    kind = kind_of_node(node)
+    if kind is None or kind in RECURRENT:
+        return ""
+    if kind == "add":
+        return _why_not_added(node)
+    if kind == "linear":
+        return _why_no_codes(node)
+    if kind not in _CONVOLUTIONS:
+        return f"{kind} has no oneDNN int8 kernel in torch {torch.__version__}"
+    if node.target._overloadname != "default":
+        return "its padding differs from side to side, and kernels take one number for both"
+    if Conv.of(node).input.meta["val"].dim() != Conv.of(node).weight.meta["val"].dim():
+        return "its input has no batch dimension, which kernels need"
+    return _why_no_codes(node)
+
+
+def _why_no_codes(node: fx.Node) -> str:
+    """Why a linear or convolution does not multiply codes by constant codes; "" where it does."""
+    x, weight = Weighted.of(node).input, Weighted.of(node).weight
+    if weight.target not in (dequantize_per_channel, dequantize_per_tensor):
+        return "its weight is not quantized"
+    if Dequantize.of(weight).codes.op != "get_attr":
+        return "its weight is not a constant"
+    if x.target is not dequantize_per_tensor:
+        return f"its input is not quantized: it reads the result of {x.meta.get('operator', op_name(x) or x.name)} as it is"
+    return "its input is a constant" if Dequantize.of(x).codes.op == "get_attr" else ""
+
+
+def _why_not_added(add: fx.Node) -> str:
+    """Why no kernel computed an addition as its post-operation, once all kernels have been put in."""
+    sides = [side for side in add.args[:2] if isinstance(side, fx.Node) and is_kernel(side)]
+    if not sides:
+        return "no int8 kernel of a linear or conv2d stands directly in front of it, to do it as a post-operation"
+    for side in sides:
+        names = ", ".join(side.meta["operators"])
+        if not _is_sum(add, side):
+            return "its sides are not two fp32 tensors of the same shape"
+        if len(side.users) > 1:
+            return f"the result of {names}, in front of it, is read elsewhere too"
+    if any(side.target in (_CONVOLUTIONS["conv1d"], _CONVOLUTIONS["conv3d"]) for side in sides):
+        return f"the kernel of {names}, in front of it, does no additions"
+    return f"the kernel of {names}, in front of it, ends with another post-operation"
 
 
 def reads_codes(node: fx.Node) -> bool:
     """Whether a linear or convolution reads codes, and has constant ones as its weight."""
-    x, weight = Weighted.of(node).input, Weighted.of(node).weight
-    is_weight = weight.target in (dequantize_per_channel, dequantize_per_tensor) and Dequantize.of(weight).codes.op == "get_attr"
-    return is_weight and x.target is dequantize_per_tensor and Dequantize.of(x).codes.op != "get_attr"
+    return not _why_no_codes(node)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

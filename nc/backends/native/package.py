@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from nc.backends.native.compiled import check_compiler, functional
-from nc.backends.native.lower import drop_unused, executed, kernels
+from nc.backends.base import EngineModel
+from nc.backends.native.compiled import check_compiler
+from nc.backends.native.lower import executed
 from nc.backends.native.operators import in_place
-from nc.backends.verify import check_option, verify_outputs
+from nc.backends.native.passes import finish, kernels
+from nc.backends.passes import run_passes
+from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.errors import BackendError, UnsupportedError
-from nc.graph.fx_utils import inline
+from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 
 #: Constants stay constants, so that weights are packed at compile time.
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}
-#: The operator of all convolutions that Inductor knows, under the name that it knows.
-_CONVOLUTION = torch.ops.onednn.qconv_pointwise.default
-_SYNONYMS = ("onednn::qconv1d_pointwise", "onednn::qconv2d_pointwise", "onednn::qconv3d_pointwise")
 
 
-def package(graph: QDQGraph, *, free_sizes: bool, verify: str) -> bytes:
+def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: bool = False, verify: str = "raise") -> bytes:
     """Content of the `.pt2`, for this CPU; run once and compared with the graph.
 
     Args:
         graph: the quantized model, with static quantization only.
+        engine: not needed.
         free_sizes: sizes that are free in the graph stay so.
         verify: see `nc.backends.verify`.
 
@@ -43,18 +45,30 @@ def package(graph: QDQGraph, *, free_sizes: bool, verify: str) -> bytes:
     check_option("verify", verify, ("raise", "warn", "off"))
     check_compiler("export_pt2()")
     _check_static(graph)
-    module = kernels(graph, packed=False)
-    _check_int8(graph, module)
-    functional(module)
-    _name_convolutions(module)
-    drop_unused(module)
-    inline(module)
-    module.recompile()
     used = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     example, free = tuple(graph.example), None
     if free_sizes:
         example = tuple(at_least_two(graph.example, used))
         free = (tuple({i: torch.export.Dim.DYNAMIC for i, dim in enumerate(dims) if isinstance(dim, str)} for dims in used),)
+    module, _ = copy_module(graph.module)
+    run_passes(module, kernels(graph.example, packed=False))
+    _check_int8(graph, module)
+    data, run = _compile(module, example, free)
+
+    def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
+        module, _ = copy_module(part)
+        run_passes(module, kernels(inputs, packed=False))
+        return _compile(module, inputs)[1](*inputs)
+
+    first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
+    with torch.no_grad():
+        verify_outputs(graph, _as_before(graph, run(*graph.example)), verify, "AOTInductor's program", first)
+    return data
+
+
+def _compile(module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None) -> tuple[bytes, Callable[..., Sequence[Any]]]:
+    """The program that AOTInductor makes of a graph of kernels, which it changes: its file, and a callable."""
+    run_passes(module, finish(program=True))
     with tempfile.TemporaryDirectory(prefix="nc-") as directory, torch.no_grad():
         target = Path(directory) / "model.pt2"
         try:
@@ -64,8 +78,7 @@ def package(graph: QDQGraph, *, free_sizes: bool, verify: str) -> bytes:
         except Exception as error:  # whatever a compiler may raise
             msg = f"AOTInductor failed on the quantized graph: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
             raise BackendError(msg) from error
-        verify_outputs(graph, _as_before(graph, run(*graph.example)), verify, "AOTInductor's program")
-        return target.read_bytes()
+        return target.read_bytes(), run
 
 
 class _Tensors(torch.nn.Module):
@@ -104,9 +117,3 @@ def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
             "The program would compute them in fp32. Exclude them from quantization: config.exclude(name) for each."
         )
         raise UnsupportedError(msg)
-
-
-def _name_convolutions(module: fx.GraphModule) -> None:
-    for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "_overloadname", "") == "default" and node.target._schema.name in _SYNONYMS:
-            node.target = _CONVOLUTION

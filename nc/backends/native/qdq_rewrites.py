@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.backends.torchscript import explicit_clamps
 from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, joined_inputs, op_name, schema_arguments
 from nc.graph.fx_utils import call_operator
 from nc.graph.placement import works_in_place
@@ -109,15 +108,10 @@ def pool_codes(module: fx.GraphModule) -> None:
             module.graph.erase_node(source)
 
 
-def remaining(module: fx.GraphModule) -> tuple[int, int]:
-    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels; returns how many of each there are."""
-    explicit_clamps(module)
-    counts = [0, 0]
+def remaining(module: fx.GraphModule) -> None:
+    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels."""
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor:
             node.target, node.args = quantize, (Quantize.of(node).input, *Quantize.of(node).qparams)
-            counts[0] += 1
         elif node.target is dequantize_per_tensor and Dequantize.of(node).codes.op != "get_attr":
             node.target, node.args = dequantize, (Dequantize.of(node).codes, *Dequantize.of(node).qparams)
-            counts[1] += 1
-    return counts[0], counts[1]

@@ -1,0 +1,47 @@
+"""How a QDQ graph becomes a graph of oneDNN calls: two visible, ordered lists for all that runs these."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from nc.backends.dynamic import replace_dynamic, why_not_dynamic
+from nc.backends.native.attention import recompose
+from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
+from nc.backends.native.compiled import functional
+from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
+from nc.backends.native.inductor_names import name_convolutions
+from nc.backends.native.merge import merge
+from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
+from nc.backends.passes import Pass
+from nc.backends.torchscript import explicit_clamps
+from nc.graph.fx_utils import drop_unused, inline
+
+
+def kernels(example: Sequence[torch.Tensor], *, packed: bool = True) -> tuple[Pass, ...]:
+    """Operators become calls of kernels.
+
+    Args:
+        example: flat inputs, whose sizes weights are laid out for.
+        packed: as in `fuse`.
+    """
+    return (
+        Pass("shapes", functools.partial(note_shapes, example=example)),
+        Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
+        Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
+        Pass("attention", recompose),
+        Pass("unsigned_codes", unsigned),
+        Pass("early_codes", hoist),
+        Pass("bf16_round_trips", drop_round_trips),
+        Pass("merged_linears", merge),
+        Pass("static_kernels", functools.partial(fuse, packed=packed), why_not_int8, "int8"),
+    )
+
+
+def finish(*, program: bool = False) -> tuple[Pass, ...]:
+    """What is left around the kernels becomes what an executor can run, or a `program` that AOTInductor can compile."""
+    here = (Pass("pools_of_codes", pool_codes), Pass("explicit_clamps", explicit_clamps), Pass("converters", remaining))
+    compiled = (Pass("functional_sums", functional), Pass("inductor_names", name_convolutions), Pass("inlined_converters", inline))
+    return (*(compiled if program else here), Pass("unused_constants", drop_unused))
