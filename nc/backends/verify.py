@@ -11,7 +11,7 @@ from torch import fx
 
 from nc.errors import ConfigError, NCWarning, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
-from nc.graph.functions import dequantize_per_tensor, quantize_per_tensor
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 
