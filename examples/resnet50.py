@@ -73,7 +73,7 @@ def tour(out: Path) -> None:
 
 
 def images(seed: int) -> torch.Tensor:
-    """Random images [8, 3, 224, 224], smooth as photographs are: neighbouring pixels are alike."""
+    """Random images [8, 3, 224, 224], smooth like photographs: neighbouring pixels are similar."""
     coarse = torch.randn(BATCH, 3, SIZE // 16, SIZE // 16, generator=torch.Generator().manual_seed(seed))
     return torch.nn.functional.interpolate(coarse, size=(SIZE, SIZE), mode="bilinear")
 
@@ -90,12 +90,12 @@ def rules(report: nc.report.Report) -> None:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, q_model: torch.nn.Module, evaluation: list[torch.Tensor]) -> None:
-    """Compare logits with the fp32 network's."""
+    """Compare the logits with those of the fp32 network."""
     fp32 = torch.cat([model(batch) for batch in show.progress(evaluation, "evaluate fp32")])
     int8 = torch.cat([q_model(batch) for batch in show.progress(evaluation, "evaluate int8")])
     cosine = torch.nn.functional.cosine_similarity(fp32, int8)
     same = (fp32.argmax(-1) == int8.argmax(-1)).float().mean()
-    show.heading(f"Agreement with fp32 on {len(fp32)} random images (random weights: no statement about accuracy)")
+    show.heading(f"Agreement with fp32 on {len(fp32)} random images (random weights: this says nothing about accuracy)")
     show.console.print(f"cosine of the logits: mean {cosine.mean():.4f}, worst {cosine.min():.4f}; same class {same:.1%}")
 
 

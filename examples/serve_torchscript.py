@@ -1,4 +1,4 @@
-"""Export a quantized model as one TorchScript file, and serve it where only torch and IPEX are imported.
+"""Export a quantized model as one TorchScript file, and serve it in a process that imports only torch and IPEX.
 
     python examples/serve_torchscript.py [--out DIR]   quantize, export, then start the server process below
     python examples/serve_torchscript.py --serve DIR   the server: needs neither `nc` nor the model's class
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def export(out: Path) -> None:
-    """Quantize a network, write model.pt, and what it computes for one image."""
+    """Quantize a network; write model.pt and its result for one image."""
     import torch
     from torchvision.models import resnet18
 

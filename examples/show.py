@@ -1,4 +1,4 @@
-"""What the examples print, kept out of their way: which operators run int8, latency, sizes."""
+"""Printing for the examples: which operators run int8, latency, sizes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if not console.is_terminal:
 
 
 def heading(text: str) -> None:
-    """A line of its own above what follows."""
+    """Print a heading."""
     console.print(f"\n{text}", style="bold")
 
 
 def progress(items: Iterable[T], text: str, total: int | None = None) -> Iterable[T]:
-    """Go through items behind a progress bar on stderr."""
+    """Iterate over items with a progress bar on stderr."""
     return track(items, text, total=total, console=Console(stderr=True))
 
 
 def operators(report: Any) -> None:
-    """How many operators run int8; the others by reason, so that repeated layers take one line."""
+    """Print how many operators run int8, and the others grouped by reason."""
     heading("What runs int8, read from the graph that the engine executes")
     table = Table("operators", "type", "asked", "ran", "why", box=None, pad_edge=False)
     rows: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
@@ -70,13 +70,13 @@ def sizes(fp32: int, int8: int) -> None:
 
 
 def in_new_process(*arguments: str | Path) -> None:
-    """Run this example again with other arguments, in a process of its own; fail when it does."""
+    """Run this example again with other arguments in a new process; raises if that fails."""
     sys.stdout.flush()
     subprocess.run([sys.executable, sys.argv[0], *map(str, arguments)], check=True)
 
 
 def same_numbers(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], what: str) -> None:
-    """Say how far two lists of tensors are apart; exit with 1 when they differ by more than rounding."""
+    """Print the difference of two lists of tensors; exit with code 1 if it is more than rounding."""
     largest = max(float((e - g).abs().max()) for e, g in zip(expected, got, strict=True))
     scale = statistics.fmean(float(e.abs().mean()) for e in expected)
     verdict = "the same numbers" if largest <= 1e-4 * scale else "OTHER NUMBERS"

@@ -11,9 +11,9 @@ from torch import fx
 
 from nc.errors import ConfigError, NCWarning, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
-from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
+from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
 #: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and
