@@ -24,19 +24,19 @@ from nc.storage import store
 def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
     """Save a quantized model as a directory of three files: weights, graph and checksums.
 
-    It is written beside its place and then renamed, so nobody ever sees half of it; saving the same model
-    again gives the same bytes. The example inputs given to `prepare` are part of it: `load` warms up and
+    The directory is written under another name and then renamed, so it is never incomplete. Saving the same model
+    again gives the same bytes. The example inputs of `prepare` are saved too, because `load` warms up and
     verifies the engine with them.
 
     Args:
-        model: what `convert` or `load` returned.
+        model: the result of `convert` or `load`.
         checkpoint_dir: created with its parents; an earlier artefact there is replaced.
         format: "default", the only one.
 
     Raises:
         ConfigError: another format.
         StateError: not a quantized model.
-        ArtefactError: the directory holds something else, or the model something that an artefact can't; the
+        ArtefactError: the directory contains other files, or the model contains something that cannot be saved; the
             message names it.
         ArtefactOperatorError: the model uses an operator that `load` would not accept.
     """
@@ -60,33 +60,33 @@ def load(
     """Load a saved model; the class of the user's model is not needed.
 
     Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
-    artefact is executed: its graph may only call operators of a fixed list. Outputs come back in the
-    structure that they were captured with; see `nc.storage.pytree_json` for classes that do not exist here.
+    artefact is executed: its graph may only call operators of a fixed list. Outputs have the
+    structure that they had at capture; see `nc.storage.pytree_json` for classes that are not installed here.
 
-    Where the engine adds products in 16 bits on this CPU, layers whose sums could saturate are quantized anew
-    from their int8 codes, with an `NCWarning`; the files stay as they are.
+    If the engine adds products in 16 bits on this CPU, layers whose sums could saturate are quantized again
+    from their int8 codes, with an `NCWarning`. The files do not change.
 
     Args:
         model_name_or_path: the directory that `save` wrote.
-        original_model: for scripts written for Neural Compressor; not needed, an artefact has the whole model.
+        original_model: for scripts written for Neural Compressor; not needed, because an artefact contains the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
         backend: the engine to run on: "ipex", "native", "reference", a registered one, or "auto": the first that can run here and
-            computes this model; the report says why one was passed over.
-        verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or
+            computes this model correctly. The report says why earlier engines were not used.
+        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or
             "off".
-        isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
-        compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
+        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
+        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
 
     Raises:
-        ArtefactMissingError: the directory or a file of it is not there.
+        ArtefactMissingError: the directory or one of its files does not exist.
         ArtefactCorruptError: a file is truncated or altered.
         ArtefactSchemaError: a newer version wrote it, or it is not an artefact.
-        ArtefactOperatorError: it holds an operator that is not on the list.
-        UnsupportedError: its numbers rely on CPU features that this CPU lacks, and that nothing makes up for.
+        ArtefactOperatorError: it contains an operator that is not allowed.
+        UnsupportedError: its integer ranges need CPU features that this CPU does not have.
         UnknownBackendError, BackendUnavailableError: as for `prepare`.
-        VerificationError: the engine computes something else than the reference.
-        BackendError: the engine fails; for "auto", every engine does, and the message has all reasons.
+        VerificationError: the results of the engine differ from those of the reference.
+        BackendError: the engine failed; for "auto", every engine failed, and the message has all reasons.
         ConfigError: another format or device, or the backend has no `compile`.
     """
     if format != "default" or device != "cpu":
@@ -123,18 +123,17 @@ def _run(graph: QDQGraph, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) -> None:
     """Write the engine's frozen TorchScript program as one file, for C++ and for serving without `nc`.
 
-    The file is a program: load one only if you would run a program from where it came. `torch.jit.load` reads
-    it; what to know there:
+    The file is a program: load it only from a source that you trust. Load it with `torch.jit.load`:
 
-    * the process must have imported `intel_extension_for_pytorch` (in C++: linked its library) before, or
-      there are no int8 kernels;
-    * it takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
-      tuple of outputs;
-    * inputs must be contiguous (row-major): `x.contiguous()` on each. Another layout can give wrong numbers;
-    * the first three calls warm up: they are slow, and must have finished before several threads call it.
+    * The process must first import `intel_extension_for_pytorch` (in C++: link its library), else
+      there are no int8 kernels.
+    * It takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
+      tuple of outputs.
+    * Inputs must be contiguous (row-major): call `x.contiguous()`. Another layout can give wrong numbers.
+    * The first three calls are slow, and must finish before several threads call it.
 
     Args:
-        q_model: what `convert` or `load` returned.
+        q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
 
     Raises:
@@ -147,27 +146,26 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
 def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_sizes: bool = False, verify: str = "raise") -> None:
     """Write a program compiled ahead of time by AOTInductor as one file, for C++ and for serving without `nc`.
 
-    The file is a program: load one only if you would run a program from where it came.
-    `torch._inductor.aoti_load_package` reads it, in C++ `torch::inductor::AOTIModelPackageLoader`; what to know
-    there:
+    The file is a program: load it only from a source that you trust. Load it with
+    `torch._inductor.aoti_load_package`, in C++ with `torch::inductor::AOTIModelPackageLoader`:
 
-    * it belongs to this version of torch and to CPUs with what this one has;
-    * it takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
+    * It works with this version of torch only, and on CPUs with the features of this CPU.
+    * It takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
       tuple of tensors.
 
     Args:
-        q_model: what `convert` or `load` returned, on any backend; static quantization only.
+        q_model: the result of `convert` or `load`, on any backend; static quantization only.
         path: the file; created with its parents, replaced as a whole.
-        free_sizes: batch and sequence stay free, else they are those of the example inputs. Weights of
-            convolutions are packed for the example's sizes; at others a kernel may lay them out anew at every call.
-        verify: "raise" or "warn" when the program disagrees with the reference on the example inputs, or "off".
+        free_sizes: leave batch and sequence free; else they are those of the example inputs. Weights of
+            convolutions are packed for the example's sizes; for other sizes a kernel may repack them in every call.
+        verify: "raise" or "warn" if the program disagrees with the reference on the example inputs, or "off".
 
     Raises:
         StateError: not a quantized model.
-        UnsupportedError: an operator is quantized dynamically, has no int8 kernel, or computes in bf16, which this CPU lacks.
-        BackendUnavailableError: there is no C++ compiler, or the CPU lacks what int8 kernels need.
+        UnsupportedError: an operator is quantized dynamically, has no int8 kernel, or computes in bf16, which this CPU does not have.
+        BackendUnavailableError: there is no C++ compiler, or the CPU has no feature that int8 kernels need.
         BackendError: AOTInductor failed.
-        VerificationError: the program computes something else than the reference.
+        VerificationError: the results of the program differ from those of the reference.
     """
     _export(q_model, path, "pt2", "export_pt2", free_sizes=free_sizes, verify=verify)
 
@@ -225,7 +223,7 @@ def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:
 
 def _checked(q_model: QuantizedModel, step: str) -> QuantizedModel:
     if not isinstance(q_model, QuantizedModel):
-        msg = f"{step}() takes what convert() or load() returned, but got {type(q_model).__name__}."
+        msg = f"{step}() expects the result of convert() or load(), but got {type(q_model).__name__}."
         raise StateError(msg)
     return q_model
 
@@ -254,8 +252,8 @@ def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
     if names:
         text = (
             f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}, where {len(names)} of "
-            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized anew from their int8 codes, "
-            "which costs some accuracy (see the report). To avoid that convert the model on such a CPU, from fp32. The files are unchanged."
+            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 codes, "
+            "which costs some accuracy (see the report). To avoid this, convert the fp32 model on such a CPU. The files are unchanged."
         )
         warnings.warn(text, NCWarning, stacklevel=3 + frames)
     return graph

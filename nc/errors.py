@@ -1,44 +1,44 @@
-"""The exceptions a user can meet.
+"""The exceptions that users can get.
 
 One tree:
 
     NCError
-    ├── ConfigError (ValueError)          a configuration that can't be meant
+    ├── ConfigError (ValueError)          an impossible configuration
     │   ├── UnknownFieldError (TypeError)     a field that does not exist
     │   ├── PatternError                      an invalid regular expression
     │   └── UnmatchedRuleError                a rule that matches no operator
-    ├── UnsupportedError (ValueError)     legal, but not on this backend
+    ├── UnsupportedError (ValueError)     valid, but not supported by this backend or CPU
     ├── InputError (ValueError)           example or call inputs that don't fit the model
     ├── CaptureError (RuntimeError)       torch.export could not capture the model
-    ├── StateError (RuntimeError)         a step called out of order
+    ├── StateError (RuntimeError)         a step called in the wrong order
     ├── CalibrationError (ValueError)     calibration data with NaN or Inf
     ├── BackendError (RuntimeError)       an engine that is missing or failed
-    │   ├── UnknownBackendError               a name that nobody registered
-    │   ├── BackendUnavailableError           known, but can't run here
+    │   ├── UnknownBackendError               no backend has this name
+    │   ├── BackendUnavailableError           a known backend that cannot run here
     │   └── VerificationError                 the engine disagrees with the reference
-    └── ArtefactError (ValueError)        a saved model that can't be trusted
+    └── ArtefactError (ValueError)        a saved model that cannot be loaded
         ├── ArtefactMissingError              a file is not there
         ├── ArtefactCorruptError              a checksum does not match
-        ├── ArtefactSchemaError               written by a newer version, or not by us
+        ├── ArtefactSchemaError               written by a newer version, or not by nc
         └── ArtefactOperatorError             an operator that is not on the allow-list
 
-Every message says what was wrong, where, and what to do. Two warnings stand beside the tree: `NCWarning` for what was decided on
-the user's behalf, and its subclass `UnmatchedTypeWarning` for a type rule without effect.
+Every message says what was wrong, where, and what to do. There are two warnings: `NCWarning` for a decision that nc made for the
+user, and its subclass `UnmatchedTypeWarning` for a type rule that matches nothing.
 """
 
 from __future__ import annotations
 
 
 class NCError(Exception):
-    """Base of everything that `nc` raises on purpose."""
+    """Base class of all errors that `nc` raises."""
 
 
 class ConfigError(NCError, ValueError):
-    """A configuration that contradicts itself or names a value that does not exist."""
+    """A configuration with contradicting fields or unknown values."""
 
 
 class UnknownFieldError(ConfigError, TypeError):
-    """A configuration was given a field that it does not have."""
+    """A configuration has no field with this name."""
 
 
 class PatternError(ConfigError):
@@ -50,7 +50,7 @@ class UnmatchedRuleError(ConfigError):
 
 
 class UnsupportedError(NCError, ValueError):
-    """A legal request that the chosen backend can't run."""
+    """A valid request that the chosen backend or CPU does not support."""
 
 
 class InputError(NCError, ValueError):
@@ -62,11 +62,11 @@ class CaptureError(NCError, RuntimeError):
 
 
 class StateError(NCError, RuntimeError):
-    """A step was called out of order (convert before calibration, prepare on a converted model)."""
+    """A step was called in the wrong order (convert before calibration, prepare on a converted model)."""
 
 
 class CalibrationError(NCError, ValueError):
-    """Calibration data held NaN or Inf."""
+    """Calibration data contains NaN or Inf."""
 
 
 class BackendError(NCError, RuntimeError):
@@ -78,19 +78,19 @@ class UnknownBackendError(BackendError, ValueError):
 
 
 class BackendUnavailableError(BackendError, ImportError):
-    """The backend exists but can't run on this machine."""
+    """The backend exists but cannot run on this machine."""
 
 
 class VerificationError(BackendError):
-    """The engine model's output is further from the reference than the backend's tolerance."""
+    """The engine's outputs differ from the reference by more than rounding explains."""
 
 
 class ArtefactError(NCError, ValueError):
-    """A saved model can't be loaded."""
+    """A saved model cannot be loaded, or a model cannot be saved."""
 
 
 class ArtefactMissingError(ArtefactError, FileNotFoundError):
-    """A file of the artefact is not there."""
+    """A file of the artefact does not exist."""
 
 
 class ArtefactCorruptError(ArtefactError):
@@ -98,15 +98,15 @@ class ArtefactCorruptError(ArtefactError):
 
 
 class ArtefactSchemaError(ArtefactError):
-    """The artefact was written by a newer version, or is not one of ours."""
+    """The artefact was written by a newer version, or not by nc."""
 
 
 class ArtefactOperatorError(ArtefactError):
-    """The artefact's graph holds an operator that is not on the allow-list."""
+    """The artefact's graph contains an operator that is not on the allow-list."""
 
 
 class NCWarning(UserWarning):
-    """Something was decided on the user's behalf."""
+    """nc made a decision for the user."""
 
 
 class UnmatchedTypeWarning(NCWarning):

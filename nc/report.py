@@ -1,4 +1,4 @@
-"""What was asked, what ran, why not, and what it costs."""
+"""The report: what was asked for, what runs, why operators stay fp32, and the costs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class OpReport:
         asked: "int8", "bf16", "fp32", or e.g. "int4 per_group 32, weight only", from the configuration.
         ran: "int8", "bf16" or "fp32", from what the engine executes.
         rule: the rule that decided what was asked.
-        reason: why it is not int8, or what was rewritten; "" when there is nothing to say.
-        kernel: the kernel that computed it; "" when nothing was profiled, or nothing that was timed computes it.
-        share: its part of the profiled time, from 0 to 1; None when it has no kernel of its own, or nothing was profiled.
+        reason: why it is not int8, or what was rewritten; else "".
+        kernel: the kernel that computed it; "" without a profile, or if no timed step computes it.
+        share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
         mode: "static", "dynamic", "weight_only" or "float": how it is quantized in the graph.
     """
 
@@ -44,27 +44,27 @@ class OpReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The proof of what runs; `print` shows a table.
+    """What runs and why; `print` shows a table.
 
     Attributes:
         backend: name of the engine.
-        chosen: why "auto" took it; "" when it was asked for.
+        chosen: why "auto" chose this engine; "" if the user named it.
         ops: one entry per operator, in execution order.
-        groups: fused int8 groups, None where the engine has no such thing.
-        quantize_outside: quantize nodes that run on their own.
-        dequantize_outside: dequantize nodes that run on their own.
+        groups: number of fused int8 groups; None if the engine has no groups.
+        quantize_outside: quantize nodes that are not fused.
+        dequantize_outside: dequantize nodes that are not fused.
         weight_bytes: bytes of the engine model's constants.
         float_bytes: bytes of the fp32 model's constants.
-        sqnr_db: engine against reference on the example inputs, in dB; None when it was not measured.
+        sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
         noise_db: the quantized graph against fp32 on the example inputs, in dB.
         algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
-        health: what calibration leaves to wish for, the worst of each kind first; see docs/report.md.
-        changes: what `load` changed for this CPU, a line each.
+        health: problems that calibration found, the worst of each kind first; see docs/report.md.
+        changes: what `load` changed for this CPU, one line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
-        isa: CPU features that the numbers rely on.
-        details: what else the backend had to say.
-        verdict: how fast the engine is against fp32, and what costs more than it gains; None when `convert` did not measure it.
-        profile: every call that the engine makes, with its kernels and its time; None when nothing was profiled.
+        isa: CPU features that the integer ranges need.
+        details: further remarks of the backend.
+        verdict: the speed relative to fp32, and operators that are slower in int8; None if `convert` did not measure it.
+        profile: every step of the engine, with its kernels and its time; None if it was not requested.
     """
 
     backend: str
@@ -88,17 +88,17 @@ class Report:
 
     @property
     def asked_int8(self) -> int:
-        """Operators for which int8 was asked."""
+        """Number of operators for which int8 was asked."""
         return sum(op.asked == "int8" for op in self.ops)
 
     @property
     def ran_int8(self) -> int:
-        """Operators that were asked to run int8 and do."""
+        """Number of operators for which int8 was asked and which run int8."""
         return sum(op.asked == "int8" and op.ran == "int8" for op in self.ops)
 
     @property
     def not_int8(self) -> tuple[OpReport, ...]:
-        """Operators that were asked to run int8 and do not."""
+        """Operators for which int8 was asked, but which do not run int8."""
         return tuple(op for op in self.ops if op.asked == "int8" and op.ran != "int8")
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Report:
         return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
 
     def summary(self) -> str:
-        """A few lines: the verdict, and the numbers without the operators."""
+        """The verdict and the figures, without the table of operators."""
         return f"{self._verdict()}\n{self._figures()}"
 
     def _verdict(self) -> str:
@@ -141,7 +141,7 @@ class Report:
         return "\n".join(lines)
 
     def _health(self) -> list[str]:
-        """The worst finding of each kind, and how many more there are."""
+        """The worst finding of each kind, and the number of others."""
         kinds: dict[str, list[Finding]] = {}
         for finding in self.health:
             kinds.setdefault(finding.kind, []).append(finding)
@@ -160,7 +160,7 @@ class Report:
 def build(
     graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None, verdict: Verdict | None = None
 ) -> Report:
-    """Put the plan, the engine's own account and what was measured side by side."""
+    """Combine the plan, the engine's report and the measurements."""
     runs = {run.operator: run for run in engine.ops}
     kernels = profile.kernels() if profile is not None else {}
     ops = []

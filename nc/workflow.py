@@ -1,4 +1,4 @@
-"""The front door: prepare, convert, quantize, describe."""
+"""The main functions: prepare, convert, quantize, describe."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def prepare(
     dynamic_shapes: Any = None,
     strict: bool = True,
 ) -> PreparedModel:
-    """Capture a model and put observers where it will be quantized.
+    """Capture a model and insert observers for calibration.
 
     Args:
-        model: a trained fp32 model on the CPU, or what `nc.export.export` made of it; never changed, quantized as in eval mode.
-        quant_config: what to quantize to: a configuration, a sum of several, or a dict as `to_dict` gives it.
-        inplace: let the result share the model's weights instead of copying them, and leave the model in eval mode. Training it
-            afterwards would then change the prepared model too.
+        model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
+        quant_config: a configuration, a sum of configurations, or a dict from `to_dict`.
+        inplace: share the model's weights instead of copying them, and leave the model in eval mode. Training the model
+            afterwards then also changes the prepared model.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: the engine to plan for: "ipex", "native", "reference", a registered one, or "auto": the first that can run here. When
-            that one can't compute this model, `convert` goes on to the next.
-        dynamic_shapes: as for `torch.export.export`, by argument name; None frees every dimension that the model leaves free, but not
-            height and width of images for models with tokens (layer norm, attention, embeddings).
-        strict: a rule whose name matches nothing raises; False makes it a warning.
+        backend: the engine to plan for: "ipex", "native", "reference", a registered one, or "auto": the first that can run here. If
+            that engine cannot compute this model, `convert` tries the next one.
+        dynamic_shapes: as for `torch.export.export`, by argument name. None makes every dimension free that the model does not fix, except
+            the height and width of images in models with tokens (layer norm, attention, embeddings).
+        strict: raise if a rule's name or pattern matches nothing; False gives a warning.
 
     Returns:
-        A module with the model's signature and outputs, to be called with calibration data.
+        A module with the model's signature and outputs. Call it with calibration data.
 
     Raises:
         InputError: example_inputs are missing or do not fit, or the model fails on them.
-        CaptureError: the model can't be captured as one graph.
+        CaptureError: the model cannot be captured as one graph.
         UnmatchedRuleError: a rule matches nothing.
-        UnsupportedError: the backend has no kernel for a dtype that was asked for.
-        BackendUnavailableError: the backend can't run here.
-        StateError: the model was prepared or converted already.
+        UnsupportedError: the backend has no kernel for a requested dtype.
+        BackendUnavailableError: the backend cannot run here.
+        StateError: the model is already prepared or converted.
     """
-    config = copy.deepcopy(config_from(quant_config))  # what the user does to it later changes nothing here
+    config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
     engine = choose_backend(backend)
     engine.start()
@@ -86,36 +86,36 @@ def convert(
     compile: bool = False,  # noqa: A002
     measure: bool = True,
 ) -> QuantizedModel:
-    """Turn a prepared model into an int8 model on an engine; the prepared model stays usable.
+    """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
 
     Args:
-        model: what `prepare` returned, after calibration; dynamic quantization needs none.
-        quant_config: the configuration that `prepare` was given, or None; another one would need another preparation.
-        inplace: for scripts written for Neural Compressor; the prepared model stays as it is in either case.
-        backend: another engine than the one planned for. Where `prepare` was given "auto", or this is it, an engine that can't compute
-            this model gives way to the next one; the report then says why.
-        verify: "raise" or "warn" when the engine disagrees with the reference on the example inputs, or "off".
-        isolate: first fused run in a child process: "auto" (unfamiliar graphs), "always" or "never".
-        measure: time the engine against the captured fp32 model, on the example inputs and for at most about a second; the report begins
-            with the result. The reference, which simulates, is never timed.
-        compile: hand what stays fp32 between the kernels of backend "native" to `torch.compile`; needs a C++ compiler.
+        model: the result of `prepare`, after calibration. Dynamic quantization needs no calibration.
+        quant_config: the same configuration as for `prepare`, or None.
+        inplace: for scripts written for Neural Compressor; it has no effect.
+        backend: another engine than in `prepare`. With "auto" (here or in `prepare`), an engine that cannot compute
+            this model is replaced by the next one, and the report says why.
+        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
+        isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
+        measure: compare the time of the engine and of the captured fp32 model on the example inputs, for about a second. The report begins
+            with the result. The reference is never timed, because it only simulates.
+        compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
-        ConfigError: `quant_config` is not the one that `prepare` was given, or the backend has no `compile`.
-        UnsupportedError: the other engine has no kernel for a dtype that was asked for.
-        VerificationError: the engine computes something else than the reference.
-        BackendUnavailableError: the engine can't run here.
-        BackendError: it fails; for "auto", every engine does, and the message has all reasons.
+        ConfigError: `quant_config` differs from that of `prepare`, or the backend has no `compile`.
+        UnsupportedError: the other engine has no kernel for a requested dtype.
+        VerificationError: the results of the engine differ from those of the reference.
+        BackendUnavailableError: the engine cannot run here.
+        BackendError: the engine failed; for "auto", every engine failed, and the message has all reasons.
     """
     if isinstance(model, QuantizedModel):
-        msg = "The model is converted already; convert() takes what prepare() returned."
+        msg = "The model is converted already; convert() expects the result of prepare()."
         raise StateError(msg)
     if not isinstance(model, PreparedModel):
-        msg = f"convert() takes what prepare() returned, but got {type(model).__name__}."
+        msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
     if quant_config is not None and config_from(quant_config) != model.quant_config:
-        msg = "convert() got another configuration than prepare(); leave it out here, or prepare the model again with this one."
+        msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
     asked, first = (model.asked, model.backend) if backend is None else (backend, choose_backend(backend).name)
 
@@ -140,9 +140,9 @@ def quantize(
     measure: bool = True,
     **options: Any,
 ) -> QuantizedModel:
-    """`prepare`, `run_fn(prepared, *run_args)`, `convert` in one. Dynamic quantization needs no `run_fn`.
+    """Call `prepare`, `run_fn(prepared, *run_args)` and `convert`. Dynamic quantization needs no `run_fn`.
 
-    `measure` is convert's, `options` are prepare's.
+    `measure` is passed to `convert`, `options` are passed to `prepare`.
 
     Example:
         >>> import torch
@@ -168,7 +168,7 @@ def describe(
     backend: str = "auto",
     strict: bool = True,
 ) -> Plan:
-    """The plan before any data: every operator, what it will be quantized to, and by which rule.
+    """The plan, without calibration data: for every operator how it will be quantized, and by which rule.
 
     Returns:
         A `Plan`; `print` shows a table, `.to_dict()` gives plain values. Raises what `prepare` raises.
@@ -192,11 +192,11 @@ _OURS = (PreparedModel, QuantizedModel, ReferenceModule)
 
 def _check_model(model: object) -> None:
     if isinstance(model, (PreparedModel, QuantizedModel)):
-        msg = f"The model is a {type(model).__name__} already; give prepare() the fp32 model."
+        msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
         raise StateError(msg)
     inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
     if inside is not None:
-        msg = f"The model holds a {type(inside).__name__}; give prepare() the fp32 model."
+        msg = f"The model contains a {type(inside).__name__}; call prepare() with the fp32 model."
         raise StateError(msg)
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
@@ -205,7 +205,7 @@ def _check_model(model: object) -> None:
         devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, device in devices.items():
         if device.type != "cpu":
-            msg = f"Parameter {name!r} is on device {device}; this is quantization for CPUs, call model.cpu()."
+            msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
             raise InputError(msg)
 
 
@@ -216,6 +216,6 @@ def _capture(
         return model.own_graph()
     with LOCK:  # capture in another thread switches the same flags for a while
         if any(m.training for m in model.modules()):
-            flags = "it stays in eval mode, since inplace=True" if inplace else "its own flags stay as they are"
+            flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
             warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=3)
         return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace)

@@ -368,7 +368,7 @@ def test_what_can_not_be_compared_says_why(tmp_path):
     x = torch.randn(4, 16)
     q = quantized(MLP().eval(), x)
     for wrong in (lambda: nc.compare(MLP(), q, x), lambda: nc.compare(q, MLP(), x)):
-        with pytest.raises(StateError, match=r"compare\(\) takes what convert\(\) or load\(\) returned.*but got MLP"):
+        with pytest.raises(StateError, match=r"compare\(\) expects the result of convert\(\) or load\(\).*but got MLP"):
             wrong()
     with pytest.raises(ConfigError, match="load the model with backend='native'"):
         nc.compare(q, "native", x)

@@ -182,7 +182,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_a_json_of_another_strategy_says_so():
-    with pytest.raises(ConfigError, match="'static', but got 1 and 'composed'; read it with the class of that one"):
+    with pytest.raises(ConfigError, match="'static', but got 1 and 'composed'. Read it with the class of that algorithm"):
         StaticQuantConfig.from_json((StaticQuantConfig() + DynamicQuantConfig()).to_json())
 
 

@@ -549,7 +549,7 @@ def test_transforms_are_part_of_a_configuration():
     again = nc.StaticQuantConfig.from_json(config.to_json())
     assert again == config
     assert again.pre == (Equalization(iterations=3), BiasAbsorption(n_sigma=2.0))
-    with pytest.raises(ConfigError, match="pre holds for whole models"):
+    with pytest.raises(ConfigError, match="pre applies to whole models"):
         nc.StaticQuantConfig().set_local("a", nc.StaticQuantConfig(pre=[Equalization()]))
     with pytest.raises(ConfigError, match=r"Expected pre to be a list out of Equalization\(\), BiasAbsorption\(\)"):
         nc.StaticQuantConfig(pre=["equalization"])

@@ -133,13 +133,13 @@ def test_steps_out_of_order():
         with pytest.raises(StateError, match=f"is a {type(model).__name__} already; give prepare"):
             prepare(model, CONFIG, example_inputs=X, backend="reference")
     for part in (prepared, q, q.reference):
-        with pytest.raises(StateError, match=f"holds a {type(part).__name__}; give prepare"):
+        with pytest.raises(StateError, match=f"contains a {type(part).__name__}; call prepare"):
             prepare(nn.Sequential(part, nn.ReLU()), CONFIG, example_inputs=X, backend="reference")
     with pytest.raises(StateError, match="is a ReferenceModule|holds a ReferenceModule"):
         prepare(q.reference, CONFIG, example_inputs=X, backend="reference")
     with pytest.raises(StateError, match="converted already"):
         convert(q)
-    with pytest.raises(StateError, match="takes what prepare.. returned, but got MLP"):
+    with pytest.raises(StateError, match="expects the result of prepare.., but got MLP"):
         convert(MLP())
 
 

@@ -540,7 +540,7 @@ def test_steps_that_are_left_out(model):
     prepared_model = prepare(model, get_default_static_config(), example_inputs=EXAMPLE)
     with pytest.raises(nc.StateError, match="Nothing was calibrated"):
         convert(prepared_model)
-    with pytest.raises(nc.StateError, match="takes what prepare"):
+    with pytest.raises(nc.StateError, match="expects the result of prepare"):
         convert(model, quant_config=get_default_static_config())
 
 

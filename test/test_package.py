@@ -144,6 +144,6 @@ def test_without_a_compiler_and_for_what_is_no_quantized_model(tmp_path, monkeyp
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailableError, match=r"export_pt2\(\) needs a C\+\+ compiler, and 'no-such-compiler' is not found"):
         export_pt2(q, tmp_path / "m.pt2")
-    with pytest.raises(StateError, match=r"export_pt2\(\) takes what convert"):
+    with pytest.raises(StateError, match=r"export_pt2\(\) expects the result of convert"):
         export_pt2(MLP(), tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,7 @@
-"""Configurations as values: fields, `set_local` rules, sums of strategies, and their plain form.
+"""Configurations as values: fields, `set_local` rules, sums of strategies, and their dict and JSON form.
 
-A configuration knows nothing of models: rules are kept as keys and `rules.resolve` matches them. A field that was not given reads as its
-default; in a local configuration it takes the value of the level above.
+A configuration does not depend on a model: it stores rules as keys, and `rules.resolve` matches them. A field that was not given has its
+default. In a local configuration such a field takes the value of the next rule that matches, or of the outer configuration.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from nc.config.fields import Field
 from nc.config.rule_key import Key, RuleKey, key_text, parse_keys
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 
-#: Dtypes that are no quantization.
+#: Dtypes that mean "not quantized".
 _FLOATS = frozenset({"fp32", "bf16"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """One `set_local` entry: what the operators that match a key get."""
+    """One `set_local` entry: a key, and the configuration for operators that match it."""
 
     key: Key
     config: QuantConfig
 
 
 class QuantConfig(Document):
-    """What the configurations of all strategies have in common; use one of its subclasses.
+    """Base class of the configurations of all strategies; use one of its subclasses.
 
     Attributes:
         given: the fields that were given, by name.
-        white_list: keys of the only operators that the configuration's own fields hold for; None: they hold for all.
-        rules: local configurations, in the order in which they were declared.
+        white_list: keys of the operators to which the configuration's own fields apply; None means all.
+        rules: local configurations, in the order of the calls of `set_local`.
     """
 
     algorithm: ClassVar[str] = ""
-    #: The name in dictionaries that were written for Neural Compressor.
+    #: The name in dictionaries written for Neural Compressor.
     alias: ClassVar[str] = ""
     FIELDS: ClassVar[Mapping[str, Field]] = {}
-    #: Strategies with equal families pass values of fields on from level to level.
+    #: A rule takes missing fields only from rules and configurations of the same family.
     family: ClassVar[str] = ""
 
     given: Mapping[str, Any]
@@ -51,7 +51,7 @@ class QuantConfig(Document):
     rules: tuple[Rule, ...]
 
     def __init__(self, *args: Any, white_list: Any = "*", **fields: Any) -> None:
-        """See the subclass; fields are positional in the order listed, or keywords."""
+        """See the subclass; fields may be given by position, in the order listed, or by keyword."""
         names, title = tuple(self.FIELDS), type(self).__name__
         if len(args) > len(names):
             msg = f"{title} takes at most {len(names)} values ({', '.join(names)}), but got {len(args)}."
@@ -76,18 +76,18 @@ class QuantConfig(Document):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The value of each field that nobody gave."""
+        """The default of each field."""
         return {name: field.default for name, field in cls.FIELDS.items()}
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError or UnsupportedError for values that are legal each, but not together, or that nothing implements."""
+        """Raise ConfigError or UnsupportedError for values that contradict each other, or that no backend implements."""
         w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
         check_excluded(values)
         if w_dtype != act_dtype and not {w_dtype, act_dtype}.isdisjoint(_FLOATS):
             msg = (
-                f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: quantization needs both as integers, the fallback to fp32 needs "
-                'both as "fp32", that to bf16 both as "bf16".'
+                f"w_dtype={w_dtype!r} contradicts act_dtype={act_dtype!r}: for quantization both must be integers, for fp32 "
+                'both must be "fp32", for bf16 both "bf16".'
             )
             raise ConfigError(msg)
         if values["act_granularity"] == "per_channel":
@@ -107,7 +107,7 @@ class QuantConfig(Document):
         raise AttributeError(msg)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give a field another value; None takes it back. What fields say together is checked when the configuration is used."""
+        """Set a field; None removes the value. Contradictions between fields are checked when the configuration is used."""
         if name == "white_list":
             self.__dict__["white_list"] = _white_list(value)
             return
@@ -116,15 +116,15 @@ class QuantConfig(Document):
         self.__dict__["given"] = others if value is None else {**others, name: self.FIELDS[name].check(name, value)}
 
     def __eq__(self, other: object) -> bool:
-        """Equal are configurations of one class that were given the same: one can stand for the other, as a local one too."""
+        """Two configurations are equal if they have the same class, given fields, white list and rules."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
-        """One number per class: `set_local` changes a configuration, and the hash of a dictionary's key must not change."""
+        """The same for all configurations of a class, because `set_local` changes a configuration and its hash must not change."""
         return hash(type(self))
 
     def __repr__(self) -> str:
-        """What was given."""
+        """The given fields, white list and rules."""
         values = [f"{name}={value!r}" for name, value in self.given.items()]
         if self.white_list is not None:
             values.append(f"white_list={[key.text for key in self.white_list]}")
@@ -139,16 +139,16 @@ class QuantConfig(Document):
     # ---- rules ----
 
     def set_local(self, key: RuleKey | list[RuleKey], config: QuantConfig) -> Any:
-        """Give operators a configuration of their own; returns `self`, so that calls chain.
+        """Add a rule: operators that match `key` use `config`. Returns `self`, so that calls can be chained.
 
         Args:
             key: an operator name, a regular expression (matches the whole name), a type (`torch.nn.Linear`, "Linear", `torch.matmul`,
-                "add", "Conv2d&relu" for convolutions that a relu follows), or a list of those. Exact names win over patterns, patterns
-                over types, types over the global values; among patterns the last one declared wins.
-            config: the configuration for what matches, of any strategy. Fields that it was not given defer to the level above.
+                "add", "Conv2d&relu" for convolutions followed by a relu), or a list of these. Exact names have priority over patterns, patterns
+                over types, types over the global values; of several patterns the last one declared wins.
+            config: the configuration for these operators, of any strategy. Missing fields come from the next rule that matches.
 
         Raises:
-            ConfigError: `config` is not a configuration, or has rules or a white list of its own, or a field for whole models only.
+            ConfigError: `config` is not a configuration, or has rules, a white list, or a field for whole models only.
             PatternError: the key is neither a name nor a valid regular expression.
         """
         added = tuple(Rule(k, _local(key, config)) for k in parse_keys(key))
@@ -156,7 +156,7 @@ class QuantConfig(Document):
         return self
 
     def exclude(self, *keys: RuleKey) -> Any:
-        """Leave operators in fp32: short for a local configuration with `w_dtype="fp32", act_dtype="fp32"`; returns `self`."""
+        """Leave operators in fp32: the same as `set_local` with `w_dtype="fp32", act_dtype="fp32"`. Returns `self`."""
         return self.set_local(list(keys), type(self)(w_dtype="fp32", act_dtype="fp32"))
 
     def __add__(self, other: AnyConfig) -> ComposedConfig:
@@ -166,7 +166,7 @@ class QuantConfig(Document):
     # ---- plain values ----
 
     def to_dict(self) -> dict[str, Any]:
-        """Total, versioned form of plain values; fields that were not given are left out."""
+        """A dict of plain values with a version; fields that were not given are left out."""
         document = {"schema_version": SCHEMA_VERSION, "algorithm": self.algorithm, "global": self._plain()}
         if self.white_list is not None:
             document["white_list"] = [dataclasses.asdict(key) for key in self.white_list]
@@ -177,7 +177,7 @@ class QuantConfig(Document):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """The inverse of `to_dict`; takes Neural Compressor's forms too: the fields, or {"global": fields, "local": {key: fields}}.
+        """The inverse of `to_dict`. Also accepts Neural Compressor's forms: the fields, or {"global": fields, "local": {key: fields}}.
 
         Raises:
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
@@ -200,7 +200,7 @@ class QuantConfig(Document):
 class ComposedConfig(Document):
     """Several strategies for one model: `StaticQuantConfig(white_list=[torch.nn.Conv2d]) + DynamicQuantConfig(white_list=["Linear"])`.
 
-    Where two parts hold for all operators, the later one gets those that it has a kernel for: `StaticQuantConfig() +
+    If two parts apply to all operators, the later one gets the operators for which it has a kernel: `StaticQuantConfig() +
     DynamicQuantConfig()` is dynamic for linears and recurrent layers, static for the rest.
 
     Attributes:
@@ -213,10 +213,10 @@ class ComposedConfig(Document):
         self.parts = tuple(copy.copy(part) for part in parts)
 
     def __add__(self, other: AnyConfig) -> ComposedConfig:
-        """One more part.
+        """Add a part.
 
         Raises:
-            ConfigError: `other` is no configuration, or both say for all operators what one strategy is to do, and differ.
+            ConfigError: `other` is not a configuration, or two different parts of one class apply to all operators.
         """
         if not isinstance(other, (QuantConfig, ComposedConfig)):
             msg = f"Only configurations can be added, but got {type(other).__name__}."
@@ -225,14 +225,14 @@ class ComposedConfig(Document):
         for mine, theirs in ((m, t) for m in self.parts for t in added):
             if type(mine) is type(theirs) and mine.white_list is None and theirs.white_list is None and mine.given != theirs.given:
                 msg = (
-                    f"Both sides say what {type(mine).__name__} is to do with all operators, and they differ: {mine!r} and {theirs!r}. Say "
-                    "which operators one of them is for: white_list=[…], or set_local."
+                    f"Both sides have a {type(mine).__name__} for all operators, and they differ: {mine!r} and {theirs!r}. Limit "
+                    "one of them to some operators with white_list=[…] or set_local."
                 )
                 raise ConfigError(msg)
         return ComposedConfig(*self.parts, *added)
 
     def set_local(self, key: RuleKey | list[RuleKey], config: QuantConfig) -> ComposedConfig:
-        """As `QuantConfig.set_local`; behind the rules of all parts."""
+        """As `QuantConfig.set_local`; the rule comes after the rules of all parts."""
         self.parts = (*self.parts[:-1], copy.copy(self.parts[-1]).set_local(key, config))
         return self
 
@@ -254,7 +254,7 @@ class ComposedConfig(Document):
         return " + ".join(map(repr, self.parts))
 
     def to_dict(self) -> dict[str, Any]:
-        """Total, versioned form of plain values."""
+        """A dict of plain values with a version."""
         return {"schema_version": SCHEMA_VERSION, "algorithm": self.algorithm, "parts": [part.to_dict() for part in self.parts]}
 
     @classmethod
@@ -279,7 +279,7 @@ def strategies() -> dict[str, type[QuantConfig]]:
 
 
 def parts_of(config: AnyConfig) -> tuple[QuantConfig, ...]:
-    """The configurations that were added up; a single one is its own only part."""
+    """The parts of a sum; a single configuration is its own only part."""
     return config.parts if isinstance(config, ComposedConfig) else (config,)
 
 
@@ -290,7 +290,7 @@ def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
 
 
 def config_from(value: object) -> AnyConfig:
-    """A configuration from itself, from what its `to_dict` returned, or from Neural Compressor's form {"static_quant": {…}}.
+    """A configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's form {"static_quant": {…}}.
 
     Raises:
         ConfigError: it is none of these.
@@ -331,17 +331,17 @@ def _local(key: object, config: object) -> QuantConfig:
         raise ConfigError(msg)
     if config.rules or config.white_list is not None:
         what = "local rules" if config.rules else "a white list"
-        msg = f"{where}: the local configuration has {what} of its own; set them on the outer one."
+        msg = f"{where}: the local configuration has {what}; set them on the outer one."
         raise ConfigError(msg)
     outer = next((name for name in config.given if config.FIELDS[name].outer), None)
     if outer is not None:
-        msg = f"{where}: {outer} holds for whole models; give it to the outer configuration."
+        msg = f"{where}: {outer} applies to whole models; give it to the outer configuration."
         raise ConfigError(msg)
     return copy.copy(config)
 
 
 def _with_rules(rules: tuple[Rule, ...], added: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """A key that is set again moves to the end."""
+    """Add rules; a key that is set again moves to the end."""
     replaced = {rule.key for rule in added}
     return (*(rule for rule in rules if rule.key not in replaced), *added)
 

@@ -1,4 +1,4 @@
-"""The plain form of configurations: JSON text and files, and checks of what was read."""
+"""JSON text and files of configurations, and checks of their content."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Document:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Any:
-        """Read what `to_json_file` wrote.
+        """Read a file from `to_json_file`.
 
         Raises:
-            ArtefactMissingError: there is no such file.
+            ArtefactMissingError: the file does not exist.
             ConfigError: as `from_json`.
         """
         if not Path(path).is_file():
-            msg = f"{path}: there is no such file; `config.to_json_file(path)` writes one."
+            msg = f"{path}: the file does not exist; `config.to_json_file(path)` writes one."
             raise ArtefactMissingError(msg)
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def key_from(entry: Mapping[str, Any]) -> Key:
-    """A key as it stands in a rule or a white list."""
+    """A key from its form in a rule or a white list."""
     text, is_type = entry.get("text", entry.get("key")), bool(entry.get("is_type", False))
     if not is_type:
         check_pattern(text)
@@ -77,7 +77,7 @@ def as_list(value: object, name: str) -> Iterator[Any]:
 
 
 def check_is_dict(data: object) -> None:
-    """Raise ConfigError unless `data` is a dict with something in it."""
+    """Raise ConfigError unless `data` is a dict that is not empty."""
     if not isinstance(data, dict):
         msg = f"Expected a configuration as a dict, but got {type(data).__name__}."
         raise ConfigError(msg)
@@ -94,12 +94,12 @@ def check_keys(data: Mapping[str, Any], required: set[str], optional: set[str]) 
 
 
 def check_schema(data: Mapping[str, Any], algorithm: str) -> None:
-    """Raise ConfigError unless `data` is of this schema and of one strategy, where it says so."""
+    """Raise ConfigError if `data` names another schema or another strategy."""
     version, name = data.get("schema_version", SCHEMA_VERSION), data.get("algorithm", algorithm)
     if version != SCHEMA_VERSION or name != algorithm:
         msg = (
-            f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and {name!r}; read it with the "
-            "class of that one."
+            f"Expected schema_version {SCHEMA_VERSION} and algorithm {algorithm!r}, but got {version!r} and {name!r}. Read it with the "
+            "class of that algorithm."
         )
         raise ConfigError(msg)
 

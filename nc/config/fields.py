@@ -1,4 +1,4 @@
-"""What a field of a configuration may hold: its default, its check, and its form in JSON."""
+"""Fields of configurations: default, check, and JSON form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Field:
     """One field.
 
     Attributes:
-        default: its value where nobody gave one.
-        check: `(name, value) -> value`, in the form that is kept; raises ConfigError.
-        outer: it holds for whole models, so that only an outer configuration may have it.
+        default: its value if none was given.
+        check: `(name, value) -> value`, which returns the value to store; raises ConfigError.
+        outer: the field applies to whole models, so only an outer configuration may have it.
     """
 
     default: Any
@@ -29,14 +29,14 @@ class Field:
     outer: bool = False
 
     def encode(self, value: Any) -> Any:
-        """A checked value as plain values; `check` takes them back."""
+        """A checked value as plain values; `check` accepts them."""
         if isinstance(value, tuple):
             return [self.encode(v) for v in value]
         return {"name": value.name, **dataclasses.asdict(value)} if dataclasses.is_dataclass(value) else value
 
 
 def one_of(*allowed: str) -> Check:
-    """One of some names."""
+    """A check for one of these names."""
 
     def check(name: str, value: Any) -> Any:
         require(value in allowed, name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
@@ -52,7 +52,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def number(low: float, high: float, *, closed: bool = False) -> Check:
-    """A number above `low` (or `low` itself, where `closed`) and up to `high`."""
+    """A check for a number above `low` (or from `low` if `closed`) and up to `high`."""
 
     def check(name: str, value: Any) -> float:
         legal = is_number(value) and (low < value <= high or (closed and value == low))
@@ -78,7 +78,7 @@ def ratio_or_auto(name: str, value: Any) -> float | str:
 
 
 def range_algorithm(name: str, value: Any) -> str:
-    """The name of a range algorithm; one that comes as an object is registered."""
+    """The name of a range algorithm; an object is registered."""
     if isinstance(value, RangeAlgorithm):
         register_algorithm(value)
         return value.name
@@ -94,7 +94,7 @@ def precisions(name: str, value: Any) -> tuple[str, ...]:
 
 
 def transforms(known: Mapping[str, type]) -> Check:
-    """Algorithms in the order in which they are applied: objects of a class in `known` or of your own, or their plain form."""
+    """A check for a list of algorithms: objects of a class in `known` or of your own classes, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:

@@ -1,4 +1,4 @@
-"""What the key of a rule can be: a name, a regular expression for names, or a type; and the names that types go by."""
+"""Keys of rules: a name, a regular expression for names, or a type; and the names of types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from nc.errors import ConfigError, PatternError
 
-#: Names by which the kinds of operators are known; the first is the one shown.
+#: Accepted names of each kind of operator; the first is the one shown.
 KIND_NAMES: dict[str, tuple[str, ...]] = {
     "linear": ("Linear", "linear", "addmm"),
     "conv1d": ("Conv1d", "conv1d"),
@@ -36,7 +36,7 @@ class Key:
 
     Attributes:
         text: an operator name, a regular expression for names, or a type name.
-        is_type: it came as a class or function, so it can only be a type.
+        is_type: it was given as a class or function, so it can only be a type.
     """
 
     text: str
@@ -44,17 +44,17 @@ class Key:
 
     @property
     def names_type(self) -> bool:
-        """Whether it is a type beyond doubt, also as a string: "Linear", "Conv2d&relu"."""
+        """Whether it is a type, also as a string: "Linear", "Conv2d&relu"."""
         return self.is_type or kind_of(fused_names(self.text)[0]) is not None
 
 
 def kind_of(name: str) -> str | None:
-    """The operator kind behind a type name such as "Linear" or "matmul"; None when it is not one."""
+    """The operator kind of a type name such as "Linear" or "matmul"; None if it is not a type name."""
     return _KIND_OF_NAME.get(name)
 
 
 def fused_names(text: str) -> tuple[str, ...]:
-    """The parts of a fused type name: an operator's type, and the names of what follows it ("Conv2d&add&ReLU" → Conv2d, add, relu)."""
+    """The parts of a fused type name: a type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu)."""
     first, *rest = _BUILT_IN.sub(r"\1", text).split("&")
     return first, *(name.lower() for name in rest)
 
@@ -87,7 +87,7 @@ def _parse(key: object) -> Key:
     name = getattr(key, "__name__", None)
     if callable(key) and name is not None:
         if kind_of(name) is None:
-            msg = f"No rule can be made for function {name!r}; functions with a kind: {', '.join(sorted(_KIND_OF_NAME))}."
+            msg = f"Function {name!r} cannot be the key of a rule; these functions can: {', '.join(sorted(_KIND_OF_NAME))}."
             raise ConfigError(msg)
         return Key(name, True)
     msg = f"Expected the key of a rule to be a name, a pattern, a type or a list of those, but got {key!r}."
@@ -99,7 +99,7 @@ def check_pattern(key: str) -> None:
     try:
         re.compile(key)
     except re.error as error:
-        msg = f"Rule {key!r} is not a valid regular expression: {error}. Escape special characters to mean them literally."
+        msg = f"Rule {key!r} is not a valid regular expression: {error}. Escape special characters if you mean them literally."
         raise PatternError(msg) from error
 
 

@@ -1,4 +1,4 @@
-"""The strategies: static, SmoothQuant, dynamic and weight-only quantization, each a table of its fields."""
+"""The strategies: static, SmoothQuant, dynamic and weight-only quantization. Each is a table of fields."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ class StaticQuantConfig(QuantConfig):
 
     Args:
         w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
-        w_sym: symmetric weights (the CPU kernels ignore a weight zero point, so False is refused).
+        w_sym: symmetric weights. False is refused, because CPU kernels ignore a weight zero point.
         w_granularity: "per_channel" (output channels) or "per_tensor".
         w_algo: "minmax", or "mse" (the clipped range with the least error).
         act_dtype: "uint8", "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
         act_granularity: "per_tensor".
-        act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries them all for each tensor
-            (docs/calibration.md says when to use which); or a `RangeAlgorithm` of your own, which from then on is known by its name.
-        excluded_precisions: `("bf16",)` keeps an operator out of bf16, whatever `remainder` says.
-        remainder: what convolutions, linears and matmuls compute in for which int8 was asked and no kernel exists: "fp32", or "bf16" on
+        act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries several for each tensor
+            (docs/calibration.md says when to use which); or your own `RangeAlgorithm`.
+        excluded_precisions: `("bf16",)` keeps an operator out of bf16, even if `remainder` asks for it.
+        remainder: precision of convolutions, linears and matmuls that should be int8 but have no int8 kernel: "fp32", or "bf16" on
             a CPU with AVX512-BF16 (docs/backends.md).
         percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
-        pre: what is done to the fp32 model first, in this order: `Equalization()`, `BiasAbsorption()`.
-        post: what is done to the quantized model last: `BiasCorrection()`, by default.
-        white_list: names, patterns or types of the only operators that these values hold for; all others stay fp32. "*": all.
+        pre: algorithms for the fp32 model, applied first and in this order: `Equalization()`, `BiasAbsorption()`.
+        post: algorithms for the quantized model, applied last: `BiasCorrection()` by default.
+        white_list: names, patterns or types of the operators to which these values apply; all others stay fp32. "*" means all.
 
     Raises:
-        UnknownFieldError: a field that does not exist; names the nearest one.
+        UnknownFieldError: a field that does not exist; the message has the nearest name.
         ConfigError: a value that does not exist, or fields that contradict each other.
-        UnsupportedError: a legal value that no backend implements.
+        UnsupportedError: a valid value that no backend implements.
 
     Example:
         >>> config = StaticQuantConfig(act_sym=True)
@@ -75,24 +75,24 @@ INT8StaticQuantConfig = StaticQuantConfig
 
 
 class SmoothQuantConfig(QuantConfig):
-    """Static quantization after SmoothQuant (arXiv 2211.10438): outliers of activation channels move into the weights of linears.
+    """SmoothQuant (arXiv 2211.10438), then static quantization: moves outliers from activation channels into the weights of linears.
 
     Args:
-        alpha: how much of the difficulty moves, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel; "auto" tries
-            `alpha_min` to `alpha_max` for each linear and keeps the one with the least output error.
-        folding: put 1/s into the normalisation or linear in front where nothing else reads that; else, and where there is none, a
-            multiplication stands in front of the linear.
-        scale_sharing: linears that read one tensor share one s; always so where s is folded.
-        init_alpha: the alpha that "auto" starts from: what it keeps where no other one is better.
+        alpha: strength, 0 to 1: `s = max|X|^alpha / max|W|^(1 - alpha)` per channel. "auto" tries
+            `alpha_min` to `alpha_max` for each linear and keeps the value with the least output error.
+        folding: put 1/s into the normalisation or linear in front, if no other operator reads its result. Else a
+            multiplication is inserted in front of the linear.
+        scale_sharing: linears that read one tensor share one s. With folding they always do.
+        init_alpha: the first alpha that "auto" tries, and keeps if no other one is better.
         alpha_min: lowest alpha that "auto" tries.
         alpha_max: highest alpha that "auto" tries.
-        alpha_step: distance between those.
-        shared_criterion: how the errors of linears that share one s are combined, and their weights: "max", "min" or "mean".
+        alpha_step: difference between the values that "auto" tries.
+        shared_criterion: how the weights and the errors of linears that share one s are combined: "max", "min" or "mean".
         do_blockwise: "auto" compares the outputs of whole blocks (a name up to its first number: "encoder.layer.0") instead of single
             linears.
-        auto_alpha_args: the last six as a dict, as Neural Compressor writes it.
+        auto_alpha_args: the last six as a dict, as in Neural Compressor.
 
-    The other arguments, and the errors, are those of `StaticQuantConfig`.
+    The other arguments and the errors are those of `StaticQuantConfig`.
     """
 
     algorithm, alias, family = "smooth", "smooth_quant", "static"
@@ -118,7 +118,7 @@ class SmoothQuantConfig(QuantConfig):
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
-        """As for all strategies, and the limits of alpha."""
+        """As for all strategies; also checks the limits of alpha."""
         super().check_values(values)
         if values["alpha_min"] > values["alpha_max"]:
             msg = f"alpha_min={values['alpha_min']} is above alpha_max={values['alpha_max']}."
@@ -126,20 +126,20 @@ class SmoothQuantConfig(QuantConfig):
 
 
 class DynamicQuantConfig(QuantConfig):
-    """Dynamic int8 quantization: int8 weights, activation ranges found anew in each call. Needs no calibration.
+    """Dynamic int8 quantization: int8 weights, activation ranges computed in each call. Needs no calibration.
 
     Args:
         w_dtype: "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         w_sym: symmetric weights; False is refused, as for static quantization.
         w_granularity: "per_channel" (output channels) or "per_tensor".
         w_algo: "minmax" or "mse".
-        act_dtype: "uint8", "int8" (the same numbers: both have 256 levels around a zero point), "fp32" or "bf16".
+        act_dtype: "uint8", "int8" (the same results: both have 256 levels around a zero point), "fp32" or "bf16".
         act_sym: symmetric activations.
-        act_granularity: "per_token" (each row has its range) or "per_tensor".
+        act_granularity: "per_token" (one range for each row) or "per_tensor".
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
-        skip_slow: leave operators in fp32 that would be slower in int8, because they are small (docs/dynamic.md).
+        skip_slow: leave small operators in fp32 if int8 would make them slower (docs/dynamic.md).
         pre: as for static quantization.
         white_list: as for static quantization.
     """
@@ -159,15 +159,15 @@ class DynamicQuantConfig(QuantConfig):
 
 
 class WeightOnlyConfig(QuantConfig):
-    """Weights in a few bits, activations in fp32: linears whose time goes into reading their weights. Needs no calibration.
+    """Weight-only quantization of linears: weights of 2 to 8 bits, activations in fp32. Needs no calibration.
 
-    Codes are rounded to nearest. So far only backend "reference" computes this, and simulates it: there is no faster kernel yet.
+    Weights are rounded to nearest. So far only backend "reference" supports this, as a simulation; there is no fast kernel yet.
 
     Args:
         w_dtype: "int2" to "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
-        group_size: how many neighbouring input channels of a weight share a scale; -1: one scale per output channel.
+        group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
         w_algo: "minmax" or "mse".
-        act_dtype: "fp32"; beside w_dtype="bf16" also "bf16".
+        act_dtype: "fp32"; "bf16" together with w_dtype="bf16".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
         white_list: as for static quantization.
@@ -188,7 +188,7 @@ class WeightOnlyConfig(QuantConfig):
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError for values that are legal each, but not together."""
+        """Raise ConfigError for values that are valid alone, but not together."""
         w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
         if act_dtype != (w_dtype if w_dtype == "bf16" else "fp32"):
             msg = f'act_dtype={act_dtype!r} contradicts w_dtype={w_dtype!r}: activations stay "fp32", or both are "bf16".'

@@ -196,7 +196,7 @@ class _Engine:
 def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
     """The graph and both engines."""
     if not isinstance(q_a, QuantizedModel):
-        msg = f"compare() takes what convert() or load() returned, but got {type(q_a).__name__}."
+        msg = f"compare() expects the result of convert() or load(), but got {type(q_a).__name__}."
         raise StateError(msg)
     graph = q_a.graph
     a = _Engine(q_a.backend, q_a.engine.run)
@@ -204,7 +204,7 @@ def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
         msg = f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with backend={q_b!r} for that.'
         raise ConfigError(msg)
     if not isinstance(q_b, (QuantizedModel, ReferenceModule, str)):
-        msg = f'compare() takes what convert() or load() returned, or "reference", to compare with, but got {type(q_b).__name__}.'
+        msg = f'compare() expects the result of convert() or load(), or "reference", as the second model, but got {type(q_b).__name__}.'
         raise StateError(msg)
     found = "" if isinstance(q_b, str) or q_b.graph is graph else difference(graph.module, q_b.graph.module)
     if found:
