@@ -252,8 +252,8 @@ def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
     if names:
         text = (
             f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}, where {len(names)} of "
-            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 codes, "
-            "which costs some accuracy (see the report). To avoid this, convert the fp32 model on such a CPU. The files are unchanged."
+            f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 "
+            "codes, which costs some accuracy (see the report). Converting the fp32 model on such a CPU avoids it. The files are unchanged."
         )
         warnings.warn(text, NCWarning, stacklevel=3 + frames)
     return graph

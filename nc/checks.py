@@ -1,4 +1,4 @@
-"""Checks of single values that a user gave."""
+"""Checks of single values from users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the module `nc` the one that the distribution nc-quant installs, and nothing else's?
+"""Check that the module `nc` is the one of the distribution nc-quant.
 
 Another project is called `nc` on PyPI. It installs a module `nc` too, so each overwrites files of the other, and uninstalling one takes
 files of the other with it. This module needs the standard library and `nc.errors` only: it works where `nc/__init__.py` is not ours.

@@ -1,4 +1,4 @@
-"""What was decided for every operator, and why, before any data was seen."""
+"""The plan: the decision for every operator and its reason, made without calibration data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prepared model: the user's signature, fp32 results, and observers that watch what will be quantized."""
+"""The prepared model: the user's signature, fp32 results, and observers on tensors that will be quantized."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from nc.spec import FLOAT, Capabilities
 
 
 class PreparedModel(torch.nn.Module):
-    """What `prepare` returns. Call it with calibration data, any batch size; it returns what the fp32 model returns.
+    """The result of `prepare`. Call it with calibration data of any batch size; it returns what the fp32 model returns.
 
     Attributes:
         graph: the captured model.
         plan: the decisions; `print(prepared.plan)` shows them.
         backend: name of the backend that `convert` will use by default.
-        asked: the name that `prepare` was given for it, perhaps "auto".
+        asked: the `backend` argument of `prepare`, perhaps "auto".
         quant_config: the configuration.
     """
 

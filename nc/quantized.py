@@ -39,14 +39,14 @@ class ReferenceModule(torch.nn.Module):
 
 
 class QuantizedModel(torch.nn.Module):
-    """What `convert` and `load` return: runs on the chosen engine, safe to call from several threads.
+    """The result of `convert` and `load`: runs on the chosen engine, thread-safe.
 
     Attributes:
         graph: the QDQ graph that was lowered.
         engine: the lowered model.
         backend: name of the backend.
-        chosen: why "auto" took it; "" when it was asked for.
-        verdict: how fast it is against fp32, as `convert` measured it; None when nothing was measured. It is not saved.
+        chosen: why "auto" chose this engine; "" if the user named it.
+        verdict: the speed relative to fp32, measured by `convert`; None if it was not measured. It is not saved.
     """
 
     def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "", verdict: Verdict | None = None) -> None:
@@ -62,7 +62,7 @@ class QuantizedModel(torch.nn.Module):
         """Outputs in the user's structure.
 
         Raises:
-            InputError: the inputs do not fit what was captured.
+            InputError: the inputs do not fit the captured model.
         """
         signature = self.graph.signature
         tensors = signature.bind(args, kwargs)
@@ -70,7 +70,7 @@ class QuantizedModel(torch.nn.Module):
             return signature.unflatten(self.engine.run(tensors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        """A model of its own around the same engine: nothing in that ever changes."""
+        """A new model with the same engine, which never changes."""
         return QuantizedModel(self.graph, self.engine, self.backend, self.chosen, self.verdict)
 
     def train(self, mode: bool = True) -> QuantizedModel:
@@ -85,7 +85,7 @@ class QuantizedModel(torch.nn.Module):
                 report then names the kernel of each operator and its share of the time.
 
         Raises:
-            InputError: the inputs do not fit what was captured.
+            InputError: the inputs do not fit the captured model.
             UnsupportedError: the backend can't be profiled.
             ArtefactError: the model holds something that an artefact, which takes it to that process, can't.
             BackendError: that process failed.

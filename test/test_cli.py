@@ -189,7 +189,7 @@ def test_quantize_replaces_an_artefact_but_no_other_folder(run, folder):
     assert quantize(run).exit_code == 0
     assert quantize(run).exit_code == 0
     (folder / "out" / "checksums.json").unlink()
-    assert "out holds other files" in refused(quantize(run))
+    assert "out contains other files" in refused(quantize(run))
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(run):

@@ -278,7 +278,7 @@ def test_a_local_configuration_that_is_none():
 
 
 def test_local_rules_inside_a_local_configuration():
-    with pytest.raises(ConfigError, match="local rules of its own"):
+    with pytest.raises(ConfigError, match="has local rules; set them on the outer one"):
         StaticQuantConfig().set_local("a", StaticQuantConfig().set_local("b", FP32))
 
 

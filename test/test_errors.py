@@ -130,12 +130,12 @@ def test_steps_out_of_order():
     prepared = prepared_for(MLP(), X)
     q = convert(prepared)
     for model in (prepared, q):
-        with pytest.raises(StateError, match=f"is a {type(model).__name__} already; give prepare"):
+        with pytest.raises(StateError, match=f"is a {type(model).__name__} already; call prepare"):
             prepare(model, CONFIG, example_inputs=X, backend="reference")
     for part in (prepared, q, q.reference):
         with pytest.raises(StateError, match=f"contains a {type(part).__name__}; call prepare"):
             prepare(nn.Sequential(part, nn.ReLU()), CONFIG, example_inputs=X, backend="reference")
-    with pytest.raises(StateError, match="is a ReferenceModule|holds a ReferenceModule"):
+    with pytest.raises(StateError, match="is a ReferenceModule|contains a ReferenceModule"):
         prepare(q.reference, CONFIG, example_inputs=X, backend="reference")
     with pytest.raises(StateError, match="converted already"):
         convert(q)
@@ -154,7 +154,7 @@ def test_training_mode_is_said_once():
 
 def test_training_mode_of_a_model_that_is_given_away():
     model = nn.Sequential(nn.Dropout(), nn.Linear(16, 4)).train()
-    with pytest.warns(NCWarning, match="it stays in eval mode, since inplace=True"):
+    with pytest.warns(NCWarning, match="it stays in eval mode, because inplace=True"):
         prepare(model, CONFIG, inplace=True, example_inputs=X, backend="reference")
     assert not any(m.training for m in model.modules())
 

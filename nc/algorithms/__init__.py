@@ -1,6 +1,6 @@
 """Algorithms: one per file, each a frozen dataclass of its options with the members of `base.Algorithm`.
 
-`PRE` and `POST` are the algorithms that a configuration can name, and `in_order` is the one place that says in which order all are applied.
+A configuration can name the algorithms in `PRE` and `POST`. `in_order` decides the order in which all algorithms are applied.
 """
 
 from __future__ import annotations

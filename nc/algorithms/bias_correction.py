@@ -1,4 +1,4 @@
-"""Bias correction: take the mean error that quantization causes in each output channel out of the bias.
+"""Bias correction: subtract the mean error of quantization in each output channel from the bias.
 
 `b += E[y_fp32] - E[y_int8]` per output channel over calibration samples (Nagel et al., arXiv 1906.04721, section 4.2, the empirical
 form), in execution order: each operator is corrected with the corrected operators in front of it, in one pass over the graph.

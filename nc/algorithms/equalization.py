@@ -1,4 +1,4 @@
-"""Cross-layer equalization: the same function, with weights that one scale per tensor fits (Nagel et al., arXiv 1906.04721, section 4.1).
+"""Cross-layer equalization: make the ranges of channels equal without changing the function (Nagel et al., arXiv 1906.04721, section 4.1).
 
 Where only positively homogeneous operators stand between two layers (`f(s x) = s f(x)` for s > 0), a channel can be made larger by the
 first layer and smaller by the second. Equation 11 picks the scales that make the ranges of both sides of each channel equal.

@@ -1,4 +1,4 @@
-"""Running a graph again over kept calibration inputs, to look at values inside."""
+"""Run a graph again over kept calibration inputs, and read inner values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for SmoothQuant's alpha: the one on a grid with the least output error, of linears that share a scale or of whole blocks."""
+"""The search for SmoothQuant's alpha: the value on a grid with the least output error, for linears with one scale or for whole blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a backend is: a name, capabilities as data, and a function that lowers a QDQ graph.
+"""The protocol of a backend: a name, capabilities as data, and a function that lowers a QDQ graph.
 
-Nothing in a backend reads a configuration: the QDQ graph says everything.
+A backend never reads a configuration: the QDQ graph contains everything.
 """
 
 from __future__ import annotations

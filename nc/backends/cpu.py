@@ -1,7 +1,7 @@
-"""What this CPU can do, and what kernels may use of it: instruction sets that decide which integer kernels are right and fast.
+"""The instruction sets of this CPU that decide which integer kernels are correct and fast.
 
-Nothing is known of kernels here: whatever is sure to sum in 32 bits counts as wide, everything else as narrow, so a mistake costs
-accuracy and never correctness.
+A CPU counts as wide only if its kernels surely sum in 32 bits, else as narrow. So a wrong answer here costs
+accuracy, never correctness.
 """
 
 from __future__ import annotations

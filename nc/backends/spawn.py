@@ -1,4 +1,4 @@
-"""Python in a process of its own that imports from where this one does."""
+"""Start Python in a child process with the same import path."""
 
 from __future__ import annotations
 

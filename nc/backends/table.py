@@ -1,4 +1,4 @@
-"""Operators × backends × dtypes as a Markdown table, from the backends' own capability data: docs/backends.md holds it."""
+"""Operators × backends × dtypes as a Markdown table, from the backends' capabilities, for docs/backends.md."""
 
 from __future__ import annotations
 

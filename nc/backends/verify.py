@@ -1,4 +1,4 @@
-"""Is an engine's output that of the quantized graph, and if not, where does it begin? One threshold and one search for all engines."""
+"""Check an engine's outputs against the quantized graph and find the first difference, with one threshold for all engines."""
 
 from __future__ import annotations
 

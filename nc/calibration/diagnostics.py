@@ -1,7 +1,7 @@
-"""Is this calibration good enough? What the statistics and the chosen ranges say, as findings that the report shows.
+"""Problems that calibration found, from the statistics and the chosen ranges; the report shows them.
 
-Three questions: do values fall outside of a range, did a range still grow when the data ended, and did every operator run at all;
-`nc.algorithms.dead_channels` adds channels that carry nothing. A threshold says what is worth a line; none of it changes what is computed.
+Three checks: values outside a range, ranges that still grew at the end of the data, and operators that never ran.
+`nc.algorithms.dead_channels` adds channels that are always zero. Thresholds decide what is reported. Nothing here changes what is computed.
 """
 
 from __future__ import annotations

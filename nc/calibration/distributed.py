@@ -1,7 +1,7 @@
-"""Calibration on several machines: under `torch.distributed`, `convert` sees what all ranks collected.
+"""Calibration on several machines: under `torch.distributed`, `convert` combines the statistics of all ranks.
 
-The statistics travel in the form that files have, as bytes: nothing is pickled. They are merged in the order of the ranks, alike on each.
-Nobody's own statistics change, so that calibration can go on and a second `convert` counts nothing twice.
+Ranks send statistics as bytes in the file format; nothing is pickled. Every rank merges them in the order of the ranks.
+The statistics of a rank itself do not change, so calibration can continue and a second `convert` counts nothing twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What calibration has collected: saved, loaded and merged, so that data need not be run again.
+"""Calibration statistics: save, load and merge them without running the data again.
 
 One file holds the statistics of every observed tensor and the samples that algorithms look at again: safetensors whose metadata is JSON
 with a schema version and a checksum. Loading unpickles nothing.

@@ -1,4 +1,4 @@
-"""What is switched process-wide while a model is exported, each put back afterwards; callers hold `nc.global_lock.LOCK`."""
+"""Process-wide settings during the export of a model, restored afterwards; callers hold `nc.global_lock.LOCK`."""
 
 from __future__ import annotations
 

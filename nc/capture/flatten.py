@@ -1,4 +1,4 @@
-"""An exported program → one flat fx module whose parameters are constants: what the rewrites in `rewrites.py` start from."""
+"""An exported program → one flat fx module whose parameters are constants; the rewrites in `rewrites.py` begin with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of operators, as the user would point at them: module paths, and paths plus a kind for functional operators."""
+"""Names of operators: module paths, and paths plus a kind for functional operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m nc doctor DIR` says of an artefact: whether this CPU can run it, and which layers `load` would quantize anew here."""
+"""`python -m nc doctor DIR`: whether this CPU can run an artefact, and which layers `load` would quantize again here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line names, as objects: calibration data, a configuration, a factory's model."""
+"""Read the inputs of the command line: calibration data, a configuration, a factory's model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python -m nc quantize | inspect | bench | doctor`.
 
-What a command computes goes to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the
-request can't be met and one line says why; 1 that `doctor` found something to repair.
+Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed, and one
+line says why. Exit code 1 means that `doctor` found a problem.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "intel-extension-for-pytorch", "transformers", "torchvisio
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--debug`, and turn our own errors and warnings into lines on stderr."""
+    """Add `--debug`, and print errors and warnings of nc as lines on stderr."""
 
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
@@ -93,10 +93,10 @@ def main() -> None:
 @click.option(
     "--calib",
     type=_FILE,
-    help="Calibration data: .npz, one array per argument of forward. Dynamic quantization and bf16 need none, but then --example.",
+    help="Calibration data: .npz, one array per argument of forward. Dynamic quantization and bf16 need --example instead.",
 )
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
-@click.option("--config", type=_FILE, help="A configuration as to_json_file writes it (default: the default static config).")
+@click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: the default static configuration).")
 @click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(
@@ -109,9 +109,9 @@ def main() -> None:
     type=click.Choice(["raise", "warn", "off"]),
     default="raise",
     show_default=True,
-    help="When the engine disagrees with the reference.",
+    help="What to do if the engine disagrees with the reference.",
 )
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Time the engine against fp32, for about a second.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the speed relative to fp32, for about a second.")
 @_command
 def quantize(
     factory: str,
@@ -126,9 +126,9 @@ def quantize(
 ) -> None:
     """Quantize the model that FACTORY returns, and save it.
 
-    FACTORY is called without arguments and returns a torch.nn.Module; modules in the current directory are
-    found. Arrays in the .npz are named after the arguments of the model's forward (arr_0, arr_1, … are
-    positional); their first axis is samples.
+    FACTORY is called without arguments and returns a torch.nn.Module. It may be in a module of the current
+    directory. Arrays in the .npz have the names of the arguments of the model's forward (arr_0, arr_1, … are
+    positional). Their first axis is samples.
     """
     import nc
     from nc.artefact import save
@@ -138,7 +138,7 @@ def quantize(
     # what can fail cheaply comes first
     inputs.check_can_be_made(out)
     if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
-        msg = f"{out} holds other files; give --out a new folder, or one with an artefact to replace."
+        msg = f"{out} contains other files; use a new folder for --out, or one with an artefact to replace."
         raise inputs.RequestError(msg)
     arrays, examples = inputs.read_data(calib, example)
     quant_config = inputs.read_config(config) if config else nc.get_default_static_config()
@@ -167,7 +167,7 @@ def quantize(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_command
 def inspect(folder: Path, as_json: bool) -> None:
-    """Show what the artefact in DIR holds; no engine is needed, and nothing of it is run."""
+    """Show the contents of the artefact in DIR. Needs no engine and runs nothing."""
     contents = _contents(folder)
     if as_json:
         click.echo(json.dumps(contents, indent=2))
@@ -196,7 +196,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """What an artefact says of itself, as plain values."""
+    """The contents of an artefact as plain values."""
     from nc.plan import Plan
     from nc.storage import store
 
@@ -254,8 +254,8 @@ def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
 def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     """Time the artefact in DIR on the example inputs in it.
 
-    The second row, for scale, is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is
-    NOT the fp32 model: an artefact holds none, so this tells nothing of the gain over fp32.
+    The second row is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is NOT the fp32
+    model, which an artefact does not contain. So this does not show the gain over fp32.
     """
     import torch
 
@@ -291,10 +291,10 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
 @click.argument("folder", metavar="[DIR]", type=_FOLDER, required=False)
 @_command
 def doctor(folder: Path | None) -> None:
-    """Say what this machine can run, and what to do about what it can't.
+    """Show which backends can run on this machine, and what to install for the others.
 
-    With DIR, also whether this CPU has the features that the artefact in it relies on, and which of its layers
-    `load` would quantize anew here because 16-bit sums of products could saturate.
+    With DIR, also show whether this CPU has the features that the artefact needs, and which of its layers
+    `load` would quantize again because 16-bit sums could overflow here.
     """
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.cli.doctor import tell_whether_it_runs_here
@@ -337,7 +337,7 @@ def _remark(backend: str) -> str:
         return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
     if backend in ("ipex", "native") and not cpu.accumulates_wide():
         why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
-        return f"{why}: pairs of weights give way where their 16-bit sums would saturate"
+        return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
     return ""
 
 

@@ -143,8 +143,8 @@ class QuantConfig(Document):
 
         Args:
             key: an operator name, a regular expression (matches the whole name), a type (`torch.nn.Linear`, "Linear", `torch.matmul`,
-                "add", "Conv2d&relu" for convolutions followed by a relu), or a list of these. Exact names have priority over patterns, patterns
-                over types, types over the global values; of several patterns the last one declared wins.
+                "add", "Conv2d&relu" for convolutions followed by a relu), or a list of these. Exact names have priority over patterns,
+                patterns over types, types over the global values; of several patterns the last one declared wins.
             config: the configuration for these operators, of any strategy. Missing fields come from the next rule that matches.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Which ATen operators are what: the one table that capture, rules and q/dq placement read.
+"""Kinds of ATen operators: the table that capture, rules and q/dq placement read.
 
 Names are those of the operator without namespace and overload: "linear" for `aten.linear.default`.
 """

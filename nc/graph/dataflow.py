@@ -1,4 +1,4 @@
-"""Who feeds whom, through the operators that quantized values pass: the questions that q/dq placement asks of a graph."""
+"""Producers and readers of values, also through operators that only move codes; used for q/dq placement."""
 
 from __future__ import annotations
 

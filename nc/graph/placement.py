@@ -1,4 +1,4 @@
-"""Where quantize/dequantize pairs go: the one decision that accuracy and speed both hang on.
+"""Where quantize/dequantize pairs are placed. Accuracy and speed both depend on this.
 
 Quantization is asked for by the *inputs* of integer operators, never by outputs: a tensor that no integer operator reads stays fp32.
 Three rules follow from how integer engines fuse:

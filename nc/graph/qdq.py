@@ -58,9 +58,9 @@ class QDQGraph:
         notes: operator name → why calibration changed its decision.
         float_bytes: bytes of the captured fp32 constants.
         noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
-        health: what calibration leaves to wish for, the worst of each kind first.
+        health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
-        changes: what `saturation.py` did to this graph, a line each.
+        changes: what `saturation.py` did to this graph, one line each.
     """
 
     module: fx.GraphModule

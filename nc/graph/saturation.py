@@ -1,12 +1,12 @@
-"""QDQ graph → one whose sums fit kernels that add pairs of products in 16 bits: proven operator by operator, re-quantized where not.
+"""QDQ graph → a graph whose sums fit kernels that add pairs of products in 16 bits. Operators that may not fit are quantized again.
 
 Such a kernel multiplies unsigned codes x with signed codes w and adds two products before it widens them. With 0 <= x <= h a pair fits
 when h times its weights of one sign, and h times those of the other, fit 16 bits. So of the activation only the highest code counts: how
 low its codes go makes room for nothing, since two weights of different signs never exceed 255 * 128. What the graph proves of h is the
 highest code that its quantize node gives.
 
-Weights that do not fit are quantized anew from their own codes, as `nc.numerics.int16_pairs` does it; a matmul's second input, which is no
-constant, moves to 7 bits.
+Weights that do not fit are quantized again from their codes, with `nc.numerics.int16_pairs`. The second input of a matmul, which is not a
+constant, gets 7 bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHIFT = 128
 _ALL_CODES = 255
 _NAMED = 5
 
-#: What was quantized anew → the call that dequantizes its codes.
+#: Operators that were quantized again → the call that dequantizes their codes.
 _Done = dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
 
 
@@ -46,7 +46,7 @@ def saturating(graph: QDQGraph, capabilities: Capabilities) -> tuple[str, ...]:
 
 
 def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple[str, ...]]:
-    """The graph for an engine and CPU, and which operators were quantized anew for it; what fits keeps its codes.
+    """The graph for an engine and CPU, and which operators were quantized again for it; the others keep their codes.
 
     Args:
         graph: shares its other constants with the result; nothing of it changes.

@@ -1,4 +1,4 @@
-"""What a loaded graph knows of the values that its nodes had when it was traced.
+"""Shapes and dtypes that the nodes of a loaded graph had when it was traced.
 
 After capture that is torch's fake tensors, with symbols as free sizes. They need a second of imports, so a loaded graph has these instead.
 """

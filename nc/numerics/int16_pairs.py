@@ -1,8 +1,8 @@
 """Weights for kernels that add two products in 16 bits, with saturation: CPUs without VNNI (`vpmaddubsw`).
 
 Such a kernel multiplies two neighbouring unsigned 8-bit activations with two signed 8-bit weights and adds the products before it widens
-them. 255 * (a + b) fits 16 bits as long as a + b, of weights of one sign, is 128 at most. 7-bit weights guarantee that for every pair; here
-single codes give way instead, so that nearly all of the 8 bits stay.
+them. 255 * (a + b) fits 16 bits if a + b is 128 at most, for weights of the same sign. 7-bit weights guarantee this for every pair. Here
+only the pairs that exceed the limit are clipped, so that the other weights keep 8 bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
-#: Stretched ranges that are tried: with a larger step fewer pairs have to give way.
+#: Factors of the scale that are tried: with a larger scale fewer pairs must be clipped.
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
 
@@ -38,8 +38,8 @@ def limit_pairs(values: torch.Tensor) -> torch.Tensor:
         values: float, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
 
     Returns:
-        Whole numbers from -127 to 127, of the same shape and dtype, no pair of one sign with more than 128 between them: both give way
-        alike.
+        Whole numbers from -127 to 127, of the same shape and dtype. No pair of the same sign sums to more than 128: both weights of
+        such a pair are reduced equally.
     """
     codes = values.round().clamp_(-_LIMIT, _LIMIT)
     pairs = values.shape[-1] // 2 * 2

@@ -1,4 +1,4 @@
-"""How far apart two tensors are."""
+"""Measures of the difference of two tensors."""
 
 from __future__ import annotations
 

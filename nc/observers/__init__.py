@@ -1,4 +1,4 @@
-"""Observers: one range algorithm per file. `ALGORITHMS` is the one place where a new one is entered."""
+"""Observers: one range algorithm per file. To add one, enter it in `ALGORITHMS`."""
 
 from __future__ import annotations
 

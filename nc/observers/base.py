@@ -1,7 +1,7 @@
-"""What an observer is: one statistic of one tensor, collected over calibration batches, and how a range is found from it.
+"""Observers collect one statistic of one tensor over calibration batches; range algorithms compute a range from it.
 
-The two are apart: several algorithms read one statistic, so that data seen once serves another algorithm tomorrow. A new algorithm is
-one file with a pure `find_range`, and with a statistic of its own where none that exists will do; `nc.observers` lists it.
+Several algorithms can read one statistic, so saved statistics can be used with another algorithm later. A new algorithm is
+one file with a pure `find_range`, and its own statistic if no existing one fits; `nc.observers` lists it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Statistic:
         name: in saved statistics.
         start: initial value of each named tensor.
         update: `(state, x, low, high) -> state`; pure, x is a non-empty finite float tensor, low and high its extremes.
-        merge: `(state, other) -> state`; pure, as if one observer had seen what both saw.
+        merge: `(state, other) -> state`; pure; the state of one observer that saw the data of both.
     """
 
     name: str
@@ -44,7 +44,7 @@ class RangeAlgorithm:
     Attributes:
         name: as in `act_algo`.
         statistic: what it needs.
-        find_range: `(state, spec) -> (low, high)`, fp32 scalars that the codes of `spec` are to cover.
+        find_range: `(state, spec) -> (low, high)`, fp32 scalars: the range that the codes of `spec` cover.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Seen:
 
 
 class Observer(torch.nn.Module):
-    """Collects a statistic in forward and returns its input untouched.
+    """Collects a statistic in forward and returns its input unchanged.
 
     Attributes:
         statistic: what it collects.
@@ -126,7 +126,7 @@ class Observer(torch.nn.Module):
         """Update the statistic with `x`, any float tensor, and return `x`.
 
         Raises:
-            CalibrationError: `x` holds NaN or Inf; the statistic stays as it was before this batch.
+            CalibrationError: `x` contains NaN or Inf; the statistic does not change.
         """
         if x.numel():
             low, high = torch.aminmax(x.detach())
@@ -146,6 +146,6 @@ class Observer(torch.nn.Module):
         raise CalibrationError(msg)
 
     def merge(self, other: Observer) -> None:
-        """Take in what another observer of the same tensor saw, as if it had come afterwards."""
+        """Merge the statistic of another observer of the same tensor, as if its data had come afterwards."""
         self.state = self.statistic.merge(self.state, other.state)
         self.seen = self.seen.then(other.seen)

@@ -1,4 +1,4 @@
-"""Per-channel extremes: the smallest and largest value of each index of the last dimension. What SmoothQuant reads."""
+"""Per-channel extremes: the smallest and largest value of each index of the last dimension; for SmoothQuant."""
 
 from __future__ import annotations
 

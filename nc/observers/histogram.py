@@ -1,4 +1,4 @@
-"""The statistic that percentile, mse and kl read: a dyadic histogram and the exact extremes, 32 KiB per tensor."""
+"""The statistic for percentile, mse and kl: a dyadic histogram and the exact extremes, 32 KiB per tensor."""
 
 from __future__ import annotations
 

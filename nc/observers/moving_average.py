@@ -1,6 +1,7 @@
 """Moving average of each batch's extremes, `m <- m + c (m_batch - m)` with torch's c = 0.01, started by the first batch.
 
-It depends on the order of the batches, and merging two averages weighs them by their batches: no rerun gives that number.
+It depends on the order of the batches. Merging weighs two averages by their number of batches,
+so a merge is not equal to one run over all data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two engines side by side, tensor by tensor: where they differ, and whether an operator is to blame or only rounding; docs/parity.md."""
+"""Compare two engines tensor by tensor: where they differ, and whether an operator is wrong or only rounding differs; docs/parity.md."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def compare(
     common = [n for n in places if all(n in reading for reading in readings)]
     tensors = _judge_all(graph, bound, common, readings, tolerances)
     for node in [n for n in common if any(t.tensor == name_of(n) and t.verdict == "disagreement" for t in tensors)]:
-        # what an engine made of a tensor tells what the tensor was: was it shown wrongly, all is right without it
+        # if excluding this tensor removes the disagreements after it, the engine's value of the tensor was misread
         fewer = [n for n in common if n is not node]
         others = _judge_all(graph, bound, fewer, readings, tolerances)
         if sum(t.verdict == "disagreement" for t in others) < sum(t.verdict == "disagreement" for t in tensors) - 1:

@@ -1,8 +1,8 @@
 """Tensors inside an engine, read without changing what it computes.
 
-The graph is lowered once more with the tensors as additional outputs. To a fuser that is another graph, so an engine is believed only where
-its outputs stay the same, bit for bit; where they do not, tensors are read in smaller groups, and those that can't be read even on their
-own are left out.
+The graph is lowered once more with the tensors as additional outputs. This changes the graph that a fuser sees, so values are used only if
+the outputs stay the same, bit for bit. Else tensors are read in smaller groups. Tensors that cannot be read even alone
+are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Are two QDQ graphs the same model?"""
+"""Check whether two QDQ graphs are the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points of a QDQ graph at which engines can be compared: what leaves an operator as codes, fp32 results of int8 operators, outputs.
+"""Tensors of a QDQ graph at which engines can be compared: codes, fp32 results of int8 operators, outputs.
 
 A point cuts the graph. What stands between two points an engine may fuse, so points are where values are in memory anyway: codes, and fp32
 values that several operators read.

@@ -1,4 +1,4 @@
-"""How far a tensor may be off because codes in front of it stand at a tie, and may rightly become either of two.
+"""Bounds on the error of a tensor from earlier codes at a tie, for which two codes are correct.
 
 Slack is a tensor of the value's shape: an upper bound of each element's error, to first order the sum of what every tie can do. It starts
 where codes are made that nobody reads, and ends at the next tensor that is read.

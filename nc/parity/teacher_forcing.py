@@ -1,6 +1,6 @@
-"""Running a QDQ graph with an engine's values put in at every point: what each point should be, given what that engine had above it.
+"""Run a QDQ graph with an engine's values at every compared tensor: the expected value of each tensor for the inputs that the engine had.
 
-So a difference that comes from above is told from one that an operator makes itself.
+This separates the error of an operator from errors of earlier operators.
 """
 
 from __future__ import annotations

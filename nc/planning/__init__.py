@@ -1,1 +1,1 @@
-"""Planning: configuration and operators → what each operator is quantized to, and where quantize/dequantize nodes go."""
+"""Planning: configuration and operators → how each operator is quantized, and where quantize/dequantize nodes go."""

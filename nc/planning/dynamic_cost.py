@@ -1,4 +1,4 @@
-"""Operators that int8 with ranges found in each call makes slower: finding and applying them costs more than the product saves."""
+"""Estimate which operators dynamic int8 makes slower: finding and applying ranges can cost more than int8 saves."""
 
 from __future__ import annotations
 

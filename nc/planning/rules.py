@@ -1,8 +1,8 @@
 """resolve(config, graph, capabilities) → Plan: which rule applies to which operator. Pure; needs no data.
 
 Precedence, written here and nowhere else: exact name > pattern (the last one declared wins) > type (the last one declared wins) >
-global. The most specific rule says by which strategy an operator is quantized, or that it stays fp32; a field that it leaves open takes
-its value from the next level of the same family of strategies, and last its default.
+global. The most specific rule decides how an operator is quantized, or that it stays fp32. A missing field takes
+its value from the next rule of the same family of strategies, and last its default.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEFAULT = "default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Match:
-    """A configuration that speaks of an operator.
+    """A rule or configuration that matches an operator.
 
     Attributes:
         rule: by which rule.
@@ -166,7 +166,7 @@ def _excluded(matches: Iterable[_Match]) -> Collection[str]:
 
 
 def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
-    """Everything that speaks of an operator, the most specific first; of what is equally specific, the last declared first."""
+    """All rules that match an operator, the most specific first; of equally specific rules, the last declared first."""
     found: list[_Match] = []
     for part in parts_of(config):
         if part.white_list is None:

@@ -1,4 +1,4 @@
-"""Frozen values that every layer shares: dtypes, granularities, what an operator asks for, what a backend can run."""
+"""Frozen values that all packages share: dtypes, granularities, requests of operators, capabilities of backends."""
 
 from nc.spec.dtypes import DTYPES, INT8, UINT8, DType, dtype
 from nc.spec.granularities import PER_CHANNEL, PER_TENSOR, PER_TOKEN, Granularity, granularity, per_block, per_channel, per_group

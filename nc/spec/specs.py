@@ -1,4 +1,4 @@
-"""How a tensor is quantized, what an operator asks for, what a backend can run."""
+"""How a tensor is quantized, how an operator is quantized, and what a backend supports."""
 
 from __future__ import annotations
 

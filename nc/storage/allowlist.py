@@ -1,4 +1,4 @@
-"""The complete list of operators that an artefact may hold; anything else is neither saved nor loaded.
+"""The complete list of operators that an artefact may contain; others are neither saved nor loaded.
 
 On the list: ATen operators that compute tensors or sizes from tensors and sizes, and in-place forms of
 some of them (capture keeps a mutation where it can't prove that nobody else looks at the tensor).

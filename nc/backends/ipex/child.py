@@ -1,4 +1,4 @@
-"""Runs a frozen module in a process of its own; `isolate.py` starts it."""
+"""Run a frozen module in a child process; `isolate.py` starts it."""
 
 from __future__ import annotations
 

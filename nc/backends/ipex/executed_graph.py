@@ -1,4 +1,4 @@
-"""What really runs: read from the graph that the JIT executes after warm-up, never from the plan."""
+"""Which operators run int8: read from the graph that the JIT executes after warm-up, never from the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for what surrounds each int8 operator, so that a graph can be compared with what the test suite has run."""
+"""Names of the neighbourhood of each int8 operator, to compare a graph with the patterns that the test suite runs."""
 
 from __future__ import annotations
 

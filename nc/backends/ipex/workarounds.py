@@ -1,4 +1,4 @@
-"""Patterns that IPEX 2.8's fuser computes wrongly, or never finishes on, and the rewrite that avoids each.
+"""Patterns for which IPEX 2.8's fuser returns wrong results or does not return, and the rewrite that avoids each.
 
 IPEX is archived: none of these will be fixed. Each pass has a name, which the report shows, and a test that runs the pattern.
 """

@@ -1,4 +1,4 @@
-"""Stock PyTorch: the int8 operators that its oneDNN ships, called one by one. Needs nothing but torch."""
+"""The native backend: the int8 oneDNN operators of stock PyTorch, called one by one. Needs only torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NativeBackend:
         )
 
     def start(self) -> None:
-        """Nothing to import; torch 2.13 announces, at the first tensor with codes, that these will go, which users can do nothing about.
+        """Nothing to import. Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.
 
         Raises:
             BackendUnavailableError: it can't run here.

@@ -1,4 +1,4 @@
-"""Attention whose products stay fp32 → `scaled_dot_product_attention`, which never writes the scores to memory."""
+"""Attention with fp32 matmuls → `scaled_dot_product_attention`, which does not write the scores to memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lowered graph through `torch.compile`: its kernels stay, and what is fp32 between them becomes fused C++."""
+"""`compile=True`: compile the fp32 operators between the int8 kernels with `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs the lowered graph: executors in the order in which they are tried. TorchScript needs no Python between the calls.
+"""Executors that run the lowered graph, in the order in which they are tried. TorchScript needs no Python between the calls.
 
 The kernels of small models take less time than Python needs to call them.
 """

@@ -1,4 +1,4 @@
-"""An int8 operator of a QDQ graph, what follows it and the quantization of its result → one call of a oneDNN kernel."""
+"""An int8 operator of a QDQ graph, the operators after it and the quantization of its result → one call of a oneDNN kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linears that read the same codes → one, whose result they share: the projections of attention."""
+"""Linears that read the same codes → one linear, for example the projections of attention."""
 
 from __future__ import annotations
 

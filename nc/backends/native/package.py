@@ -1,4 +1,4 @@
-"""The quantized graph as AOTInductor's `.pt2`: compiled ahead of time around oneDNN's int8 kernels; for C++."""
+"""Compile the quantized graph ahead of time with AOTInductor, with oneDNN's int8 kernels, to a `.pt2` file for C++."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _compile(module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: An
 
 
 class _Tensors(torch.nn.Module):
-    """Without what is no tensor among the outputs: a program returns nothing else."""
+    """Drop outputs that are not tensors, because a program returns tensors only."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rewrites that leave a QDQ graph with unsigned codes, quantized as early as that changes nothing."""
+"""Rewrites of a QDQ graph: unsigned codes, and quantize nodes as early as possible without changing results."""
 
 from __future__ import annotations
 

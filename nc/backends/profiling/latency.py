@@ -1,6 +1,6 @@
-"""Latency of callables that take turns: enough to compare two models on a machine that does other things too.
+"""Latency of callables that take turns, to compare two models on a machine that is also used for other work.
 
-Claims of speed come from `benchmarks/`, which gives every engine a process of its own.
+Published figures come from `benchmarks/`, which runs every engine in its own process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What oneDNN says of the kernels that it runs: its verbose stream, captured and taken apart.
+"""oneDNN's verbose output about the kernels that it runs, captured and parsed.
 
 oneDNN prints from C++ to the standard output of the whole process, whichever thread a call comes from: whoever listens does so in a
 process of its own.

@@ -1,4 +1,4 @@
-"""Profile of a quantized model, measured in a process of its own: oneDNN's verbose stream belongs to a whole process.
+"""Profile of a quantized model, measured in a child process, because oneDNN's verbose output is for a whole process.
 
 The parent hands over the model as an artefact and the name of the backend's class; the child lowers it again and measures.
 """

@@ -1,4 +1,4 @@
-"""Which kernels ran and for how long: what every engine's measurement comes to."""
+"""Which kernels ran and for how long, in the same form for every engine."""
 
 from __future__ import annotations
 

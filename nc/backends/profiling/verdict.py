@@ -1,4 +1,4 @@
-"""Is the engine faster than fp32 here, and if not, which operators are to blame? Measured on the example inputs, within a second."""
+"""Measure whether the engine is faster than fp32 here, and which operators are slower. On the example inputs, within about a second."""
 
 from __future__ import annotations
 
