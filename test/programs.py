@@ -85,6 +85,9 @@ MODULES = (
     ("nn.Linear({i}, {i})", "{m}({x}) + {x}", -1),
     ("nn.Linear({i}, {i})", "F.linear({x}, {m}.weight * 2, {m}.bias)", -1),
     ("nn.Linear({i}, {i})", "torch.addmm({m}.bias, {x}, {m}.weight)", -1),
+    ("nn.Linear({i}, {i})", "torch.add({m}({x}), {x}, alpha=2)", -1),
+    ("nn.Linear({i}, {o})", "{y} + F.relu({m}({x}))", -1),
+    ("nn.Linear({i}, {o})", "torch.add({c}, {m}({x}) + {y}, alpha=3)", -1),
     ("nn.LayerNorm({i})", "{m}({x})", -1),
     ("nn.Embedding(8, {o})", "{m}({x}.argmax(-1) % 8)", -1),
     ("nn.LSTM({i}, {o}, batch_first=True)", "{m}({x})[0]", -1),
@@ -98,6 +101,8 @@ MODULES = (
     ("nn.Conv2d({i}, {o}, 2, padding='same')", "{m}({x})", -3),
     ("nn.Conv2d({i}, {o}, 3, padding=1, padding_mode='reflect')", "{m}({x})", -3),
     ("nn.Conv2d({i}, {i}, 3, padding=1)", "F.relu({m}({x}) + {x})", -3),
+    ("nn.Conv2d({i}, {i}, 1)", "F.relu(torch.add({x}, {m}({x}), alpha=-0.5))", -3),
+    ("nn.Conv2d({i}, {o}, 1)", "F.relu6({m}({x}) + {c})", -3),
     ("nn.Conv2d({i}, {i}, 1)", "{x} * torch.sigmoid({m}(F.adaptive_avg_pool2d({x}, 1)))", -3),
     ("nn.Sequential(nn.Conv2d({i}, {o}, 3, bias=False), nn.BatchNorm2d({o}), nn.ReLU())", "{m}({x})", -3),
     ("nn.BatchNorm2d({i})", "{m}({x})", -3),
@@ -166,45 +171,48 @@ def program(rng, steps=8, in_place=False):
 
 def _is_stable(model, name):
     """Whether a value is more than rounding noise, such as the sum of what a layer norm gives: fp32 and fp64 agree on it."""
-    model.finish(name)
-    with torch.no_grad():
-        single = model(*(t.clone() for t in model.inputs))
-        double = copy.deepcopy(model).double()
-        double.forward = types.MethodType(model.forward.__func__, double)
-        try:
-            exact = double(*(t.double() for t in model.inputs))
-        except RuntimeError:
-            return True  # a line that names fp32 does not mix
+    single = _run(model.finish(name), torch.float32)
+    double = copy.deepcopy(model).double()
+    double.forward = types.MethodType(model.forward.__func__, double)
+    try:
+        exact = _run(double, torch.float64)
+    except RuntimeError:
+        return True  # a line that names fp32 does not mix with fp64
     return sqnr_db(exact, single) > 60
 
 
 def _try(model, values, rng, kind):
-    """Add a line, where it applies."""
+    """Add a line, where it applies: where the program still runs, and gives a value of a sensible size."""
     names = list(values)
     x = rng.choice([names[-1], names[-1], rng.choice(names)])
+    rank = values[x].dim()
     places = {"x": x, "y": rng.choice(names), "n": rng.choice([1, 2, 3]), "c": rng.choice([0.5, -1.5, 2.0]), "o": rng.choice([4, 6, 8])}
-    places |= {k: rng.randrange(-values[x].dim(), values[x].dim()) if values[x].dim() else 0 for k in ("a", "b")}
-    before = {k: v.clone() for k, v in values.items()}
-    module = f"m{len(model.made)}"
+    places |= {k: rng.randrange(-rank, rank) if rank else 0 for k in ("a", "b")}
+    module, name = f"m{len(model.made)}", f"v{len(model.lines)}"
+    how, line = None, ""
     try:
         if kind is MODULES:
             how, line, axis = rng.choice(kind)
-            how = how.format(**places, i=values[x].shape[axis])
+            how, line = how.format(**places, i=values[x].shape[axis]), line.format(**places, m=f"self.{module}")
             setattr(model, module, eval(how, _NAMESPACE).eval())  # noqa: S307
-            line = line.format(**places, m=f"self.{module}")
         else:
-            how, line = None, rng.choice(_LINES[kind]).format(**places)
-        with torch.no_grad():
-            result = eval(line, {**_NAMESPACE, "self": model}, values)  # noqa: S307
+            line = rng.choice(_LINES[kind]).format(**places)
+        model.lines.append(f"{name} = {line}")
+        found = _run(model.finish(f"{{{', '.join(f'{n!r}: {n}' for n in (*names, name))}}}"), torch.float32)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-        values.update(before)
-        return
-    fine = isinstance(result, torch.Tensor) and result.dtype == torch.float32 and 0 < result.numel() <= _ELEMENTS and result.dim() <= _RANK
-    if not fine or not bool(result.isfinite().all()) or result.abs().max() > _LARGEST:
-        values.update(before)
-        return
-    if how is not None:
-        model.made.append(f"{module} = {how}")
-    name = f"v{len(model.lines)}"
-    model.lines.append(f"{name} = {line}")
-    values[name] = result
+        found = {}
+    if name in found and all(map(_is_sensible, found.values())):
+        values |= found
+        model.made += [f"{module} = {how}"] if how is not None else []
+    else:
+        del model.lines[len(names) - len(model.names) :]
+
+
+def _is_sensible(value):
+    fine = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and 0 < value.numel() <= _ELEMENTS and value.dim() <= _RANK
+    return fine and bool(value.isfinite().all()) and value.abs().max() <= _LARGEST
+
+
+def _run(model, dtype):
+    with torch.no_grad():
+        return model(*(t.to(dtype, copy=True) for t in model.inputs))

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.pytorch_utils import Conv1D
 
 from nc import CaptureError, InputError, NCWarning, StaticQuantConfig, describe, prepare
+from nc.graph.catalogue import op_name
 
 
 def kinds(graph):
@@ -463,7 +464,22 @@ def out_of_chunks(self, x):
     return self.b(torch.cat([left, right], -1))
 
 
-INPLACE = [add_to_first, assign_slice, view_then_inplace, chain_inplace, clone_then_inplace, masked_fill_inplace, out_of_chunks]
+def two_changes_through_a_view(self, x):
+    y = self.a(x)
+    first = torch.relu_(y[:, :2].mul_(-2.0))
+    return self.b(y) + first.sum()
+
+
+INPLACE = [
+    add_to_first,
+    assign_slice,
+    view_then_inplace,
+    chain_inplace,
+    clone_then_inplace,
+    masked_fill_inplace,
+    out_of_chunks,
+    two_changes_through_a_view,
+]
 
 
 @pytest.mark.parametrize("forward", INPLACE, ids=lambda f: f.__name__)
@@ -523,6 +539,45 @@ def test_convolutions_padded_by_name(dim, padding, kernel):
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_padding_modes_survive(mode):
     check(nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode), torch.randn(2, 2, 6, 6), relative=1e-6)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda _, x: x.chunk(2)[-1] * 2, lambda _, x: x.split(2)[-1] * 2, lambda _, x: torch.cat([p + i for i, p in enumerate(x.split(2))])],
+    ids=["chunk", "split", "cat"],
+)
+def test_parts_of_the_batch(forward):
+    """How many parts there are depends on the batch: another one is right, or refused."""
+    model = Function(forward).eval()
+    for batch in (1, 2, 3):
+        prepared = prepare(model, StaticQuantConfig(), example_inputs=torch.randn(batch, 4), backend="reference")
+        for other in range(1, 7):
+            x = torch.randn(other, 4)
+            try:
+                expected, got = model(x), prepared(x)
+            except (InputError, IndexError):
+                assert other != batch
+            else:
+                assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
+def test_convolutions_with_and_without_a_batch(name, batched):
+    x = torch.randn(2, 3, *[5] * int(name[-2]))
+    conv = getattr(nn, name)(3, 4, 3, stride=2).eval()
+    graph = graph_of(conv, x if batched else x[0])
+    (node,) = (n for n in graph.module.graph.nodes if op_name(n).startswith("conv"))
+    assert node.args[0].meta["val"].dim() == x.dim()
+    check(conv, x if batched else x[0], relative=1e-6)
+
+
+@pytest.mark.parametrize("limits", [{"min": True}, {"max": True}, {"min": True, "max": True}])
+def test_clamp_to_tensors(limits):
+    def forward(self, x):
+        return torch.clamp(self.fc(x), **{end: x.mean() + (0.1 if end == "max" else 0) for end in limits})
+
+    check(Function(forward, fc=nn.Linear(4, 3)), torch.randn(5, 4), relative=1e-6)
 
 
 # ---- inputs and outputs of any structure ----

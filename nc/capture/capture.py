@@ -178,17 +178,24 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
 
 
 def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments in a batch of 2, or of 4 where they are 2 already: the example's own size would prove nothing.
+    """The arguments in a batch of 3, or of 5 where they are 3 already: the example's own size would prove nothing.
 
-    Where the tensors do not share a first dimension, each is twice as long; None where there is no such dimension.
+    Where the tensors do not share a first dimension, each is twice as long. Every second copy is the other way round, so that no part of
+    the batch equals another one by construction. None where there is no first dimension.
     """
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     if not all(t.dim() and t.shape[0] for t in tensors):
         return None
     sizes = {t.shape[0] for t in tensors}
-    if len(sizes) == 1:
-        return with_batch(values, 4 if sizes == {2} else 2)
-    return pytree.tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, values)
+    size = None if len(sizes) > 1 else 5 if sizes == {3} else 3
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        length = 2 * leaf.shape[0] if size is None else size
+        return torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous()
+
+    return pytree.tree_map(resized, values)
 
 
 def _batch_is_free(graph: Graph) -> bool:

@@ -162,7 +162,8 @@ def functionalise(module: fx.GraphModule) -> None:
         target = node.args[0]
         if not isinstance(target, fx.Node) or target.op in ("placeholder", "get_attr") or _is_view(target):
             continue
-        if any(_is_view(user) for user in target.users):
+        # a mutation that was left in place gives memory that others look into
+        if _is_in_place(target) or any(_is_view(user) for user in target.users):
             continue
         node.target = functional
         for user in list(target.users):
