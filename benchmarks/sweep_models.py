@@ -304,5 +304,5 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> Non
         parameter.normal_(0, 0.02, generator=generator)
     elif name.endswith("weight") and parameter.dim() == 1 and not parameter.any():  # zero_init_last of residual branches
         parameter.fill_(0.5)
-    elif parameter.abs().max() < 1e-3 and parameter.any():  # layer scales
-        parameter.fill_(0.1)
+    elif 0 < parameter.abs().max() < 1e-3:  # layer scales, and heads that begin near zero
+        parameter.mul_(0.1 / parameter.abs().max())

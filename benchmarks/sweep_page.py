@@ -18,6 +18,7 @@ Row = dict[str, Any]
 def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     """The whole page: what was run where, the numbers, the causes, the table, and what was not run."""
     rows = sorted(rows, key=lambda row: (row["source"], row["family"], row["model"]))
+    rows = [row for row in rows if row.get("error") != "timeout"]  # they are listed as not run
     tried = [row for row in rows if row["status"] != "not built"]
     parts = [
         "# Architectures\n",
@@ -159,7 +160,7 @@ def _not_run(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     missing = sorted(entry.model for entry in listed if entry.name not in seen)
     if not missing:
         return ""
-    return f"## Not run\n\nListed, and not run for this page ({len(missing)}): {', '.join(missing)}.\n"
+    return f"## Not run\n\nListed, and not run to the end for this page ({len(missing)}): {', '.join(missing)}.\n"
 
 
 def _plain(text: str) -> str:

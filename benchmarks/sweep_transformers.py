@@ -96,7 +96,7 @@ def build(class_name: str, family: str) -> tuple[torch.nn.Module, Inputs, str]:
         make = _inputs(model, config, reasons, way)
         if make is not None:
             return model, make, way
-    raise NotBuilt(" | ".join(reason[:200] for reason in reasons[:6]) or "no configuration")
+    raise NotBuilt(" | ".join(reason[:160] for reason in list(dict.fromkeys(reasons))[:4]) or "no configuration")
 
 
 def _configs(family: str, model_class: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -105,38 +105,41 @@ def _configs(family: str, model_class: Any) -> Iterator[tuple[str, Callable[[], 
     own = getattr(model_class, "config_class", None)
     config_class = CONFIG_MAPPING[family] if family in CONFIG_MAPPING_NAMES else own
     yield "small", lambda: _constructed(config_class, _wanted(config_class(), layers_only=False))
+    yield "small, four layers", lambda: _constructed(config_class, _wanted(config_class(), layers_only=False, layers=4))
     yield "small, set afterwards", lambda: _assigned(config_class())
     yield "few layers", lambda: _constructed(config_class, _wanted(config_class(), layers_only=True))
     yield "as it comes", config_class
 
 
-def _size(name: str, value: int, layers_only: bool) -> int:
+def _size(name: str, value: int, layers_only: bool, layers: int) -> int:
     """What an attribute becomes."""
     if re.fullmatch(r"\w*_token_id|\w*token_index|\w*token_ids", name):
         return value
     for i, (pattern, size) in enumerate(SIZES):
         if re.fullmatch(pattern, name):
-            return min(value, size) if i < 3 or not layers_only else value
+            return min(value, layers if i == 1 else size) if i < 3 or not layers_only else value
     return value
 
 
-def _wanted(config: Any, layers_only: bool) -> dict[str, Any]:
+def _wanted(config: Any, layers_only: bool, layers: int = 2) -> dict[str, Any]:
     """Attributes that change, with nested configurations as dicts."""
     values = config.to_dict()
     changed: dict[str, Any] = {}
-    small = _size("vocab_size", values["vocab_size"], layers_only) if isinstance(values.get("vocab_size"), int) else 10**9
+    small = _size("vocab_size", values["vocab_size"], layers_only, layers) if isinstance(values.get("vocab_size"), int) else 10**9
     for name, value in values.items():
-        if isinstance(getattr(config, name, None), type(config).__mro__[-2]) or hasattr(getattr(config, name, None), "to_dict"):
+        if hasattr(getattr(config, name, None), "to_dict"):
             nested = getattr(config, name)
-            changed[name] = {**nested.to_dict(), **_wanted(nested, layers_only)}
+            changed[name] = {**nested.to_dict(), **_wanted(nested, layers_only, layers)}
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int):
-            size = _token(value, small) if name.endswith(("_token_id", "_token_index")) else _size(name, value, layers_only)
+            size = _token(value, small) if name.endswith(("_token_id", "_token_index")) else _size(name, value, layers_only, layers)
             if size != value:
                 changed[name] = size
         elif isinstance(value, (list, tuple)) and value and DEPTHS.fullmatch(name) and all(type(v) is int for v in value):
             changed[name] = [min(v, 1) for v in value]
+    if values.get("num_key_value_heads") == values.get("num_attention_heads") and "num_attention_heads" in changed:
+        changed["num_key_value_heads"] = changed["num_attention_heads"]
     return changed
 
 
