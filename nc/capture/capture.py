@@ -12,6 +12,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,11 +203,19 @@ def _batch_is_free(graph: Graph) -> bool:
     return all(isinstance(leaf.dims[0], str) for leaf in graph.signature.leaves if leaf.used)
 
 
+#: The package's own files; no frame in them is the user's.
+_HERE = str(Path(__file__).parents[1])
+
+
+class _OtherOutputError(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("the captured graph gives another output than the model")
+
+
 def _same_outputs(expected: Any, got: Any) -> None:
     for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
         if isinstance(a, torch.Tensor) and not (a.shape == b.shape and _is_close(a, b)):
-            msg = "the captured graph gives another output than the model (random numbers, or a size that was baked in)"
-            raise RuntimeError(msg)
+            raise _OtherOutputError
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -367,10 +376,15 @@ def _capture_message(model: torch.nn.Module, error: Exception) -> str:
     if "not a known type" in str(error):
         advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
+    if isinstance(error, _OtherOutputError):
+        return (
+            f"{text}\nThe model draws random numbers, bakes a size in, or takes another path while it is exported (some do where an input "
+            "is left out: give all of them, attention_mask too). Or quantize its submodules one by one."
+        )
     return f"{text}\n  at {where}\n{advice}" if where else f"{text}\n{advice}"
 
 
 def _user_line(error: Exception) -> str:
     """File, line and source of the innermost frame that is not torch's own."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "/nc/graph/" not in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and not f.filename.startswith(_HERE)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}" if frames else ""

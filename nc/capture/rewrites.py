@@ -139,10 +139,17 @@ def pool_strides(module: fx.GraphModule) -> None:
 
 
 def drop_identities(module: fx.GraphModule) -> None:
-    """Remove dropout, detach and conversions to the dtype that a tensor has already."""
+    """Remove dropout, detach, conversions to the dtype that a tensor has already, and copies of a tensor to itself.
+
+    Export writes the last where `forward` assigns a buffer anew: `self.table = self.table.to(x.device)`.
+    """
     for node in list(module.graph.nodes):
-        if op_name(node) in IDENTITIES or _is_same_dtype_cast(node):
+        if op_name(node) in IDENTITIES or _is_same_dtype_cast(node) or _is_copy_to_itself(node):
             _replace(node, node.args[0])
+
+
+def _is_copy_to_itself(node: fx.Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0] is node.args[1]
 
 
 def _is_same_dtype_cast(node: fx.Node) -> bool:
