@@ -8,8 +8,8 @@ import hashlib
 import json
 from typing import Any
 
-from nc.graph.reasons import NO_RULE, Cause, Reason, Rule
 from nc.spec import FLOAT, OpSpec
+from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,11 +23,11 @@ from nc.errors import CalibrationError, InputError, StateError
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
-from nc.graph.reasons import Cause
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import fit
 from nc.spec import FLOAT, Capabilities
+from nc.spec.reasons import Cause
 
 
 class PreparedModel(torch.nn.Module):

@@ -9,8 +9,8 @@ from models import MLP
 from torch import nn, randn
 
 from nc import StaticQuantConfig, describe
-from nc.graph.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 from nc.plan import Plan
+from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
 
 def plan():

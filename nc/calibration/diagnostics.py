@@ -12,11 +12,11 @@ from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
 from nc.graph.placement import Edge, edge_key
 from nc.graph.qdq import Finding
-from nc.graph.reasons import Cause
 from nc.observers.base import Seen, State
 from nc.observers.histogram import HISTOGRAM, occupied
 from nc.plan import Plan
 from nc.spec import QParams, TensorSpec
+from nc.spec.reasons import Cause
 
 #: In the order in which they are shown: a later one can be the consequence of an earlier one.
 KINDS = ("never_ran", "still_growing", "saturation", "dead_channels")

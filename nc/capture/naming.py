@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from nc.graph import catalogue
-from nc.graph.reasons import Cause, Reason
 from nc.graph.recurrent import why_not_recurrent
+from nc.spec.reasons import Cause, Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from nc.graph.reasons import Cause, Reason
 from nc.graph.tensor_meta import TENSORS
+from nc.spec.reasons import Cause, Reason
 
 #: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
 WEIGHTED: dict[str, str] = {

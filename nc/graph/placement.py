@@ -20,9 +20,9 @@ from torch import fx
 
 from nc.graph.catalogue import MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
-from nc.graph.reasons import Cause
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
+from nc.spec.reasons import Cause
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

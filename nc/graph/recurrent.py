@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import RECURRENT, op_name, schema_arguments
-from nc.graph.reasons import Cause, Reason
+from nc.spec.reasons import Cause, Reason
 
 
 def why_not_recurrent(node: fx.Node) -> Reason | None:

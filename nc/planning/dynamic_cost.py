@@ -11,8 +11,8 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
-from nc.graph.reasons import Cause, Reason
 from nc.spec import DynamicCost
+from nc.spec.reasons import Cause, Reason
 
 
 class Sizes:

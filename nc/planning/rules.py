@@ -21,7 +21,6 @@ from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
-from nc.graph.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.spec import (
@@ -38,6 +37,7 @@ from nc.spec import (
     granularity,
     per_group,
 )
+from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
 #: Where a field comes from that no rule says anything of.
 _DEFAULT = "default"
