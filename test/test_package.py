@@ -113,7 +113,7 @@ def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeyp
     def negated(module, **options):
         real(module, **options)
         for name, value in list(module.named_buffers(remove_duplicate=False)):
-            if name.endswith("_scales"):
+            if name.endswith("_scales") and not options["packed"]:  # not in the engine that runs here
                 setattr(module, name, -value)
 
     monkeypatch.setattr(passes, "fuse", negated)

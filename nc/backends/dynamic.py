@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.global_lock import LOCK
-from nc.graph.catalogue import op_name
+from nc.graph.catalogue import first_input, op_name
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 
@@ -57,7 +57,9 @@ def replace_dynamic(module: fx.GraphModule) -> None:
 
 def why_not_dynamic(node: fx.Node) -> str:
     """Why `replace_dynamic` left an operator alone that finds its ranges in each call; "" for other nodes."""
-    return f"torch has no dynamic int8 kernel for {op_name(node)}" if node.args and _reads_dynamic(node) else ""
+    source = first_input(node)
+    dynamic = source is not None and source.target is quantize_dequantize_dynamic
+    return f"torch has no dynamic int8 kernel for {op_name(node)}" if dynamic else ""
 
 
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
