@@ -129,7 +129,7 @@ class PreparedModel(torch.nn.Module):
         context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
         applied += run(self._algorithms, Stage.CODES, context, example)
         with torch.no_grad():
-            noise_db = worst_sqnr_db(self.graph.module(*example), context.quantized(*example))
+            sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), context.quantized(*example))
         return QDQGraph(
             module=context.quantized,
             signature=self.graph.signature,
@@ -137,7 +137,7 @@ class PreparedModel(torch.nn.Module):
             example=example,
             notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN)},
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
-            noise_db=noise_db,
+            sqnr_vs_fp32_db=sqnr_vs_fp32_db,
             health=examine(context.plan, context.edges, context.qparams, context.found, context.findings),
             applied=tuple(applied),
         )

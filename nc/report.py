@@ -56,7 +56,7 @@ class Report:
         weight_bytes: bytes of the engine model's constants.
         float_bytes: bytes of the fp32 model's constants.
         sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
-        noise_db: the quantized graph against fp32 on the example inputs, in dB.
+        sqnr_vs_fp32_db: the quantized graph against fp32 on the example inputs, in dB.
         algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
         health: problems that calibration found, the worst of each kind first; see docs/report.md.
         changes: what `load` changed for this CPU, one line each.
@@ -76,7 +76,7 @@ class Report:
     weight_bytes: int
     float_bytes: int
     sqnr_db: float | None
-    noise_db: float
+    sqnr_vs_fp32_db: float
     algorithms: tuple[Applied, ...]
     health: tuple[Finding, ...]
     changes: tuple[str, ...]
@@ -127,7 +127,7 @@ class Report:
                 f"{self.dequantize_outside} dequantize nodes"
             )
         lines.append(f"constants {self.weight_bytes / 1e6:.1f} MB, fp32 {self.float_bytes / 1e6:.1f} MB")
-        lines.append(f"on the example inputs: quantized graph against fp32 {self.noise_db:.1f} dB")
+        lines.append(f"on the example inputs: quantized graph against fp32 {self.sqnr_vs_fp32_db:.1f} dB")
         if self.sqnr_db is not None:
             lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
         if self.isa:
@@ -193,7 +193,7 @@ def build(
         weight_bytes=engine.weight_bytes,
         float_bytes=graph.float_bytes,
         sqnr_db=engine.sqnr_db,
-        noise_db=graph.noise_db,
+        sqnr_vs_fp32_db=graph.sqnr_vs_fp32_db,
         algorithms=graph.applied,
         health=graph.health,
         changes=graph.changes,

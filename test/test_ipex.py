@@ -519,7 +519,7 @@ prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x)
 prepared(x)
 first, second = (nc.convert(prepared, isolate="never").graph for _ in range(2))
 constants = dict(second.module.named_buffers())
-print(first.noise_db == second.noise_db and all(torch.equal(t, constants[name]) for name, t in first.module.named_buffers()))
+print(first.sqnr_vs_fp32_db == second.sqnr_vs_fp32_db and all(torch.equal(t, constants[name]) for name, t in first.module.named_buffers()))
 """
 
 

@@ -43,7 +43,7 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.spec": (("nc.spec.dtypes", "nc.spec.granularities"), ("nc.spec.specs",), ("nc.spec",)),
+    "nc.spec": (("nc.spec.dtypes", "nc.spec.granularities", "nc.spec.reasons"), ("nc.spec.specs",), ("nc.spec",)),
     "nc.graph": (
         ("nc.graph.signature", "nc.graph.tensor_meta"),
         ("nc.graph.catalogue",),

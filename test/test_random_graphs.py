@@ -43,7 +43,7 @@ def check(model, backend, config, store=False):
         assert_close(call(model, copies(model.inputs)), call(prepared, copies(model.inputs)), 1e-4)
         q = convert(prepared, isolate="never", measure=False)
         expected, got = call(q.reference, copies(model.inputs)), call(q, copies(model.inputs))
-        assert worst_db(expected, got) >= max(FLOOR_DB, min(20.0, q.graph.noise_db - 5.0))
+        assert worst_db(expected, got) >= max(FLOOR_DB, min(20.0, q.graph.sqnr_vs_fp32_db - 5.0))
         twice = tuple(torch.cat([t, t]) for t in model.inputs)
         try:
             call(model, copies(twice))
@@ -52,7 +52,7 @@ def check(model, backend, config, store=False):
             pass  # the model, or what was captured, takes one batch size only
         else:
             assert_close(call(model, copies(twice)), call(prepared, copies(twice)), 1e-4)
-            assert worst_db(expected, got) >= max(FLOOR_DB, min(15.0, q.graph.noise_db - 8.0))
+            assert worst_db(expected, got) >= max(FLOOR_DB, min(15.0, q.graph.sqnr_vs_fp32_db - 8.0))
         q.report()
         if store:
             with tempfile.TemporaryDirectory() as folder:

@@ -77,13 +77,13 @@ def test_the_plan_and_the_report_say_what_was_asked():
     assert [(op.asked, op.ran) for op in report.ops if op.kind == "linear"] == [("int4 per_group 32, weight only", "fp32")] * 2
     assert "2 operators with int4 per_group 32, weight only" in str(report)
     assert "simulated" in str(report)
-    assert report.noise_db > 15
+    assert report.sqnr_vs_fp32_db > 15
 
 
 def test_it_needs_no_calibration_and_rounding_less_costs_less():
     prepared = prepare(mlp(), WeightOnlyConfig(), example_inputs=X, backend="reference")
     assert not prepared.observers
-    noise = [q_model(WeightOnlyConfig(w_dtype=f"int{bits}")).graph.noise_db for bits in (2, 4, 6, 8)]
+    noise = [q_model(WeightOnlyConfig(w_dtype=f"int{bits}")).graph.sqnr_vs_fp32_db for bits in (2, 4, 6, 8)]
     assert noise == sorted(noise)
     assert noise[-1] - noise[0] > 25
 

@@ -53,7 +53,7 @@ def verify_outputs(
         return None
     with torch.no_grad():
         sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
-    required = max(FLOOR_DB, min(TOLERANCE_DB, graph.noise_db - CHANCE_DB))
+    required = max(FLOOR_DB, min(TOLERANCE_DB, graph.sqnr_vs_fp32_db - CHANCE_DB))
     if sqnr < required:
         text = _disagreement(engine, None if first is None else first(), sqnr, required)
         if verify == "raise":

@@ -188,7 +188,7 @@ def inspect(folder: Path, as_json: bool) -> None:
         "tensors": sizes,
         "fp32 model": f"{contents['fp32_bytes'] / 1e6:.2f} MB of constants",
         "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in contents["files"].items()),
-        "quantized graph": f"{contents['noise_db']} dB against fp32, on the example inputs",
+        "quantized graph": f"{contents['sqnr_vs_fp32_db']} dB against fp32, on the example inputs",
     }
     click.echo(f"{format_table(rows)}\n")
     for name, text in lines.items():
@@ -223,7 +223,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "bytes_by_dtype": _bytes_by_dtype(stored.weights),
         "fp32_bytes": document["float_bytes"],
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        "noise_db": round(float(document["noise_db"]), 1),
+        "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),
     }
 
 

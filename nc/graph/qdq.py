@@ -57,7 +57,7 @@ class QDQGraph:
         example: flat example inputs, for warm-up and verification.
         notes: operator name → why calibration changed its decision.
         float_bytes: bytes of the captured fp32 constants.
-        noise_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
+        sqnr_vs_fp32_db: this graph against the fp32 model on the example inputs, in dB (the worst output): what quantization itself costs.
         health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
         changes: what `saturation.py` did to this graph, one line each.
@@ -69,7 +69,7 @@ class QDQGraph:
     example: tuple[torch.Tensor, ...]
     notes: Mapping[str, str]
     float_bytes: int
-    noise_db: float
+    sqnr_vs_fp32_db: float
     health: tuple[Finding, ...] = ()
     applied: tuple[Applied, ...] = ()
     changes: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A graph as JSON and tensors.
 
     Returns:
-        Plain values with the keys signature, plan, notes, float_bytes, noise_db, algorithms, changes, health, nodes,
+        Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes, health, nodes,
         sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
         which share memory.
 
@@ -57,7 +57,7 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "plan": graph.plan.to_dict(),
         "notes": dict(graph.notes),
         "float_bytes": graph.float_bytes,
-        "noise_db": graph.noise_db if math.isfinite(graph.noise_db) else str(graph.noise_db),
+        "sqnr_vs_fp32_db": graph.sqnr_vs_fp32_db if math.isfinite(graph.sqnr_vs_fp32_db) else str(graph.sqnr_vs_fp32_db),
         "algorithms": [dataclasses.asdict(applied) for applied in graph.applied],
         "changes": list(graph.changes),
         "health": [dataclasses.asdict(finding) for finding in graph.health],
@@ -100,7 +100,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         example=example,
         notes=document["notes"],
         float_bytes=document["float_bytes"],
-        noise_db=float(document["noise_db"]),
+        sqnr_vs_fp32_db=float(document["sqnr_vs_fp32_db"]),
         applied=_applied(document),
         changes=tuple(map(str, document.get("changes", ()))),
         health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
@@ -147,7 +147,7 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
 
 def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
     """Whether what the report prints has the types that it needs, and every operator a decision."""
-    types = {"notes": dict, "float_bytes": int, "noise_db": (int, float, str)}
+    types = {"notes": dict, "float_bytes": int, "sqnr_vs_fp32_db": (int, float, str)}
     wrong = [key for key, expected in types.items() if not isinstance(document[key], expected)]
     if wrong or not all(isinstance(text, str) for pair in document["notes"].items() for text in pair):
         msg = f"unexpected types in {', '.join(wrong) or 'notes'}"

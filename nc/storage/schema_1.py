@@ -1,4 +1,4 @@
-"""model.json of schema 1 → schema 2: quantize and dequantize nodes became operators with a schema, which say the dtype of codes."""
+"""model.json of schema 1 → schema 2: quantize and dequantize nodes became operators with a schema, which say the dtype of codes; `noise_db` got another name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _UINT8, _INT8 = {"dtype": "uint8"}, {"dtype": "int8"}
 def upgrade(document: dict[str, Any]) -> dict[str, Any]:
     """The same model in schema 2; KeyError, TypeError or ValueError where it is not what nc wrote."""
     nodes = {entry["name"]: entry for entry in document["nodes"]}
-    return {**document, "nodes": [_upgraded(entry, nodes) for entry in document["nodes"]]}
+    renamed = {"sqnr_vs_fp32_db": document["noise_db"]}
+    rest = {key: value for key, value in document.items() if key != "noise_db"}
+    return {**rest, **renamed, "nodes": [_upgraded(entry, nodes) for entry in document["nodes"]]}
 
 
 def _upgraded(entry: dict[str, Any], nodes: dict[str, dict[str, Any]]) -> dict[str, Any]:

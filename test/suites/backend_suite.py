@@ -462,7 +462,7 @@ class BackendSuite:
         parameters = sum(p.numel() for n, p in model.named_parameters() if ".bn" not in f".{n}")
         assert parameters * 4 <= report.float_bytes <= parameters * 4 + 4096
         assert report.weight_bytes > 0
-        assert report.noise_db > 20
+        assert report.sqnr_vs_fp32_db > 20
         assert report.to_dict()["ops"][0]["operator"] == report.ops[0].operator
         text = str(report)
         assert all(op.operator in text for op in report.ops)
