@@ -109,7 +109,10 @@ class Exporter:
 
 
 def write_script(graph: QDQGraph, engine: EngineModel) -> bytes:
-    """An `Exporter.write` for engines that run a TorchScript program: its file."""
+    """An `Exporter.write` for engines that run a TorchScript program: its file; raises UnsupportedError where this model has none."""
+    if engine.script is None:
+        msg = "The engine runs this model without a TorchScript program, so there is none to write."
+        raise UnsupportedError(msg)
     buffer = io.BytesIO()  # a file's own name would become part of its bytes
     torch.jit.save(engine.script, buffer)
     return buffer.getvalue()
@@ -120,8 +123,8 @@ class Backend(Protocol):
 
     Attributes:
         name: how users call it.
-        options: what `lower` takes beside `verify`, by name. A backend may leave it out: it has none then.
-        exports: what it can write, by name of the format. A backend may leave it out too.
+        options: what `lower` takes beside `verify`, by name. A backend that leaves it out takes `isolate`.
+        exports: what it can write, by name of the format. A backend that leaves it out writes the TorchScript program of its models.
     """
 
     name: str
@@ -162,14 +165,17 @@ def check_bf16(backend: Backend, graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
+_UNDECLARED: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never"), protects=True)}
+
+
 def options_of(backend: Backend) -> Mapping[str, Option]:
-    """The options that a backend declares."""
-    return getattr(backend, "options", {})
+    """The options that a backend declares. One without a declaration gets `isolate`: before there were declarations, every backend did."""
+    return getattr(backend, "options", _UNDECLARED)
 
 
 def exports_of(backend: Backend) -> Mapping[str, Exporter]:
-    """The formats that a backend declares."""
-    return getattr(backend, "exports", {})
+    """The formats that a backend declares. One without a declaration can write the TorchScript module that its models have."""
+    return getattr(backend, "exports", {"torchscript": Exporter(write_script)})
 
 
 def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
