@@ -1,4 +1,4 @@
-"""model.json of schema 1 → schema 2: quantize and dequantize nodes became operators with a schema, which say the dtype of codes; `noise_db` got another name."""
+"""model.json of schema 1 → schema 2: quantize and dequantize nodes became operators that say the dtype of codes; `noise_db` was renamed."""
 
 from __future__ import annotations
 
