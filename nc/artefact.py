@@ -14,9 +14,10 @@ import torch
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_computes, get_backend
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import ConfigError, NCWarning, StateError, UnsupportedError
+from nc.errors import ArtefactError, ConfigError, NCError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
+from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import store
 
@@ -103,15 +104,25 @@ def load(
         narrowed = _narrowed(graph, engine, frames=2)
         return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
-    try:
-        (graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
-        _run(graph, lowered.run)
-    except Exception:
-        # a graph that cannot run at all is the fault of the artefact, everything else that of the engine
+    def check() -> None:
         with store.malformed(directory / store.MODEL):
             _run(graph, lambda inputs: graph.module(*inputs))
-        raise
-    return QuantizedModel(graph, lowered, name, chosen)
+
+    if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
+        check()  # torch's kernels of these do not look at the sizes of what they read
+    try:
+        (lowered_graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
+        _run(lowered_graph, lowered.run)
+    except Exception as error:
+        check()  # a graph that can't run at all is the fault of the artefact
+        if isinstance(error, NCError):
+            raise
+        msg = (
+            f"{str(directory)!r}: the engine can't read this graph ({type(error).__name__}: {error}). If its files were altered, copy "
+            'or save the model again. backend="reference" runs it.'
+        )
+        raise ArtefactError(msg) from error
+    return QuantizedModel(lowered_graph, lowered, name, chosen)
 
 
 def _run(graph: QDQGraph, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]) -> None:

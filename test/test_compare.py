@@ -92,9 +92,9 @@ def one_more(codes):
     return (codes.int() + 1).clamp(max=255).to(torch.uint8)
 
 
-def near_ties_other_way(x, scale, zero_point, low, high):
+def near_ties_other_way(x, scale, zero_point, low, high, dtype):
     """Rounds half up instead of half to even."""
-    return torch.floor(x / scale + 0.5).add(zero_point).clamp(low, high).to(torch.uint8)
+    return torch.floor(x / scale + 0.5).add(zero_point).clamp(low, high).to(dtype)
 
 
 def test_healthy_engines_are_equal(faulty):
