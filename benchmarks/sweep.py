@@ -71,7 +71,7 @@ def one(entry: Entry, arguments: argparse.Namespace) -> dict[str, Any]:
     sender.close()
     late = {"status": "failed", "error": "timeout", "reason": f"not ready after {arguments.limit} s"}
     try:
-        row = receiver.recv() if receiver.poll(5 * arguments.limit) else late
+        row = receiver.recv() if receiver.poll(8 * arguments.limit) else late
     except EOFError:
         process.join()
         ended = {"status": "failed", "error": "crash", "reason": f"the process ended with exit code {process.exitcode}"}
@@ -90,7 +90,7 @@ def sweep(chosen: list[Entry], arguments: argparse.Namespace) -> None:
         pattern = re.compile(arguments.again)
         done = {n: r for n, r in done.items() if not pattern.search(json.dumps(r))}
     chosen = [entry for entry in chosen if entry.name not in done]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "nc", "transformers", "torchvision", "timm", "sweep_one"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "nc", "transformers", "torchvision", "timm", "sweep_warm"])
     began, where = time.perf_counter(), surroundings()
     for i, entry in enumerate(chosen):
         if time.perf_counter() - began > arguments.seconds:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="K/N")
     parser.add_argument("--only", default="", metavar="REGEX", help="names that contain it")
     parser.add_argument("--again", default="", metavar="REGEX", help="run rows anew whose JSON contains it")
-    parser.add_argument("--limit", type=int, default=180, help="seconds of CPU time for one architecture; five times as many of a clock")
+    parser.add_argument("--limit", type=int, default=180, help="seconds of CPU time for one architecture; eight times as many of a clock")
     parser.add_argument("--memory", type=float, default=8.0, help="GB for one architecture")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after this time")
     parser.add_argument("--list", action="store_true", help="print the names")

@@ -218,6 +218,8 @@ def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
     tried: list[frozenset[str]] = []
     for names in flat:
         kept = frozenset(n for n in names if n in parameters)
+        if not any(n.startswith("input") for n in kept):
+            kept -= {"attention_mask"}  # a mask over tokens
         if not kept or kept in tried:
             continue
         tried.append(kept)
