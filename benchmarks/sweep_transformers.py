@@ -27,7 +27,7 @@ SIZES = (
     (r"num_key_value_heads|num_kv_heads|n_head_kv", 2),
     (r"(\w+_)?(attention_heads|num_heads)|num_attention_heads|n_heads?|heads|num_heads", 4),
     (r"head_dim|d_kv|qk_nope_head_dim|v_head_dim|kv_channels|(attention_)?head_size", 16),
-    (r"qk_rope_head_dim", 8),
+    (r"qk_rope_head_dim|rotary_dim", 8),
     (r"(q|kv|o)_lora_rank", 32),
     (r"hidden_size|d_model|n_embd|(encoder_|decoder_)?(embed|hidden)_dim|dim|embedding_size|word_embed_proj_dim|n_embed", 64),
     (r"(\w+_)?intermediate_size|(encoder_|decoder_)?ffn_dim|d_ff|n_inner|(\w+_)?ffn_hidden_size|hidden_dim|mlp_dim|ff_dim", 128),
