@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import torch
-from sweep_models import Entry, NotBuilt, build
+from sweep_models import Entry, Inputs, NotBuilt, build
 from torch.utils import _pytree as pytree
 
 import nc
@@ -52,11 +52,18 @@ def _steps(entry: Entry, backend: str, row: dict[str, Any]) -> None:
     model, make, row["size"] = build(entry)
     row["parameters"] = sum(p.numel() for p in model.parameters())
     example = _made(make, 0, BATCH)
-    row["inputs"] = pytree.tree_map(lambda t: list(t.shape), example)
+    row["inputs"] = pytree.tree_map(lambda t: list(t.shape) if isinstance(t, torch.Tensor) else t, example)
     row["stage"] = "prepare"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=example, backend=backend)
+        try:
+            prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=example, backend=backend)
+        except nc.errors.CaptureError as error:
+            if "use_cache=False" not in str(error):
+                raise
+            make, row["size"] = _without_cache(make), f"{row['size']}, use_cache=False"  # what the error advises
+            example = _made(make, 0, BATCH)
+            prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=example, backend=backend)
     row["captured"] = True
     row["warnings"] = [str(w.message)[:200] for w in caught if issubclass(w.category, nc.errors.NCWarning)]
     row["stage"] = "calibrate"
@@ -104,6 +111,10 @@ def _worst(expected: list[torch.Tensor], got: list[torch.Tensor]) -> float | Non
     values = [sqnr_db(e, g) for e, g in zip(expected, got, strict=True) if bool(e.any())]
     finite = [min(v, 200.0) for v in values if not math.isinf(v) or v > 0]
     return round(min(finite), 1) if finite and len(finite) == len(values) else None
+
+
+def _without_cache(make: Inputs) -> Inputs:
+    return lambda batch: {**make(batch), "use_cache": False}
 
 
 def _made(make: Any, seed: int, batch: int) -> Any:

@@ -187,7 +187,8 @@ def _inputs(model: torch.nn.Module, config: Any, reasons: list[str], way: str) -
         except Exception as error:  # noqa: BLE001 - models refuse inputs in many ways
             reasons.append(f"{way}: {type(error).__name__}: {error}")
             continue
-        if any(torch.isnan(t).any() for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+        values = outputs.values() if hasattr(outputs, "values") else outputs if isinstance(outputs, tuple) else (outputs,)
+        if any(torch.isnan(t).any() for t in values if isinstance(t, torch.Tensor)):
             reasons.append(f"{way}: NaN with random weights")
             continue
         return make

@@ -899,6 +899,21 @@ def test_a_model_with_random_numbers_is_refused():
     assert "capture.py" not in str(caught.value)  # a line of this package's would mislead
 
 
+def test_a_cache_with_other_states_than_keys_and_values_is_refused_with_advice():
+    """Mamba's cache holds convolution and recurrent states."""
+    caches = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(caches, "LinearAttentionLayer"):
+        pytest.skip("this transformers has no such cache")
+
+    def forward(self, x):
+        cache = caches.DynamicCache()
+        cache.layers.append(caches.LinearAttentionLayer())
+        return self.fc(x), cache
+
+    with pytest.raises(CaptureError, match="LinearAttentionLayer.*\n.*use_cache=False"):
+        graph_of(Function(forward, fc=nn.Linear(4, 4)), torch.ones(2, 4))
+
+
 def test_a_batch_baked_into_the_model_is_said_aloud():
     model = Function(lambda self, x: self.fc(x).reshape(2, -1), fc=nn.Linear(4, 4)).eval()
     with warnings.catch_warnings(record=True) as caught:

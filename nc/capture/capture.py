@@ -203,6 +203,8 @@ def _batch_is_free(graph: Graph) -> bool:
     return all(isinstance(leaf.dims[0], str) for leaf in graph.signature.leaves if leaf.used)
 
 
+#: What pytree and `nc.graph.caches` say of an output that holds something else than tensors.
+_UNKNOWN = "not a known type"
 #: The package's own files; no frame in them is the user's.
 _HERE = str(Path(__file__).parents[1])
 
@@ -230,6 +232,8 @@ def _first_run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values
     try:
         return _run(model, parameters, values)
     except Exception as error:
+        if _UNKNOWN in str(error):
+            raise CaptureError(_capture_message(model, error)) from error
         given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
         msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
         raise InputError(msg) from error
@@ -373,7 +377,7 @@ def _capture_message(model: torch.nn.Module, error: Exception) -> str:
         "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / torch.cond, or quantize the "
         "submodules around it one by one."
     )
-    if "not a known type" in str(error):
+    if _UNKNOWN in str(error):
         advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
     if isinstance(error, _OtherOutputError):
