@@ -39,6 +39,8 @@ SIZES = (
     (r"num_queries|num_query_tokens|num_latents", 8),
     (r"sliding_window|attention_window", 8),
 )
+#: What a configuration leaves open and its model needs.
+MISSING = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "prediction_length": 8, "pad_token_id": 1}
 #: The same for lists of one number per stage.
 DEPTHS = re.compile(r"depths|layers|num_blocks|block_depths|decoder_depths|layer_depths|stage_num_blocks|encoder_block_nums")
 
@@ -130,6 +132,8 @@ def _wanted(config: Any, layers_only: bool, layers: int = 2) -> dict[str, Any]:
         if hasattr(getattr(config, name, None), "to_dict"):
             nested = getattr(config, name)
             changed[name] = {**nested.to_dict(), **_wanted(nested, layers_only, layers)}
+        elif value is None and name in MISSING:
+            changed[name] = MISSING[name]
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int):
