@@ -14,11 +14,19 @@ from nc.backends.verify import CHANCE_DB, FLOOR_DB, TOLERANCE_DB
 
 Row = dict[str, Any]
 
+#: A word of a cause → what to do.
+ADVICE = {
+    "GuardOnDataDependentSymNode": "The model branches on values of tensors: quantize the submodules around that branch, one by one.",
+    "gives another output": "The model draws random numbers, or takes another path while it is exported: give all inputs that it has.",
+    "computes something else": "nc returns no numbers. Likely the model selects by scores that differ little with random weights.",
+}
+
 
 def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     """The whole page: what was run where, the numbers, the causes, the table, and what was not run."""
     rows = sorted(rows, key=lambda row: (row["source"], row["family"], row["model"]))
-    rows = [row for row in rows if row.get("error") != "timeout"]  # they are listed as not run
+    late = [row["model"] for row in rows if row.get("error") == "timeout"]
+    rows = [row for row in rows if row.get("error") != "timeout"]
     tried = [row for row in rows if row["status"] != "not built"]
     parts = [
         "# Architectures\n",
@@ -27,7 +35,7 @@ def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
         _failures([row for row in tried if problem(row)]),
         _table([row for row in tried if not problem(row)]),
         _not_built([row for row in rows if row["status"] == "not built"]),
-        _not_run(rows, listed),
+        _not_run(rows, listed, late),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -50,7 +58,7 @@ def _cause(row: Row) -> str:
     text = row.get("cause") or row.get("reason") or ""
     text = re.sub(r"(/[\w.+-]+){2,}/", "", text)
     text = re.sub(r"\d+", "N", re.sub(r"0x[0-9a-f]+", "…", text))
-    return f"{row['error']}: {text[:160]}"
+    return f"{row['error']}: {text.removeprefix(row['error'] + ': ')[:160]}"
 
 
 def _about(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
@@ -65,7 +73,8 @@ def _about(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     backends = ", ".join(sorted({row["backend"] for row in rows}))
     return f"""`benchmarks/sweep.py` takes {len(listed)} architectures of torchvision, timm and transformers through prepare,
 calibration and convert with `StaticQuantConfig()` on backend `{backends}`. Each is built from its configuration with random weights,
-as small as the library allows. `python benchmarks/sweep.py --table` wrote this page from rows that were run with nc at {commits}:
+as small as the library allows. The list is long and few have been run: small models first, so the part that went through need not be
+that of the whole list. `python benchmarks/sweep.py --table` wrote this page from rows that were run with nc at {commits}:
 
 {chr(10).join(machines)}
 
@@ -123,8 +132,13 @@ def _failures(failed: Sequence[Row]) -> str:
         return ""
     lines = ["## What did not go through, by cause\n"]
     for cause, members in sorted(groups.items(), key=lambda pair: -len(pair[1])):
-        lines.append(f"* {len(members)}: {_plain(cause)}<br>{', '.join(row['model'] for row in members)}")
+        lines.append(f"* {len(members)}: {_plain(cause)}{_advice(cause)}<br>{', '.join(row['model'] for row in members)}")
     return "\n".join([*lines, ""])
+
+
+def _advice(cause: str) -> str:
+    """What a user can do; "" where the cause says it all."""
+    return next((f"<br>{text}" for word, text in ADVICE.items() if word in cause), "")
 
 
 def _table(passed: Iterable[Row]) -> str:
@@ -155,12 +169,15 @@ def _not_built(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _not_run(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
+def _not_run(rows: Sequence[Row], listed: Sequence[Entry], late: Sequence[str]) -> str:
     seen = {row["name"] for row in rows}
-    missing = sorted(entry.model for entry in listed if entry.name not in seen)
+    missing = sorted({entry.model for entry in listed if entry.name not in seen} - set(late))
+    text = ""
+    if late:
+        text = f"## Not finished\n\nThe sweep's time limit ended these ({len(late)}): {', '.join(sorted(late))}. They count as not run.\n\n"
     if not missing:
-        return ""
-    return f"## Not run\n\nListed, and not run to the end for this page ({len(missing)}): {', '.join(missing)}.\n"
+        return text
+    return f"{text}## Not run\n\nListed, and not run for this page ({len(missing)}): {', '.join(missing)}.\n"
 
 
 def _plain(text: str) -> str:

@@ -51,7 +51,8 @@ def test_the_page_counts_what_ran_and_lists_what_did_not(sweep_page):
     assert "| all | 5 | 3 | 1 | 2 | 1 | 1 | 50.0% |" in text
     assert "* 1: CaptureError: E: why<br>bad" in text
     assert "* large (vgg): 900 million parameters" in text
-    assert "(2): late, never." in text
+    assert "time limit ended these (1): late." in text
+    assert "(1): never." in text
 
 
 def test_configurations_become_small_and_keep_their_special_tokens_apart(monkeypatch):
