@@ -2,6 +2,7 @@
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
 # make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
+# make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make clean
 #
 #   PYTHON=python3.12   the interpreter to build on: 3.10 to 3.13
@@ -31,7 +32,7 @@ setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-native demo-newest test test-native test-newest test-fast lint bench bench-peers setup setup-native setup-newest setup-peers clean
+.PHONY: demo demo-native demo-newest test test-native test-newest test-fast lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -63,9 +64,10 @@ test-newest: setup-newest
 test-fast: setup
 	.venv/bin/python $(PYTEST) -m "not slow"
 
-lint: setup
+lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
+	.venv-lint/bin/python -m mypy --python-executable .venv-native/bin/python
 
 bench: setup
 	.venv/bin/python benchmarks/run.py
@@ -76,7 +78,7 @@ bench-peers: setup-peers
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-lint build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -123,3 +125,12 @@ setup setup-native setup-newest setup-peers:
 	"$$shared/bin/python" -c "$$site" > "$$($(VENV)/bin/python -c "$$site")/shared.pth"
 	$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	echo "$$stamp" > $(VENV)/.complete
+
+# A plain venv: mypy reads the packages of .venv-native and needs none of its own.
+setup-lint:
+	@stamp=$$({ echo "$(CURDIR) $$($(PYTHON) -VV)"; cat requirements/lint.txt; } | sha256sum)
+	if [[ -e .venv-lint/.complete && $$(< .venv-lint/.complete) == "$$stamp" ]]; then exit; fi
+	rm -rf .venv-lint
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/python -m pip --disable-pip-version-check install -q -r requirements/lint.txt
+	echo "$$stamp" > .venv-lint/.complete

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from nc.spec import FLOAT, OpSpec
@@ -185,7 +186,7 @@ class Plan:
         return f"{head}\n{format_table(rows)}" if decision.fields else head
 
 
-def format_table(rows: list[tuple[str, ...]]) -> str:
+def format_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Left-aligned columns; the first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

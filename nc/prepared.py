@@ -161,8 +161,9 @@ class PreparedModel(torch.nn.Module):
             missing = {e.operator for e in self._edges(self.graph.module, plan) if not _has_run(e, found)}
             if not missing:
                 return plan
-            never = {"spec": FLOAT, "why": Cause.NEVER_RAN()}
-            decisions = tuple(dataclasses.replace(d, **never) if d.operator in missing else d for d in plan.decisions)
+            decisions = tuple(
+                dataclasses.replace(d, spec=FLOAT, why=Cause.NEVER_RAN()) if d.operator in missing else d for d in plan.decisions
+            )
             plan = dataclasses.replace(plan, decisions=decisions)
 
 

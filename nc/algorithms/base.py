@@ -18,6 +18,7 @@ from torch import fx
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
 from nc.graph.catalogue import WEIGHTED, first_input, groups_of, op_name, weight_axis
+from nc.graph.fx_utils import constant_of
 from nc.graph.placement import Edge
 from nc.graph.qdq import Finding
 from nc.numerics.weights import pairs_fit
@@ -123,7 +124,7 @@ class Context:
                 spec = self.plan[operator].spec.weight
                 if codes is not None and codes.op == "get_attr" and spec is not None:
                     scale = node.args[1].args[1]
-                    value = getattr(self.quantized, scale.target) if isinstance(scale, fx.Node) else torch.tensor(scale)
+                    value = constant_of(self.quantized, scale) if isinstance(scale, fx.Node) else torch.tensor(scale)
                     return WeightCodes(self.quantized, str(codes.target), value, weight_axis(node), groups_of(node), spec)
         return None
 

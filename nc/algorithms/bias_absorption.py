@@ -16,7 +16,8 @@ from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.algorithms.equalization import Pair, grouped, pairs
 from nc.checks import is_number, require
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.fx_utils import replace_constant
+from nc.graph.fx_utils import constant_of, replace_constant
+from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
 
 
@@ -83,10 +84,10 @@ def _is_exact(pair: Pair) -> bool:
 
 def _absorb(module: fx.GraphModule, pair: Pair, c: torch.Tensor) -> None:
     """Move c, float64 [channels], from the first layer's outputs behind the second layer's weight."""
-    weight = getattr(module, schema_arguments(pair.second)["weight"].target)
+    weight = constant_of(module, Weighted.of(pair.second).weight)
     matrix = grouped(pair.second, weight.double()).sum(3)
     added = torch.einsum("goi,gi->go", matrix, c.view(matrix.shape[0], -1)).flatten()
     for layer, shift in ((pair.first, -c), (pair.second, added)):
-        bias = schema_arguments(layer)["bias"]
-        value = shift if bias is None else getattr(module, bias.target).double() + shift
+        bias = Weighted.of(layer).bias
+        value = shift if bias is None else constant_of(module, bias).double() + shift
         replace_constant(module, layer, "bias", value.to(weight.dtype))

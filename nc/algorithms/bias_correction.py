@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,11 +17,14 @@ from torch import fx
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
 from nc.algorithms.replay import channel_axis
 from nc.graph.catalogue import WEIGHTED, op_name
-from nc.graph.fx_utils import add_constant, replace_constant
+from nc.graph.fx_utils import add_constant, constant_of, replace_constant
+from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
 
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11
+#: A node and its values for all batches → what they become.
+_Hook = Callable[[fx.Node, list[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.meta.get("operator") in operators and op_name(n) in WEIGHTED]
 
 
-def _run_all(module: fx.GraphModule, batches: Sequence[Batch], hooks: Mapping[fx.Node, object]) -> None:
+def _run_all(module: fx.GraphModule, batches: Sequence[Batch], hooks: Mapping[fx.Node, _Hook]) -> None:
     """Run a graph node by node over all batches at once; a hook sees a node's values for all batches and may replace them."""
     interpreters = [fx.Interpreter(module, garbage_collect_values=False) for _ in batches]
     for interpreter, batch in zip(interpreters, batches, strict=True):
@@ -134,10 +137,10 @@ def _channel_sums(node: fx.Node, value: torch.Tensor) -> tuple[torch.Tensor, int
 
 
 def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> None:
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    bias = Weighted.of(node).bias
     if bias is not None and bias.op != "get_attr":  # computed in the graph (Swin v2 clears part of its bias)
         constant = add_constant(module, node, f"{node.name}_bias_correction", delta, f"{node.name}.bias_correction")
         with module.graph.inserting_before(node):
             node.replace_input_with(bias, module.graph.call_function(torch.ops.aten.add.Tensor, (bias, constant)))
         return
-    replace_constant(module, node, "bias", delta if bias is None else getattr(module, bias.target) + delta)
+    replace_constant(module, node, "bias", delta if bias is None else constant_of(module, bias) + delta)

@@ -15,6 +15,7 @@ from torch import fx
 from nc.algorithms.base import Bound, Context, Needs, Stage, State, Tap
 from nc.algorithms.bias_correction import MAC_BUDGET
 from nc.graph.catalogue import WEIGHTED, first_input, op_name, schema_arguments, weight_axis
+from nc.graph.fx_utils import constant_of
 from nc.graph.qdq import Finding
 from nc.plan import Applied, Plan
 
@@ -47,9 +48,9 @@ class DeadChannels:
         for node in context.quantized.graph.nodes:
             axis = weight_axis(node) if node.meta.get("operator") in names and op_name(node) in WEIGHTED else None
             codes = first_input(node.args[1]) if axis is not None else None
-            if codes is None or codes.op != "get_attr":
+            if axis is None or codes is None or codes.op != "get_attr":
                 continue
-            finding = _finding(node.meta["operator"], getattr(context.quantized, codes.target).transpose(0, axis), context)
+            finding = _finding(node.meta["operator"], constant_of(context.quantized, codes).transpose(0, axis), context)
             if finding is not None:
                 context.findings.append(finding)
                 found += 1

@@ -17,8 +17,9 @@ from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.checks import is_number, require
-from nc.graph.catalogue import POOLS, WEIGHTED, op_name, schema_arguments
-from nc.graph.fx_utils import replace_constant
+from nc.graph.catalogue import POOLS, WEIGHTED, groups_of, input_node, op_name, schema_arguments
+from nc.graph.fx_utils import constant_of, replace_constant
+from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
@@ -143,7 +144,9 @@ def pairs(module: fx.GraphModule) -> list[Pair]:
 
 
 def _pair_from(first: fx.Node) -> Pair | None:
-    value, axis, between = first, _channel_axis(first), []
+    value = first
+    axis: int | None = _channel_axis(first)
+    between: list[fx.Node] = []
     while axis is not None and len(value.users) == 1:
         (user,) = value.users
         if user.args[:1] != (value,):
@@ -159,14 +162,13 @@ def _is_layer(node: fx.Node) -> bool:
     """Whether a node is a layer in fp32 (or fp64) with constants for weight and bias."""
     if op_name(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
         return False
-    arguments = schema_arguments(node)
-    bias = arguments["bias"]
-    return arguments["weight"].op == "get_attr" and (bias is None or bias.op == "get_attr")
+    layer = Weighted.of(node)
+    return layer.weight.op == "get_attr" and (layer.bias is None or layer.bias.op == "get_attr")
 
 
 def _channel_axis(layer: fx.Node) -> int:
     """The axis of a layer's channels, from the end: inputs and outputs, batched or not."""
-    return 1 - schema_arguments(layer)["weight"].meta["val"].dim()
+    return 1 - int(Weighted.of(layer).weight.meta["val"].dim())
 
 
 def _axis_behind(node: fx.Node, axis: int) -> int | None:
@@ -175,7 +177,8 @@ def _axis_behind(node: fx.Node, axis: int) -> int | None:
     if name in HOMOGENEOUS:
         return axis
     if name in SPATIAL:
-        return axis if -axis > int(re.search(r"(\d)d", name)[1]) else None
+        dims = re.search(r"(\d)d", name)
+        return axis if dims is not None and -axis > int(dims[1]) else None
     if name in ("squeeze", "unsqueeze"):
         return _axis_behind_squeeze(node, axis)
     if name == "mean":
@@ -190,19 +193,19 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
     # torch's symbolic sizes are loaded by whoever captures; `import nc` needn't wait for them
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    block, last = math.prod(node.args[0].meta["val"].shape[axis:]), node.meta["val"].shape[-1:]
+    block, last = math.prod(input_node(node).meta["val"].shape[axis:]), node.meta["val"].shape[-1:]
     return -1 if last and statically_known_true(last[0] == block) else None
 
 
 def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
     """The same where a dimension in front of the channels comes or goes: the batch of 1 that a convolution without one gets."""
     dim = schema_arguments(node).get("dim")
-    rank = max(node.meta["val"].dim(), node.args[0].meta["val"].dim())
+    rank = max(node.meta["val"].dim(), input_node(node).meta["val"].dim())
     return axis if isinstance(dim, int) and dim % rank - rank < axis else None
 
 
 def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
-    arguments, rank = schema_arguments(node), node.args[0].meta["val"].dim()
+    arguments, rank = schema_arguments(node), input_node(node).meta["val"].dim()
     dims = {d % rank - rank for d in arguments.get("dim") or range(rank)}
     if axis in dims:
         return None
@@ -211,7 +214,7 @@ def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
 
 def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
     """A weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
-    groups = schema_arguments(layer).get("groups", 1)
+    groups = groups_of(layer)
     view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
     return view.transpose(1, 2) if op_name(layer).startswith("conv_transpose") else view
 
@@ -229,12 +232,12 @@ def _along_inputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _reads(module: fx.GraphModule) -> Counter[int]:
     """How often each constant tensor is read, by its address: one tensor can have several names and nodes."""
-    constants = [n for n in module.graph.nodes if n.op == "get_attr" and getattr(module, n.target).layout is torch.strided]
-    return Counter(getattr(module, n.target).data_ptr() for n in constants for _ in n.users)
+    constants = [n for n in module.graph.nodes if n.op == "get_attr" and constant_of(module, n).layout is torch.strided]
+    return Counter(constant_of(module, n).data_ptr() for n in constants for _ in n.users)
 
 
 def _weight(module: fx.GraphModule, layer: fx.Node) -> torch.Tensor:
-    return getattr(module, schema_arguments(layer)["weight"].target)
+    return constant_of(module, Weighted.of(layer).weight)
 
 
 def _rescale(module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | None, inputs: torch.Tensor | None) -> None:
@@ -244,9 +247,9 @@ def _rescale(module: fx.GraphModule, layer: fx.Node, outputs: torch.Tensor | Non
     view = grouped(layer, scaled)
     if outputs is not None:
         view *= _along_outputs(view, outputs).unsqueeze(3)
-        bias = schema_arguments(layer)["bias"]
+        bias = Weighted.of(layer).bias
         if bias is not None:
-            value = getattr(module, bias.target)
+            value = constant_of(module, bias)
             replace_constant(module, layer, "bias", (value.double() * outputs).to(value.dtype))
         for key in ("output_mean", "output_std"):
             if key in layer.meta:

@@ -8,7 +8,7 @@ large errors more than from many small ones: squares choose ranges that clip, an
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -98,12 +98,13 @@ class _Trial(fx.Interpreter):
         self._edges: dict[fx.Node, list[Edge]] = {}
         for edge in edges:
             self._edges.setdefault(edge.reader, []).append(edge)
-        self._errors: Counter[tuple[Edge, str]] = Counter()
-        self._sizes: Counter[Edge] = Counter()
+        self._errors: defaultdict[tuple[Edge, str], float] = defaultdict(float)
+        self._sizes: defaultdict[Edge, float] = defaultdict(float)
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
         for edge in self._edges.get(node, ()):
+            assert not isinstance(node.target, str)
             args, kwargs = self.fetch_args_kwargs_from_env(node)
             self._sizes[edge] += _sixth_powers(_first(value))
             for name, qp in self._candidates[edge_key(edge)].items():
@@ -129,4 +130,5 @@ def _sixth_powers(values: torch.Tensor) -> float:
 
 def _first(result: Any) -> torch.Tensor:
     """What an operator computes; pools that say where they found a maximum have that as a second result."""
-    return result[0] if isinstance(result, tuple) else result
+    first: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return first

@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.algorithms.base import Batch, Bound, State, Tap
 from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.views import Weighted
 from nc.plan import Plan
 
 Observed = dict[tuple[str, str], State]
@@ -61,14 +62,14 @@ class _Taps(fx.Interpreter):
                 self._taps.setdefault((tap.operator, tap.role), []).append((tap, observed))
 
     def run_node(self, n: fx.Node) -> Any:
-        operator = n.meta.get("operator")
-        if (operator, "input") in self._taps:
+        operator: str | None = n.meta.get("operator")
+        if operator is not None and (operator, "input") in self._taps:
             self._see(operator, "input", self.fetch_args_kwargs_from_env(n)[0][0])
         value = super().run_node(n)
-        if (operator, "output") in self._taps:
+        if operator is not None and (operator, "output") in self._taps:
             self._see(operator, "output", value)
         if operator in self._names and op_name(n) in WEIGHTED:
-            self.macs += value.numel() // value.shape[channel_axis(n, value)] * n.args[1].meta["val"].numel()
+            self.macs += value.numel() // value.shape[channel_axis(n, value)] * Weighted.of(n).weight.meta["val"].numel()
         return value
 
     def _see(self, operator: str, role: str, value: torch.Tensor) -> None:
@@ -80,7 +81,7 @@ def channel_axis(node: fx.Node, value: torch.Tensor) -> int:
     """The axis of the output channels in the result of a layer, batched or not."""
     if op_name(node) == "linear":
         return value.dim() - 1
-    return 1 if value.dim() == node.args[1].meta["val"].dim() else 0
+    return 1 if value.dim() == Weighted.of(node).weight.meta["val"].dim() else 0
 
 
 def inputs_of(

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
-from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, copy_module, replace_constant
+from nc.graph.catalogue import input_node, op_name, schema_arguments
+from nc.graph.fx_utils import add_constant, constant_of, copy_module, replace_constant
 from nc.graph.placement import works_in_place
+from nc.graph.views import Weighted
 from nc.spec import OpSpec
 
 #: Operators whose result scales with constants of theirs, per channel of the last dimension.
@@ -55,12 +56,15 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
     copy, _ = copy_module(module)
     in_place = works_in_place(copy)  # then a value depends on when it is read
     units = list(_units(copy, specs, channels, in_place))
-    ranges, sources, alphas, folded = {}, {}, {}, set()
+    ranges: dict[str, Range] = {}
+    sources: dict[str, str] = {}
+    alphas: dict[str, float] = {}
+    folded: set[str] = set()
     for unit, alpha in zip(units, find_alphas(copy, units, batches), strict=True):
         scales = unit.scales(alpha)
         _rewrite(copy, unit, scales, in_place)
         low, high = unit.channels
-        read = {node.args[0].name for node in unit.members}
+        read = {input_node(node).name for node in unit.members}
         ranges |= dict.fromkeys(read, ((low / scales).amin().float(), (high / scales).amax().float()))
         sources |= dict.fromkeys(read, unit.source.name)
         names = [node.meta["operator"] for node in unit.members]
@@ -78,16 +82,18 @@ def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         if spec is not None and spec.smooth is not None:
             readers.setdefault(node.args[0], []).append(node)
     for source, nodes in readers.items():
-        options = [specs[n.meta["operator"]].smooth for n in nodes]
+        options = [smooth for n in nodes if (smooth := specs[n.meta["operator"]].smooth) is not None]
         is_own = set(source.users) == set(nodes) and not in_place
         fold = len(set(options)) == 1 and options[0].folding and is_own and _can_take(source)
         groups: dict[object, list[fx.Node]] = {}
         for node, own in zip(nodes, options, strict=True):
             groups.setdefault(own if fold or own.scale_sharing else node, []).append(node)
-        extremes = tuple(t.double() for t in channels[source.name])
+        low, high = channels[source.name]
         for members in groups.values():
-            weights = tuple(getattr(module, n.args[1].target).double() for n in members)
-            yield Unit(source, tuple(members), tuple(specs[n.meta["operator"]] for n in members), weights, extremes, fold)
+            weights = tuple(constant_of(module, Weighted.of(n).weight).double() for n in members)
+            yield Unit(
+                source, tuple(members), tuple(specs[n.meta["operator"]] for n in members), weights, (low.double(), high.double()), fold
+            )
 
 
 def _can_take(source: fx.Node) -> bool:
@@ -108,7 +114,7 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place:
         replace_constant(module, node, "weight", (weight * scales).float())
     if unit.fold:
         for name, node in _constants_of(unit.source).items():
-            value = getattr(module, node.target).double()
+            value = constant_of(module, node).double()
             replace_constant(module, unit.source, name, (value / (scales if value.dim() == 1 else scales[:, None])).float())
         return
     first = unit.members[0]

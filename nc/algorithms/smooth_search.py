@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +13,12 @@ import torch
 from torch import fx
 
 from nc.algorithms.replay import inputs_of
+from nc.graph.catalogue import input_node
+from nc.graph.views import Weighted
 from nc.numerics.affine import dequantize
 from nc.numerics.smoothing import COMBINE, fake_quantize, scales_for
 from nc.numerics.weights import quantize_weight
-from nc.spec import PER_CHANNEL, OpSpec, SmoothSpec
+from nc.spec import PER_CHANNEL, OpSpec, SmoothSpec, TensorSpec
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Batch = Sequence[torch.Tensor]
@@ -50,7 +53,9 @@ class Unit:
     @property
     def smooth(self) -> SmoothSpec:
         """The options, alike for all members."""
-        return self.specs[0].smooth
+        smooth = self.specs[0].smooth
+        assert smooth is not None
+        return smooth
 
     def scales(self, alpha: float) -> torch.Tensor:
         """What the channels are divided by for one alpha, float64, shape [channels]."""
@@ -69,13 +74,13 @@ def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence
     single = [i for i, unit in enumerate(units) if i not in alphas and not unit.smooth.do_blockwise]
     rows = inputs_of(module, {units[i].source.name for i in single}, batches, _ROWS) if single else {}
     for i in single:
-        alphas[i] = _best(units[i].smooth, lambda alpha, unit=units[i]: _unit_error(unit, alpha, rows[unit.source.name].double()))
+        alphas[i] = _best(units[i].smooth, functools.partial(_unit_error, units[i], rows=rows[units[i].source.name].double()))
     blocks = [i for i, _ in enumerate(units) if i not in alphas]
     for _, block in itertools.groupby(blocks, key=lambda i: _block_of(units[i])):
         indices = list(block)
         members = [units[i] for i in indices]
         outputs = list(_block_outputs(module, members, batches[:_BATCHES]))
-        alphas |= dict.fromkeys(indices, _best(members[0].smooth, lambda alpha, us=members, outs=outputs: _block_error(us, alpha, outs)))
+        alphas |= dict.fromkeys(indices, _best(members[0].smooth, functools.partial(_block_error, members, parts=outputs)))
     return [alphas[i] for i in range(len(units))]
 
 
@@ -101,9 +106,16 @@ def _quantized(unit: Unit, alpha: float) -> Iterator[Callable[[torch.Tensor], to
     scales = unit.scales(alpha)
     low, high = (unit.channels[0] / scales).amin(), (unit.channels[1] / scales).amax()
     for weight, spec in zip(unit.weights, unit.specs, strict=True):
+        assert spec.weight is not None
         codes, w_scale = quantize_weight((weight * scales).float(), spec.weight, 0)
         w = dequantize(codes, w_scale, 0, PER_CHANNEL.block_size(codes.shape, 0) if w_scale.dim() else None).double()
-        yield lambda x, w=w, spec=spec: fake_quantize(x.double() / scales, low, high, spec.activation) @ w.T
+        yield functools.partial(_product, w=w, scales=scales, low=low, high=high, spec=spec.input(0))
+
+
+def _product(
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec
+) -> torch.Tensor:
+    return fake_quantize(x.double() / scales, low, high, spec) @ w.T
 
 
 def _block_of(unit: Unit) -> str:
@@ -133,8 +145,8 @@ class _Part:
         env = self.interpreter.env = dict(self.inputs)
         for node in self.nodes:
             if node in products:
-                y = products[node](env[node.args[0]]).float()
-                bias = node.args[2] if len(node.args) > 2 else None
+                y = products[node](env[input_node(node)]).float()
+                bias = Weighted.of(node).bias
                 env[node] = y if bias is None else y + env[bias]
             else:
                 env[node] = self.interpreter.run_node(node)

@@ -81,13 +81,15 @@ def _specs(plan: Plan) -> dict[str, OpSpec]:
 
 
 def _looks_again(specs: Mapping[str, OpSpec]) -> bool:
-    return any(s.smooth.alpha is None or ALGORITHMS[s.activation.algo].statistic is not EXTREMES for s in specs.values())
+    return any(
+        (s.smooth is not None and s.smooth.alpha is None) or ALGORITHMS[s.input(0).algo].statistic is not EXTREMES for s in specs.values()
+    )
 
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
     """The tensors whose ranges need another statistic than extremes."""
     nodes = [n for n in result.module.graph.nodes if n.meta.get("operator") in specs]
-    watches = [Watch(n.args[0], n, ALGORITHMS[specs[n.meta["operator"]].activation.algo].statistic, n.meta["operator"]) for n in nodes]
+    watches = [Watch(n.args[0], n, ALGORITHMS[specs[n.meta["operator"]].input(0).algo].statistic, n.meta["operator"]) for n in nodes]
     return [w for w in watches if w.statistic is not EXTREMES]
 
 
@@ -100,7 +102,7 @@ def _text(result: Smoothed) -> str:
 def _with_alphas(plan: Plan, result: Smoothed) -> Plan:
     decisions = []
     for d in plan.decisions:
-        if d.operator in result.alphas:
+        if d.operator in result.alphas and d.spec.smooth is not None:
             options = dataclasses.replace(d.spec.smooth, alpha=result.alphas[d.operator])
             d = dataclasses.replace(d, spec=dataclasses.replace(d.spec, smooth=options))
         decisions.append(d)

@@ -47,10 +47,10 @@ def _agree(same: Mapping[str, bytes], size: int) -> list[int]:
     mine = _tensor(digests + size.to_bytes(_SIZE, "little"))
     cards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     _collective(dist.all_gather, cards, mine)
-    cards = [bytes(card.tolist()) for card in cards]
+    read = [bytes(card.tolist()) for card in cards]
     for i, name in enumerate(same):
         part = slice(i * _DIGEST, (i + 1) * _DIGEST)
-        others = [rank for rank, card in enumerate(cards) if card[part] != cards[0][part]]
+        others = [rank for rank, card in enumerate(read) if card[part] != read[0][part]]
         if others:
             ranks = f"Rank {others[0]} has" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} have"
             msg = (

@@ -14,6 +14,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -162,6 +163,7 @@ class Statistics:
             for batch in found.samples:
                 samples.keep(batch)
             whole = Collected(states, seen, tuple(samples.batches), whole.weights)
+        assert whole is not None
         return whole
 
     def _become(self, found: Collected) -> None:
@@ -245,7 +247,7 @@ def _encode(found: Collected) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, {"nc": text, "sha256": checksum(text, tensors)}
 
 
-def _parse(document: dict[str, object], tensors: dict[str, torch.Tensor], where: str) -> Collected:
+def _parse(document: dict[str, Any], tensors: dict[str, torch.Tensor], where: str) -> Collected:
     if document.get("format") != _FORMAT or document.get("schema_version") != SCHEMA:
         msg = (
             f"{where}: expected {_FORMAT} of schema version {SCHEMA}, but got {document.get('format')!r} of version "

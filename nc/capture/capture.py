@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
-from nc.capture.flatten import flatten_program, own_constants
+from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -129,15 +129,16 @@ def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iter
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
     """The arguments repeated to another batch size; None when the tensors do not share a first dimension."""
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    sizes = {t.shape[0] if t.dim() else None for t in tensors}
-    if len(sizes) != 1 or None in sizes or 0 in sizes:
+    sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
+    if len(sizes) != 1 or 0 in sizes:
         return None
     copies = -(-size // sizes.pop())
 
     def repeat(leaf: Any) -> Any:
         return torch.cat([leaf] * copies)[:size].contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
-    return pytree.tree_map(repeat, values)
+    repeated: dict[str, Any] = pytree.tree_map(repeat, values)
+    return repeated
 
 
 def _attempt(
@@ -196,7 +197,8 @@ def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
         length = 2 * leaf.shape[0] if size is None else size
         return torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous()
 
-    return pytree.tree_map(resized, values)
+    others: dict[str, Any] = pytree.tree_map(resized, values)
+    return others
 
 
 def _batch_is_free(graph: Graph) -> bool:
@@ -266,7 +268,8 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]
             "dict (keywords)."
         )
         raise InputError(msg)
-    args, kwargs = (), {}
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
     elif isinstance(example_inputs, (tuple, list)):
@@ -344,12 +347,13 @@ def _batch_dim(leaf: Any) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
-def _leaves(values: dict[str, Any], placeholders: list[fx.Node | None]) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
+def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None]) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
     """The flat inputs; `placeholders` has one entry per leaf, None where the graph does not read it."""
     paths, in_spec = pytree.tree_flatten_with_path(values)
     leaves = []
     for (path, value), node in zip(paths, placeholders, strict=True):
-        name = str(path[0].key) + "".join(f"[{getattr(p, 'key', getattr(p, 'idx', p))!r}]" for p in path[1:])
+        first, *others = (getattr(p, "key", getattr(p, "idx", p)) for p in path)
+        name = str(first) + "".join(f"[{other!r}]" for other in others)
         if not isinstance(value, torch.Tensor):
             leaves.append(Leaf(name, None, value=value, used=False))
             continue

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from nc.graph.catalogue import is_float_tensor, op_name, schema_arguments
 
 aten = torch.ops.aten
+Shape = tuple[int | torch.SymInt, ...]
 
 
 def decompose_attention(module: fx.GraphModule) -> None:
@@ -35,7 +37,7 @@ class _Builder:
         self.graph = graph
         self.origin = origin
 
-    def __call__(self, shape: tuple | None, target: Callable[..., object], *args: object, **kwargs: object) -> fx.Node:
+    def __call__(self, shape: Shape | None, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
         if shape is not None:
@@ -84,12 +86,12 @@ def _repeats(call: _Builder, query: fx.Node, grouped: fx.Node) -> int | fx.Node:
     """How many heads of the query share one of the key or value; computed in the graph where heads are free."""
     sizes = [n.meta["val"].shape[-3] for n in (query, grouped)]
     if all(isinstance(size, int) for size in sizes):
-        return sizes[0] // sizes[1]
+        return int(sizes[0] // sizes[1])
     heads = [call(None, aten.sym_size.int, n, n.meta["val"].dim() - 3) for n in (query, grouped)]
     return call(None, operator.floordiv, *heads)
 
 
-def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: tuple) -> fx.Node:
+def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: Shape) -> fx.Node:
     rows = call(None, aten.sym_size.int, query, query.meta["val"].dim() - 2)
     columns = call(None, aten.sym_size.int, key, key.meta["val"].dim() - 2)
     lowest = call(shape, aten.full.default, [rows, columns], torch.finfo(torch.float32).min)
@@ -109,7 +111,7 @@ def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     return bias, call(row, aten.to.dtype, call(row, aten.any.dim, mask, -1, True), torch.float32)
 
 
-def _finite(call: _Builder, mask: fx.Node, shape: tuple) -> tuple[fx.Node, fx.Node]:
+def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.Node]:
     """A float mask with -inf: finite, so that a row which hides everything gives no NaN, and that row's 0."""
     row = (*shape[:-1], 1)
     visible = call(shape, aten.gt.Scalar, mask, torch.finfo(torch.float32).min)

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 import torch
@@ -51,7 +51,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
     * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))
+        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -82,7 +82,7 @@ def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[Non
         return original(*args, **kwargs)
 
     named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
-    forward.__signature__ = signature.replace(parameters=[*kept, *named])
+    forward.__signature__ = signature.replace(parameters=[*kept, *named])  # type: ignore[attr-defined] # `inspect.signature` reads it
     model.forward = forward
     try:
         yield
@@ -105,13 +105,13 @@ class _OtherThreads(io.TextIOBase):
 
 @contextlib.contextmanager
 def _broadcast_masks() -> Iterator[None]:
-    masks = sys.modules.get("transformers.masking_utils")
+    masks: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masks, "_vmap_for_bhqkv", None)
     if original is None:
         yield
         return
 
-    def broadcast(mask_function: Any, bh_indices: bool = True) -> Any:
+    def broadcast(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Any:
         def mask(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             if not bh_indices:
                 return mask_function(b, h, q[:, None], k[None, :]).expand(q.shape[0], k.shape[0])

@@ -7,11 +7,12 @@ import re
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from nc.errors import CaptureError
 
 
-def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | None]]:
+def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | Unused | None]]:
     """A flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
 
     Returns:
@@ -26,25 +27,25 @@ def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModu
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     root = torch.nn.Module()
     graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
+    mapping: dict[fx.Node, Argument] = {}
     placeholders: list[fx.Node | None] = []
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in targets:
             fqn = targets[node.name]
             mapping[node] = _constant_node(root, graph, fqn, constants[fqn], node.meta.get("val"))
         elif node.op == "placeholder":
-            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-            if is_tensor:
-                mapping[node] = graph.placeholder(node.name)
-                mapping[node].meta = dict(node.meta)
-            placeholders.append(mapping[node] if is_tensor else None)
+            placeholder = None
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                mapping[node] = placeholder = graph.placeholder(node.name)
+                placeholder.meta = dict(node.meta)
+            placeholders.append(placeholder)
         else:
             _copy(program.graph_module, node, graph, mapping)
     module = fx.GraphModule(root, graph)
     used = {n for n in placeholders if n is not None and n.users}
     for node in [n for n in placeholders if n is not None and n not in used]:
         graph.erase_node(node)
-    return module, [n if n is None or n in used else _Unused(n) for n in placeholders]
+    return module, [n if n is None or n in used else Unused(n) for n in placeholders]
 
 
 def own_constants(module: fx.GraphModule, program: torch.export.ExportedProgram) -> None:
@@ -62,11 +63,12 @@ def _has_storage(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-class _Unused:
+class Unused:
     """Stands for the placeholder of a tensor that the model never reads: keeps its shape, has no users."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.meta, self.users = node.meta, {}
+        self.meta = node.meta
+        self.users: dict[fx.Node, None] = {}
 
 
 def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object) -> fx.Node:
@@ -80,14 +82,14 @@ def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torc
     return node
 
 
-def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
+def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]) -> None:
     """Copy one node; regions of grad mode and of disabled autocast are copied inline."""
     name = getattr(node.target, "__name__", "")
-    if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), fx.GraphModule):
+    if node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), fx.GraphModule):
         return
     if node.op == "call_function" and name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-        inner_at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        inner = getattr(owner, node.args[inner_at].target)
+        inner_at, region = next((i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        inner = getattr(owner, str(region.target))
         if name == "wrap_with_autocast" and node.args[2] and node.args[0] == "cpu":
             msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
             raise CaptureError(msg)
@@ -101,9 +103,12 @@ def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[f
             else:
                 _copy(inner, inside, graph, mapping)
         return
-    if node.op == "call_function" and node.target is operator.getitem and isinstance(mapping.get(node.args[0]), (tuple, list)):
-        mapping[node] = mapping[node.args[0]][node.args[1]]
-        return
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        results = mapping.get(source) if isinstance(source, fx.Node) else None
+        if isinstance(results, (tuple, list)) and isinstance(index, int):
+            mapping[node] = results[index]
+            return
     if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and _is_higher_order(node):
         msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."
         raise CaptureError(msg)

@@ -109,7 +109,7 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[f
     if dtype != torch.float32:
         return Cause.NOT_FP32(dtype=dtype)
     if kind in catalogue.WEIGHTED.values():
-        if node.args[1].op != "get_attr":
+        if catalogue.input_node(node, 1).op != "get_attr":
             return Cause.COMPUTED_WEIGHT()
         return None if node.args[0] in varying else Cause.CONSTANT_INPUT()
     left, right = node.args[0], node.args[1]

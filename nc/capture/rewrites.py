@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ from torch import fx
 
 from nc.capture.decompose import decompose_attention
 from nc.errors import CaptureError
-from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, op_name, schema_arguments
+from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_value, fqn_of
 
 aten = torch.ops.aten
@@ -56,12 +58,12 @@ def own_inputs(module: fx.GraphModule) -> None:
         with module.graph.inserting_after(root):
             copy = module.graph.call_function(aten.clone.default, (root,))
         copy.meta["val"] = root.meta["val"]
-        root.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        root.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
 
 
 def _is_lifted(node: fx.Node) -> bool:
     """A constant that `forward` writes down (`torch.tensor(0.0)`), made anew at each call."""
-    return node.meta.get("fqn", "").startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
+    return str(node.meta.get("fqn", "")).startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -118,13 +120,13 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
             weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
         with module.graph.inserting_after(node):
             back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
-        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
         node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
         back.meta["val"] = node.meta["val"]
         sizes = [*node.meta["val"].shape[: -len(shape)], math.prod(shape)]
         flat.meta["val"] = node.meta["val"] = node.meta["val"].new_empty(sizes)
         for weight in [w for w in weights if w is not None]:
-            weight.meta["val"] = weight.args[0].meta["val"].new_empty([math.prod(shape)])
+            weight.meta["val"] = input_node(weight).meta["val"].new_empty([math.prod(shape)])
             value = constant_value(module, weight)
             if value is not None:
                 fqn = fqn_of(weight)
@@ -259,7 +261,7 @@ def batched_convolutions(module: fx.GraphModule) -> None:
         with module.graph.inserting_after(node):
             back = module.graph.call_function(aten.squeeze.dim, (node, 0))
         back.meta = dict(node.meta)
-        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+        node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
         node.update_arg(0, batch)
         node.meta["val"] = node.meta["val"].unsqueeze(0)
 
@@ -326,7 +328,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         conv = schema_arguments(producer)
         weight = constant_value(module, conv["weight"])
         bias = constant_value(module, conv["bias"])
-        if bn["training"] or mean is None or weight is None or (conv["bias"] is not None and bias is None):
+        if bn["training"] or mean is None or var is None or weight is None or (conv["bias"] is not None and bias is None):
             continue
         if kind.startswith("conv_transpose") and conv["groups"] != 1:
             continue

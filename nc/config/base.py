@@ -17,6 +17,7 @@ from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict,
 from nc.config.fields import Field
 from nc.config.rule_key import Key, RuleKey, key_text, parse_keys
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
+from nc.spec import Mode
 
 #: Dtypes that mean "not quantized".
 _FLOATS = frozenset({"fp32", "bf16"})
@@ -44,7 +45,7 @@ class QuantConfig(Document):
     alias: ClassVar[str] = ""
     FIELDS: ClassVar[Mapping[str, Field]] = {}
     #: A rule takes missing fields only from rules and configurations of the same family.
-    family: ClassVar[str] = ""
+    family: ClassVar[Mode]
 
     given: Mapping[str, Any]
     white_list: tuple[Key, ...] | None
@@ -267,7 +268,10 @@ class ComposedConfig(Document):
             msg = f"Expected parts to be a list of configurations, but got {data['parts']!r}."
             raise ConfigError(msg)
         first, *others = (config_from(entry) for entry in data["parts"])
-        return sum(others, ComposedConfig(*parts_of(first)))
+        composed = ComposedConfig(*parts_of(first))
+        for other in others:
+            composed = composed + other
+        return composed
 
 
 AnyConfig = QuantConfig | ComposedConfig
@@ -302,11 +306,15 @@ def config_from(value: object) -> AnyConfig:
     if isinstance(value, dict) and "global" in value:
         algorithm = value.get("algorithm", "static")
         require(isinstance(algorithm, str) and algorithm in strategies(), "algorithm", f"one of {', '.join(strategies())}", algorithm)
-        return strategies()[algorithm].from_dict(value)
+        config: QuantConfig = strategies()[algorithm].from_dict(value)
+        return config
     names = {name: cls for cls in strategies().values() for name in (cls.alias, cls.algorithm)}
     if isinstance(value, dict) and value and set(value) <= set(names):
         first, *others = (names[name].from_dict(fields or {"global": {}}) for name, fields in value.items())
-        return sum(others, first)
+        total: AnyConfig = first
+        for other in others:
+            total = total + other
+        return total
     msg = (
         f"Expected quant_config to be a configuration ({', '.join(cls.__name__ for cls in strategies().values())}) or a dict such as "
         f'{{"static_quant": {{…}}}}, but got {value!r:.80}.'
@@ -364,8 +372,9 @@ def _rules_from(entries: object, cls: type[QuantConfig]) -> tuple[Rule, ...]:
 
 
 def _rule_from(entry: object, cls: type[QuantConfig]) -> Rule:
-    known = isinstance(entry, dict) and {"key", "config"} <= set(entry) <= {"key", "is_type", "algorithm", "config"}
-    if not known or not isinstance(entry["key"], str) or entry.get("algorithm", cls.algorithm) not in strategies():
+    names = {"key", "is_type", "algorithm", "config"}
+    known = isinstance(entry, dict) and {"key", "config"} <= set(entry) <= names and isinstance(entry["key"], str)
+    if not isinstance(entry, dict) or not known or entry.get("algorithm", cls.algorithm) not in strategies():
         msg = f"Expected a local rule as {{key, is_type, algorithm, config}}, its key a string, but got {entry!r}."
         raise ConfigError(msg)
     strategy = strategies()[entry.get("algorithm", cls.algorithm)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,17 @@ from nc.errors import ArtefactMissingError, ConfigError
 SCHEMA_VERSION = 1
 
 
-class Document:
+class Document(abc.ABC):
     """JSON of a class that has `to_dict` and `from_dict`."""
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_dict(cls, data: dict[str, Any]) -> Any:
+        """The inverse of `to_dict`."""
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
@@ -61,11 +71,12 @@ def key_from(entry: Mapping[str, Any]) -> Key:
 
 def keys_from(entries: object) -> tuple[Key, ...]:
     """The keys of a white list; raises ConfigError."""
-    for entry in as_list(entries, "white_list"):
+    listed = list(as_list(entries, "white_list"))
+    for entry in listed:
         if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or not set(entry) <= {"text", "is_type"}:
             msg = f"Expected a key of the white list as {{text, is_type}}, but got {entry!r}."
             raise ConfigError(msg)
-    return tuple(key_from(entry) for entry in entries)
+    return tuple(key_from(entry) for entry in listed)
 
 
 def as_list(value: object, name: str) -> Iterator[Any]:

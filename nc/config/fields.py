@@ -32,7 +32,7 @@ class Field:
         """A checked value as plain values; `check` accepts them."""
         if isinstance(value, tuple):
             return [self.encode(v) for v in value]
-        return {"name": value.name, **dataclasses.asdict(value)} if dataclasses.is_dataclass(value) else value
+        return {"name": value.name, **dataclasses.asdict(value)} if dataclasses.is_dataclass(type(value)) else value
 
 
 def one_of(*allowed: str) -> Check:
@@ -48,7 +48,7 @@ def one_of(*allowed: str) -> Check:
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     require(isinstance(value, bool), name, "True or False", value)
-    return value
+    return bool(value)
 
 
 def number(low: float, high: float, *, closed: bool = False) -> Check:
@@ -82,7 +82,7 @@ def range_algorithm(name: str, value: Any) -> str:
     if isinstance(value, RangeAlgorithm):
         register_algorithm(value)
         return value.name
-    return one_of(*ALGORITHMS)(name, value)
+    return str(one_of(*ALGORITHMS)(name, value))
 
 
 def precisions(name: str, value: Any) -> tuple[str, ...]:

@@ -84,12 +84,12 @@ def _parse(key: object) -> Key:
     if isinstance(key, type):
         name = key.__name__
         return Key(name if kind_of(name) else f"{key.__module__}.{key.__qualname__}", True)
-    name = getattr(key, "__name__", None)
-    if callable(key) and name is not None:
-        if kind_of(name) is None:
-            msg = f"Function {name!r} cannot be the key of a rule; these functions can: {', '.join(sorted(_KIND_OF_NAME))}."
+    function = getattr(key, "__name__", None)
+    if callable(key) and function is not None:
+        if kind_of(function) is None:
+            msg = f"Function {function!r} cannot be the key of a rule; these functions can: {', '.join(sorted(_KIND_OF_NAME))}."
             raise ConfigError(msg)
-        return Key(name, True)
+        return Key(function, True)
     msg = f"Expected the key of a rule to be a name, a pattern, a type or a list of those, but got {key!r}."
     raise ConfigError(msg)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 from torch import fx
 
@@ -147,7 +148,7 @@ def op_name(node: object) -> str:
     target = node.target
     schema = getattr(target, "_schema", None)
     if schema is not None:
-        return schema.name.removeprefix("aten::").removeprefix("nc::")
+        return str(schema.name).removeprefix("aten::").removeprefix("nc::")
     name = getattr(target, "__name__", str(target))
     if isinstance(target, types.BuiltinFunctionType) and target is not operator.getitem:
         return f"{target.__module__.lstrip('_')}.{name}"
@@ -160,7 +161,7 @@ def kind_of_node(node: object) -> str | None:
     return WEIGHTED.get(name) or BINARY.get(name) or (name if name in RECURRENT else None)
 
 
-def is_float_tensor(node: object) -> bool:
+def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
     """Whether a node yields one float tensor."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(val, TENSORS) and val.dtype.is_floating_point
@@ -170,6 +171,13 @@ def first_input(node: fx.Node) -> fx.Node | None:
     """The node that an operator reads first; None where its first argument is a number, a list, or missing."""
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) else None
+
+
+def input_node(node: fx.Node, index: int = 0) -> fx.Node:
+    """The node that an operator reads at a position where captured graphs have nothing else."""
+    value = node.args[index]
+    assert isinstance(value, fx.Node), f"argument {index} of {node.name} is no node"
+    return value
 
 
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
@@ -185,9 +193,9 @@ def joined_inputs(node: fx.Node) -> Sequence[object]:
     return parts if isinstance(parts, (list, tuple)) else ()
 
 
-def schema_arguments(node: fx.Node) -> dict[str, object]:
+def schema_arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by their schema name, defaults filled in; none for Python functions, which have no schema."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         if i < len(node.args):
@@ -209,4 +217,4 @@ def weight_axis(node: fx.Node) -> int | None:
 
 def groups_of(node: fx.Node) -> int:
     """Groups of a convolution; 1 for what has none."""
-    return schema_arguments(node).get("groups", 1)
+    return int(schema_arguments(node).get("groups", 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from torch import fx
 
@@ -18,7 +18,7 @@ def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
     return climb(node, lambda n: op_name(n) in MOVES - _PARTS or n in pools)
 
 
-def pools_on_codes(module: fx.GraphModule, asked: set[str]) -> set[fx.Node]:
+def pools_on_codes(module: fx.GraphModule, asked: Set[str]) -> set[fx.Node]:
     """Pools of what an integer operator (one of `asked`) computes, as far as nobody reads that in fp32: then codes would be no saving."""
     int8 = {n for n in module.graph.nodes if n.meta.get("operator") in asked}
     pools = {n for n in module.graph.nodes if _takes_codes(n)}

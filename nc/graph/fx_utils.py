@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -29,6 +31,12 @@ def inline(module: fx.GraphModule) -> None:
             node.target = REFERENCE.get(node.target, node.target)
 
 
+def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
+    """The constant that a "get_attr" node reads."""
+    value: torch.Tensor = getattr(module, str(node.target))
+    return value
+
+
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     """The value of a node that depends on constants only; None when it depends on inputs."""
     value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
@@ -40,10 +48,10 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
     if node not in memo:
         memo[node] = None
         if node.op == "get_attr":
-            memo[node] = getattr(module, node.target)
+            memo[node] = constant_of(module, node)
         elif node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
             # the last inputs first: activations come before weights, and one non-constant input ends the search
-            values = {}
+            values: dict[fx.Node, Any] = {}
             for source in reversed(node.all_input_nodes):
                 values[source] = _evaluate(module, source, memo)
                 if values[source] is None:
@@ -85,7 +93,7 @@ def fqn_of(node: fx.Node) -> str:
     """Name of the first constant that a node is, or is computed from."""
     while node.op != "get_attr":
         node = node.all_input_nodes[0]
-    return node.meta.get("fqn", "")
+    return str(node.meta.get("fqn", ""))
 
 
 def drop_unused(module: fx.GraphModule) -> None:

@@ -18,7 +18,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, first_input, kind_of_node, op_name
+from nc.graph.catalogue import MOVES, first_input, input_node, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
@@ -120,7 +120,7 @@ def _activation_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, i
     if not anchors:
         return [0, 1]
     # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path, is quantized
-    fused = max(anchors, key=lambda i: depth[node.args[i]])
+    fused = max(anchors, key=lambda i: depth[input_node(node, i)])
     return [1 - fused]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import groups_of, is_float_tensor, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, copy_module
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.recurrent import is_recurrent
 from nc.graph.signature import Signature
@@ -126,7 +126,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
 
 def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:
     """Let dynamic operators read their inputs through codes; those that read one tensor alike share them, unless it may change between."""
-    specs = {d.operator: d.spec.activation for d in plan.quantized if d.spec.mode == "dynamic"}
+    specs = {d.operator: d.spec.input(0) for d in plan.quantized if d.spec.mode == "dynamic"}
     shared: dict[tuple[fx.Node, TensorSpec], fx.Node] = {}
     for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
         if is_recurrent(node):
@@ -148,7 +148,7 @@ def _insert_bf16(module: fx.GraphModule, plan: Plan, in_place: bool) -> None:
         for source in filter(is_float_tensor, node.all_input_nodes):
             if source not in rounded or in_place:
                 if source.op == "get_attr":
-                    value = getattr(module, source.target).to(torch.bfloat16)
+                    value = constant_of(module, source).to(torch.bfloat16)
                     low = add_constant(
                         module, next(iter(graph.nodes)), f"{source.target}_bf16", value, source.meta.get("fqn", source.target)
                     )
@@ -193,10 +193,10 @@ def _quantized(
     module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights, groups: int = 1
 ) -> fx.Node:
     """The dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
-    name = weight.target
+    name = str(weight.target)
     key = (name, spec, axis)
     if key not in done:
-        codes, scale = quantize_weight(getattr(module, name), spec, axis, groups)
+        codes, scale = quantize_weight(constant_of(module, weight), spec, axis, groups)
         first = next(iter(module.graph.nodes))
         fqn = weight.meta.get("fqn", name)
         codes_node = add_constant(module, first, f"{name}_{spec.dtype}", codes, fqn)
@@ -217,7 +217,8 @@ def _quantized(
 
 def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
     """An LSTM or GRU with int8 matrices; biases stay fp32."""
-    layer, codes = Recurrent.of(node), spec.activation
+    layer, codes = Recurrent.of(node), spec.input(0)
+    assert spec.weight is not None
     matrices = [w.meta["val"].dim() == 2 for w in layer.params]
     params = [
         _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(layer.params, matrices, strict=True)

@@ -11,6 +11,7 @@ from nc.spec.reasons import Cause, Reason
 
 def why_not_recurrent(node: fx.Node) -> Reason | None:
     """Why an LSTM or GRU can't be quantized; None when it can."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     if node.target._overloadname != "input":
         return Cause.PACKED_SEQUENCE()
     weights = weights_of(node)
@@ -27,7 +28,7 @@ def why_not_recurrent(node: fx.Node) -> Reason | None:
 
 def weights_of(node: fx.Node) -> list[fx.Node]:
     """Matrices and biases: for each layer and direction input, hidden, and the biases of both."""
-    return list(node.args[2])
+    return list(schema_arguments(node)["params"])
 
 
 def is_recurrent(node: fx.Node) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import WEIGHTED, groups_of, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, copy_module, fqn_of
+from nc.graph.catalogue import WEIGHTED, groups_of, input_node, op_name, weight_axis
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, fqn_of
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Dequantize, Quantize
 from nc.numerics import affine
@@ -65,11 +65,11 @@ def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple
     done: _Done = {}
     for node in [n for n in module.graph.nodes if n.meta.get("operator") in names]:
         spec = plan[node.meta["operator"]].spec
-        if spec.weight is None:
+        if spec.weight is not None:
+            for weight in _weights(node):
+                _requantize_weight(module, node, weight, spec.weight, done)
+        elif spec.right is not None:
             _requantize_input(node, spec.right, done)
-            continue
-        for weight in _weights(node):
-            _requantize_weight(module, node, weight, spec.weight, done)
     _drop_unused(module)
     changed = dataclasses.replace(graph, module=module, plan=plan)
     return dataclasses.replace(changed, changes=(*graph.changes, _account(graph, changed, names))), names
@@ -81,7 +81,7 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     highest = _highest_code(node.args[0])
     if not weights:
         return len(node.args) < 2 or 2 * highest * _largest_size(node.args[1]) <= _LARGEST
-    return all(pairs_fit(getattr(module, w.args[0].target), *_layout(node), _LARGEST // highest) for w in weights)
+    return all(pairs_fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights)
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
@@ -134,9 +134,10 @@ def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec
 
 def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int) -> tuple[Any, tuple[Any, ...]]:
     """The call that dequantizes a weight's new codes, which become constants of the graph."""
-    value = old.target(*(getattr(module, a.target) if isinstance(a, fx.Node) else a for a in old.args))
+    value, source = constant_value(module, old), Dequantize.of(old).codes
+    assert value is not None
     codes, scale = quantize_weight(value, spec, axis, groups)
-    name, fqn, first = f"{old.args[0].target}_paired", fqn_of(old.args[0]), next(iter(module.graph.nodes))
+    name, fqn, first = f"{source.target}_paired", fqn_of(source), next(iter(module.graph.nodes))
     constant = add_constant(module, first, name, codes, fqn)
     if not scale.dim():
         return dequantize_per_tensor, (constant, float(scale), 0, codes.dtype)
@@ -146,9 +147,12 @@ def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: in
 
 def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
     """Give a matmul codes of its second input in 7 bits, for the same range of values; others that read the old codes keep them."""
-    old, graph = node.args[1].args[0], node.graph
+    right, graph = input_node(node, 1), node.graph
+    old = Dequantize.of(right).codes
     if (old, spec) not in done:
         view = Quantize.of(old)
+        assert isinstance(view.zero_point, int)
+        assert not isinstance(view.scale, fx.Node)
         low, high = (torch.tensor((end - view.zero_point) * view.scale) for end in (view.quant_min, view.quant_max))
         limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
         new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
@@ -160,7 +164,7 @@ def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
     with graph.inserting_before(node):
         operator, arguments = done[old, spec]
         value = call_operator(graph, operator, *arguments)
-    value.meta["val"] = node.args[1].meta.get("val")
+    value.meta["val"] = right.meta.get("val")
     node.update_arg(1, value)
 
 

@@ -23,7 +23,7 @@ class Size(str):
         size.hint = hint
         return size
 
-    def __getnewargs__(self) -> tuple[str, int | None]:
+    def __getnewargs__(self) -> tuple[str, int | None]:  # type: ignore[override] # a string is made from one argument
         """What copies are made from."""
         return str(self), self.hint
 
@@ -58,6 +58,7 @@ def strided(val: torch.Tensor | Traced, dim: int, stride: int) -> torch.Tensor |
     if isinstance(val, torch.Tensor):
         return val[(slice(None),) * dim + (slice(None, None, stride),)]
     size = val.shape[dim]
-    hint = None if hint_of(size) is None else math.ceil(hint_of(size) / stride)
-    left = hint if isinstance(size, int) else Size(f"ceil({size}/{stride})", hint)
+    known = hint_of(size)
+    hint = None if known is None else math.ceil(known / stride)
+    left: int | Size = math.ceil(size / stride) if isinstance(size, int) else Size(f"ceil({size}/{stride})", hint)
     return Traced(val.dtype, (*val.shape[:dim], left, *val.shape[dim + 1 :]))

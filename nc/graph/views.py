@@ -16,22 +16,29 @@ _ALSO = {"input": ("self", "x", "codes"), "other": ("mat2",), "codes": ("x",)}
 View = TypeVar("View")
 
 
-def _of(view: type[View], node: fx.Node) -> View:
-    """A view of a node; KeyError where its schema has no such argument."""
-    arguments = schema_arguments(node)
-    values = {}
-    for field in dataclasses.fields(view):  # type: ignore[arg-type] # every view is a dataclass
-        found = [name for name in (field.name, *_ALSO.get(field.name, ())) if name in arguments]
-        if found:
-            values[field.name] = arguments[found[0]]
-        elif field.default is dataclasses.MISSING:
-            msg = f"{node.target} has no argument {field.name!r}"
-            raise KeyError(msg)
-    return view(**values)
+class _View:
+    """A dataclass whose fields are arguments of an operator."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls: type[View], node: fx.Node) -> View:
+        """The view of a node; KeyError where its schema has no such argument."""
+        arguments = schema_arguments(node)
+        values = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type] # every view is a dataclass
+            found = [name for name in (field.name, *_ALSO.get(field.name, ())) if name in arguments]
+            if found:
+                values[field.name] = arguments[found[0]]
+            elif field.default is dataclasses.MISSING:
+                msg = f"{node.target} has no argument {field.name!r}"
+                raise KeyError(msg)
+        return cls(**values)
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Give an operator another argument, by its schema's name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     index = [a.name for a in node.target._schema.arguments].index(name)
     if index < len(node.args):
         node.update_arg(index, value)
@@ -40,17 +47,16 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(_View):
     """A linear."""
 
     input: fx.Node
     weight: fx.Node
     bias: fx.Node | None = None
-    of = classmethod(_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Conv:
+class Conv(_View):
     """A convolution, or a transposed one; `padding` may be a word."""
 
     input: fx.Node
@@ -61,7 +67,6 @@ class Conv:
     dilation: Sequence[int]
     groups: int
     output_padding: Sequence[int] = (0,)
-    of = classmethod(_of)
 
     def sizes(self, dims: int) -> tuple[list[int], list[int], list[int]]:
         """Stride, padding and dilation, each for every one of `dims` dimensions."""
@@ -70,27 +75,25 @@ class Conv:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weighted:
+class Weighted(_View):
     """What a linear and a convolution have in common."""
 
     input: fx.Node
     weight: fx.Node
     bias: fx.Node | None = None
-    of = classmethod(_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Binary:
+class Binary(_View):
     """An addition or a product of two tensors; a side may be a number."""
 
     input: Any
     other: Any
     alpha: float = 1
-    of = classmethod(_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quantize:
+class Quantize(_View):
     """A quantize node; `axis` and `group_size` where it has them."""
 
     input: fx.Node
@@ -101,7 +104,6 @@ class Quantize:
     dtype: torch.dtype
     axis: int | None = None
     group_size: int | None = None
-    of = classmethod(_of)
 
     @property
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
@@ -110,7 +112,7 @@ class Quantize:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dequantize:
+class Dequantize(_View):
     """A dequantize node; `axis` and `group_size` where it has them."""
 
     codes: fx.Node
@@ -119,7 +121,6 @@ class Dequantize:
     dtype: torch.dtype
     axis: int | None = None
     group_size: int | None = None
-    of = classmethod(_of)
 
     @property
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
@@ -128,7 +129,7 @@ class Dequantize:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DynamicQDQ:
+class DynamicQDQ(_View):
     """A node that quantizes with a range found in each call, and dequantizes."""
 
     input: fx.Node
@@ -137,11 +138,10 @@ class DynamicQDQ:
     quant_max: int
     symmetric: bool
     dtype: torch.dtype
-    of = classmethod(_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recurrent:
+class Recurrent(_View):
     """An LSTM or GRU, of ATen or of `nc`; `hx` is a list of nodes for an LSTM, one node for a GRU."""
 
     input: fx.Node
@@ -151,13 +151,11 @@ class Recurrent:
     num_layers: int
     bidirectional: bool
     batch_first: bool
-    of = classmethod(_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Embedding:
+class Embedding(_View):
     """A table look-up."""
 
     weight: fx.Node
     indices: fx.Node
-    of = classmethod(_of)

@@ -96,8 +96,8 @@ def quantize(
     Returns:
         Codes of the shape of `x`.
     """
-    values, scale, zero_point = _blocks(x.float(), scale, zero_point, block_size)
-    codes = (values / scale).round_().add_(zero_point).clamp_(quant_min, quant_max)
+    values, scales, zero_points = _blocks(x.float(), scale, zero_point, block_size)
+    codes = (values / scales).round_().add_(zero_points).clamp_(quant_min, quant_max)
     return codes.to(dtype).reshape(x.shape)
 
 
@@ -105,9 +105,9 @@ def dequantize(
     q: torch.Tensor, scale: torch.Tensor | float, zero_point: torch.Tensor | int, block_size: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Real fp32 values of codes `q`; arguments as in `quantize`."""
-    values, scale, zero_point = _blocks(q.to(torch.float32), scale, zero_point, block_size)
+    values, scales, zero_points = _blocks(q.to(torch.float32), scale, zero_point, block_size)
     # a code minus its zero point is exact in fp32
-    return (values - zero_point).mul_(scale).reshape(q.shape)
+    return (values - zero_points).mul_(scales).reshape(q.shape)
 
 
 _Number = torch.Tensor | float

@@ -73,10 +73,12 @@ def quantize_pairs(weight: torch.Tensor, shrink: Sequence[float] = (), norm: flo
         tried = (whole * factor).float()
         codes = limit_pairs(weight / tried[:, None, None])
         error = (codes * tried[:, None, None]).sub_(weight).abs_().pow_(norm).sum((1, 2))
-        if best is None:
+        if best is None or scales is None or least is None:
             best, scales, least = codes, tried, error
             continue
         better = error < least
         best = torch.where(better[:, None, None], codes, best)
         scales, least = torch.where(better, tried, scales), torch.where(better, error, least)
+    assert best is not None
+    assert scales is not None
     return best, scales

@@ -7,6 +7,7 @@ are those of `torch.nn.LSTM` and `torch.nn.GRU`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -18,14 +19,14 @@ Cell = Callable[[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]], tuple[to
 
 
 def lstm_dynamic(
-    x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: int
+    x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output and the last hidden and cell states, as `torch.nn.LSTM` gives them; `options` are those of `_layers`."""
     y, states = _layers(_lstm_cell, x, hx, params, *options)
     return y, torch.stack([s[0] for s in states]), torch.stack([s[1] for s in states])
 
 
-def gru_dynamic(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gru_dynamic(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and the last hidden state, as `torch.nn.GRU` gives them; `options` are those of `_layers`."""
     y, states = _layers(_gru_cell, x, [hx], params, *options)
     return y, torch.stack([s[0] for s in states])
@@ -80,7 +81,9 @@ def _layers(
     return steps.transpose(0, 1) if batch_first else steps, finals
 
 
-def _weights(params: Sequence[torch.Tensor], has_biases: bool) -> Iterator[tuple[torch.Tensor | None, ...]]:
+def _weights(
+    params: Sequence[torch.Tensor], has_biases: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
     each = 4 if has_biases else 2
     for i in range(0, len(params), each):
-        yield (*params[i : i + each], *([] if has_biases else [None, None]))
+        yield params[i], params[i + 1], params[i + 2] if has_biases else None, params[i + 3] if has_biases else None

@@ -62,7 +62,7 @@ def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.T
 def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale with pairs along the input channels of each group."""
     last = _inputs_last(weight, axis, groups)
-    flat = last.reshape(weight.shape[axis] if per_channel else 1, -1, last.shape[-1])
+    flat = last.reshape(weight.shape[axis] if per_channel and axis is not None else 1, -1, last.shape[-1])
     shrink = weight_mse.SHRINK if spec.algo == "mse" else ()
     codes, scale = int16_pairs.quantize_pairs(flat, shrink, weight_mse.NORM if shrink else 2.0)
     result = torch.empty(weight.shape, dtype=spec.dtype.storage)  # strides of its own: those of size 1 count for convolutions

@@ -18,11 +18,12 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
 def merge(state: State, other: State) -> State:
     """Add the counts on the coarser grid of the two."""
     exponent = torch.maximum(state["exponent"], other["exponent"])
+    mine, theirs = (coarsen(s["counts"], int(exponent - s["exponent"])) for s in (state, other))
     return {
         "low": torch.minimum(state["low"], other["low"]),
         "high": torch.maximum(state["high"], other["high"]),
         "exponent": exponent,
-        "counts": sum(coarsen(s["counts"], int(exponent - s["exponent"])) for s in (state, other)),
+        "counts": mine + theirs,
     }
 
 

@@ -47,7 +47,7 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
         for side, whole in enumerate((low, high)):
             candidates = [end.expand(len(_SHRINK)) for end in ends]
             candidates[side] = whole * _SHRINK
-            best = squared_errors(values, counts, *candidates, spec).argmin()
+            best = squared_errors(values, counts, candidates[0], candidates[1], spec).argmin()
             ends[side] = candidates[side][best]
     return ends[0].float(), ends[1].float()
 

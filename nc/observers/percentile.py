@@ -16,6 +16,7 @@ from nc.spec import TensorSpec
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantiles of the histogram."""
     low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
+    assert spec.percentile is not None
     outside = (100.0 - spec.percentile) / 100.0
     if spec.symmetric:
         counts = torch.cat([torch.zeros(SIDE, dtype=torch.int64), magnitudes(state["counts"])])

@@ -14,15 +14,15 @@ import torch
 from nc.numerics import affine, dynamic, recurrent
 from nc.spec import per_channel, per_group
 
-_LIBRARY = torch.library.Library("nc", "DEF")
+_LIBRARY = torch.library.Library("nc", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
 #: Operator → the function that computes it: for compilers, which look into functions but not into operators.
 REFERENCE: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def _operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     name = schema[: schema.index("(")]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call] # torch annotates it in part only
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # torch annotates it in part only
     torch.library.register_fake(f"nc::{name}", fake, lib=_LIBRARY)
     packet, _, overload = name.partition(".")
     operator: torch._ops.OpOverload = getattr(getattr(torch.ops.nc, packet), overload or "default")

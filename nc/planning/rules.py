@@ -110,7 +110,7 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
 
 
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
-    base = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
+    base: dict[str, Any] = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     row = capabilities.row(op.kind)
     matches = _matches(op, config, row, modules)
     if not op.quantizable:
@@ -135,12 +135,12 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
     why = _why_no_kernel(op, spec, row, chosen, capabilities)
     if why is None and values.get("skip_slow"):
-        why = sizes.slower_in_int8(op, str(spec.activation.granularity), capabilities.dynamic_cost)
+        why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
     if why is not None:
         return _float(base, base["fallback"], why)
     if spec.mode == "weight_only":
         _check_blocks(op, spec, sizes, chosen.rule)
-    elif not row.weights:
+    elif row is not None and not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
 
@@ -181,7 +181,7 @@ def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Co
             if level is not None:
                 found.append(_Match(Rule(level, rule.key.text), rule.config))
     # of several global strategies those come first that have a kernel for this kind of operator
-    order = {id(m): (m.rule.level, m.rule.level > Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
+    order = {id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
 
 
@@ -265,7 +265,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> Reason | None:
     """Why an operator stays fp32; None where a kernel exists. Raises where a rule asks for something that never can be."""
-    if not _has_kernel(match.config, row):
+    if row is None or not _has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
     return None
@@ -278,13 +278,14 @@ def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
 
 def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities) -> None:
     """Raise UnsupportedError when the kernels of a row do not take what an operator asks for."""
-    if spec.mode == "weight_only":
+    value: object
+    if spec.mode == "weight_only" and spec.weight is not None:
         field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
     else:
-        field, value, legal = "act_dtype", str(spec.activation.dtype), row.activations
+        field, value, legal = "act_dtype", str(spec.input(0).dtype), row.activations
     if spec.mode == "dynamic":
-        field, value, legal = "act_granularity", str(spec.activation.granularity), row.dynamic
-        if row.affine_only and spec.activation.symmetric:
+        field, value, legal = "act_granularity", str(spec.input(0).granularity), row.dynamic
+        if row.affine_only and spec.input(0).symmetric:
             field, value, legal = "act_sym", True, ("False",)
     if value not in legal:
         msg = (
@@ -296,6 +297,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
 
 def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: Rule) -> None:
     """Raise ConfigError when groups do not cover an operator's weight."""
+    assert spec.weight is not None
     try:
         spec.weight.granularity.block_size(sizes.weight(op), 0)
     except ConfigError as error:

@@ -159,9 +159,11 @@ class OpSpec:
             return f"{self.weight.dtype} {self.weight.granularity}, weight only"
         return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
 
-    def input(self, index: int) -> TensorSpec | None:
-        """How the activation at one argument position is quantized."""
-        return self.right if index == 1 and self.right is not None else self.activation
+    def input(self, index: int) -> TensorSpec:
+        """How the activation at one argument position is quantized, of an operator whose activations are."""
+        spec = self.right if index == 1 and self.right is not None else self.activation
+        assert spec is not None, "no activation of this operator is quantized"
+        return spec
 
     def narrow(self) -> OpSpec:
         """The same for a kernel that adds pairs of products in 16 bits, none of which can then saturate; see `Capabilities.narrow_sums`."""
