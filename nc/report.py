@@ -151,7 +151,8 @@ class Report:
     def __str__(self) -> str:
         """The verdict, all operators as a table, then the other figures."""
         head = ("operator", "type", "asked", "ran", "share", "kernel", "why")
-        rows = [head] + [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
+        rows: list[tuple[str, ...]] = [head]
+        rows += [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
         if self.profile is None:
             rows = [(*row[:4], row[-1]) for row in rows]
         return f"{self._verdict()}\n\n{format_table(rows)}\n\n{self._figures()}"

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from nc.global_lock import LOCK
 from nc.graph.catalogue import first_input, op_name
+from nc.graph.fx_utils import constant_of
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100
 _MIDDLE = 128
-_RECURRENT = {operator: name for name, operator in RECURRENT.items()}
+_RECURRENT: dict[object, str] = {operator: name for name, operator in RECURRENT.items()}
 _aten = torch.ops.aten
 _quantized = torch.ops.quantized
 
@@ -65,10 +67,11 @@ def why_not_dynamic(node: fx.Node) -> str:
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     """The codes that a node dequantizes, as torch's quantized tensor."""
     view = Dequantize.of(node)
-    codes = getattr(module, view.codes.target)
-    if node.target is dequantize_per_tensor:
-        return torch._make_per_tensor_quantized_tensor(codes, view.scale, view.zero_point)
-    scale = getattr(module, view.scale.target).double()
+    codes = constant_of(module, view.codes)
+    if not isinstance(view.scale, fx.Node):
+        return torch._make_per_tensor_quantized_tensor(codes, *view.numbers)
+    assert view.axis is not None, "scales of channels have an axis"
+    scale = constant_of(module, view.scale).double()
     zero_points = torch.zeros(len(scale), dtype=torch.int64)
     # channels-last would save reorders, but IPEX then returned garbage to calls from several threads (docs/ipex.md)
     return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, view.axis)
@@ -76,8 +79,8 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 def packed_bytes(module: fx.GraphModule) -> int:
     """Bytes of the weights of dynamic operators in a QDQ graph: codes, and one fp32 scale and sum per output."""
-    names = {Dequantize.of(n).codes.target for n in module.graph.nodes if _is_packed(n)}
-    weights = {name: getattr(module, name) for name in names}
+    nodes = [Dequantize.of(n).codes for n in module.graph.nodes if _is_packed(n)]
+    weights = {codes.target: constant_of(module, codes) for codes in nodes}
     return sum(w.numel() + 8 * w.shape[0] for w in weights.values())
 
 
@@ -125,19 +128,19 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
     linear = Linear.of(node)
     ranges, weight, bias = linear.input, quantized_weight(module, linear.weight), linear.bias
 
-    def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+    def call(target: torch._ops.OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
         result = module.graph.call_function(target, args, kwargs)
         result.meta.update(node.meta)
         return result
 
-    def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: object) -> fx.Node:
+    def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: Argument) -> fx.Node:
         if node.meta["val"].dim() > 1:
             return call(target, x, *args)
         return call(_aten.squeeze.dim, call(target, call(_aten.unsqueeze.default, x, 0), *args), 0)  # kernels take matrices only
 
     if _finds_range_itself(ranges):
         constant = bias is None or bias.op == "get_attr"
-        packed = _pack(module, node, weight, getattr(module, bias.target) if bias is not None and constant else None)
+        packed = _pack(module, node, weight, constant_of(module, bias) if bias is not None and constant else None)
         y = kernel(_quantized.linear_dynamic.default, DynamicQDQ.of(ranges).input, packed, False)
         return y if constant else call(_aten.add.Tensor, y, bias)
     x = rows[ranges]
@@ -155,7 +158,7 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     cells = []
     for i in range(0, len(params), each):
         matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
-        biases = [getattr(module, p.target) for p in params[i + 2 : i + each]] or [torch.zeros(len(w)) for w in matrices]
+        biases = [constant_of(module, p) for p in params[i + 2 : i + each]] or [torch.zeros(len(w)) for w in matrices]
         with _fbgemm():
             packed = [_quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
         cell = _quantized.make_quantized_cell_params_dynamic(*packed, *biases, False)
@@ -163,7 +166,7 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     options = (True, layer.num_layers, 0.0, False, layer.bidirectional, layer.batch_first)
     if _RECURRENT[node.target] == "gru":
         return module.graph.call_function(_aten.quantized_gru.input, (layer.input, layer.hx, cells, *options))
-    kinds = {"dtype": torch.qint8, "use_dynamic": True}
+    kinds: dict[str, Argument] = {"dtype": torch.qint8, "use_dynamic": True}
     return module.graph.call_function(_aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds)
 
 

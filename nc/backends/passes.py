@@ -64,7 +64,9 @@ def run_passes(module: fx.GraphModule, passes: Iterable[Pass]) -> Outcome:
     refused: dict[tuple[str, str], str] = {}
     for each in passes:
         rewrites += [Rewrite(each.name, operator) for operator in each.run(module) or ()]
-        for node in module.graph.nodes if each.why is not None else ():
+        if each.why is None:
+            continue
+        for node in module.graph.nodes:
             why = each.why(node) if "operator" in node.meta else ""
             if why:
                 refused.setdefault((node.meta["operator"], each.gives), why)

@@ -16,10 +16,10 @@ from torch import fx
 
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
-from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, is_float_tensor, op_name, schema_arguments
+from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, input_node, is_float_tensor, op_name
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
-from nc.graph.views import Dequantize, Quantize, set_argument
+from nc.graph.views import Conv, Dequantize, Quantize, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -148,9 +148,10 @@ def explicit_clamps(module: fx.GraphModule) -> None:
             continue
         x, reader = codes.input, node
         while hoist and op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
-            reader, x = x, x.args[0]
+            reader, x = x, input_node(x)
         with module.graph.inserting_before(reader):
-            limits = ((end - codes.zero_point) * codes.scale for end in (codes.quant_min, codes.quant_max))
+            scale, zero_point = codes.numbers
+            limits = ((end - zero_point) * scale for end in (codes.quant_min, codes.quant_max))
             clamp = module.graph.call_function(_aten.clamp.default, (x, *limits))
         clamp.meta["val"] = x.meta.get("val")
         reader.replace_input_with(x, clamp)
@@ -191,8 +192,9 @@ def _call(
             root.register_buffer(attribute, quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"
     arguments = [_text(a, names) for a in node.args]
-    if node.target in _SIZE_OPS or node.target in spelling:
-        return (_SIZE_OPS.get(node.target) or spelling[node.target]).format(*arguments)
+    form = None if isinstance(node.target, str) else _SIZE_OPS.get(node.target) or spelling.get(node.target)
+    if form is not None:
+        return form.format(*arguments)
     if node.target is operator.getitem:
         return f"{arguments[0]}[{arguments[1]}]"
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -204,8 +206,9 @@ def _call(
     arguments += [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same
-        return f"{arguments[0]}.contiguous().view({arguments[1]})" if _is_strided(node.args[0]) else f"{arguments[0]}.view({arguments[1]})"
-    if node.target in _CONVOLUTIONS and node.args[0].meta["val"].dim() == node.args[1].meta["val"].dim():
+        x = f"{arguments[0]}.contiguous()" if _is_strided(input_node(node)) else arguments[0]
+        return f"{x}.view({arguments[1]})"
+    if node.target in _CONVOLUTIONS and input_node(node).meta["val"].dim() == input_node(node, 1).meta["val"].dim():
         return _convolution(node, names)
     namespace, name = node.target._schema.name.split("::")
     return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"
@@ -213,16 +216,15 @@ def _call(
 
 def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """The one operator that every convolution of a batch becomes; IPEX fuses conv1d and transposed ones in this form only."""
-    a = schema_arguments(node)
-    dims = node.args[1].meta["val"].dim() - 2
-    sizes = {k: [*a[k]] * (dims if len(a[k]) == 1 else 1) for k in ("stride", "padding", "dilation")}
+    conv = Conv.of(node)
+    dims = conv.weight.meta["val"].dim() - 2
+    stride, padding, dilation = conv.sizes(dims)
     transposed = op_name(node).startswith("conv_transpose")
-    output_padding = a.get("output_padding", [0])
-    output_padding = [*output_padding] * (dims if len(output_padding) == 1 else 1)
-    x, weight, bias = (_text(a[k], names) for k in ("input", "weight", "bias"))
+    output_padding = [*conv.output_padding] * (dims if len(conv.output_padding) == 1 else 1)
+    x, weight, bias = (_text(value, names) for value in (conv.input, conv.weight, conv.bias))
     return (
-        f"torch._convolution({x}, {weight}, {bias}, {sizes['stride']}, {sizes['padding']}, {sizes['dilation']}, "
-        f"{transposed}, {output_padding}, {a['groups']}, False, False, True, True)"
+        f"torch._convolution({x}, {weight}, {bias}, {stride}, {padding}, {dilation}, "
+        f"{transposed}, {output_padding}, {conv.groups}, False, False, True, True)"
     )
 
 
@@ -231,7 +233,7 @@ def _is_strided(node: fx.Node) -> bool:
     if op_name(node) in POOLS and all(isinstance(size, int) and size == 1 for size in node.meta["val"].shape[2:]):
         return False  # one position is left, so any order is the same
     if op_name(node) in ACTIVATIONS or node.target in (quantize_per_tensor, dequantize_per_tensor):
-        return _is_strided(node.args[0])
+        return _is_strided(input_node(node))
     return op_name(node) not in ("linear", "layer_norm", "embedding", "reshape")
 
 

@@ -137,7 +137,7 @@ def make_model(factory: str) -> torch.nn.Module:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        function: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
         model = function()
     except Exception as error:  # the user's code can raise anything
         msg = f"{factory}: {_what_failed(error, module_name, attribute)}; --debug shows the traceback."

@@ -92,6 +92,12 @@ class Binary(_View):
     alpha: float = 1
 
 
+def _numbers(scale: float | fx.Node, zero_point: int | fx.Node | None) -> tuple[float, int]:
+    assert not isinstance(scale, fx.Node)
+    assert isinstance(zero_point, int)
+    return scale, zero_point
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantize(_View):
     """A quantize node; `axis` and `group_size` where it has them."""
@@ -110,6 +116,11 @@ class Quantize(_View):
         """Scale and zero point: equal where a dequantize node reads these codes as they are meant."""
         return self.scale, self.zero_point
 
+    @property
+    def numbers(self) -> tuple[float, int]:
+        """Scale and zero point of a node with one of each for the whole tensor."""
+        return _numbers(self.scale, self.zero_point)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dequantize(_View):
@@ -126,6 +137,11 @@ class Dequantize(_View):
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
         """Scale and zero point."""
         return self.scale, self.zero_point
+
+    @property
+    def numbers(self) -> tuple[float, int]:
+        """Scale and zero point of a node with one of each for the whole tensor."""
+        return _numbers(self.scale, self.zero_point)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

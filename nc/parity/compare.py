@@ -13,6 +13,7 @@ from torch import fx
 from nc.backends import get_backend
 from nc.errors import ConfigError, InputError, StateError
 from nc.graph.qdq import QDQGraph
+from nc.graph.views import Quantize
 from nc.numerics.metrics import sqnr_db
 from nc.parity.engine_values import Run, read
 from nc.parity.graph_diff import difference
@@ -114,7 +115,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """The tensors that differ, then a summary."""
-        rows = [("tensor", "made by", "verdict", "different", "quanta", "since")]
+        rows: list[tuple[str, ...]] = [("tensor", "made by", "verdict", "different", "quanta", "since")]
         rows += [_row(t) for t in self.tensors if t.verdict != "equal"]
         lines = [format_table(rows), ""] if len(rows) > 1 else []
         lines.append(f"{self.engines[0]} against {self.engines[1]}, {len(self.tensors)} tensors: ")
@@ -125,7 +126,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-@torch.autocast("cpu", enabled=False)  # as when the models are called
+@torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator] # torch does not annotate it; as when the models are called
 def compare(
     q_a: QuantizedModel, q_b: QuantizedModel | ReferenceModule | str = REFERENCE, inputs: Any = None, *, isolate: str = "auto"
 ) -> Comparison:
@@ -178,7 +179,8 @@ def _judge_all(
     locals_ = [recompute(graph.module, inputs, {p.node: reading[p.node] for p in points}) for reading in readings]
     tensors: list[TensorComparison] = []
     for point in points:
-        values, local = (tuple(found[point.node] for found in both) for both in (readings, locals_))
+        values = readings[0][point.node], readings[1][point.node]
+        local = locals_[0][point.node], locals_[1][point.node]
         tensors.append(_judged(point, values, local, tolerances, tensors))
     return tuple(tensors)
 
@@ -237,8 +239,8 @@ def _judged(
     """The verdict on one tensor, given those above."""
     distance, different = _distances(*values)
     quanta = _largest(distance) / (1.0 if point.how in ("codes", "exact") else _quantum(values[1]))
-    sides = tuple(_side(point, v, should, tolerance) for v, should, tolerance in zip(values, local, tolerances, strict=True))
-    if any(side.wrong for side in sides):
+    first, second = (_side(point, v, should, tolerance) for v, should, tolerance in zip(values, local, tolerances, strict=True))
+    if first.wrong or second.wrong:
         verdict = "disagreement"
     elif not different:
         verdict = "equal"
@@ -256,7 +258,7 @@ def _judged(
         different=different,
         elements=values[0].numel(),
         since=tuple(since),
-        sides=sides,
+        sides=(first, second),
     )
 
 
@@ -267,7 +269,7 @@ def _side(point: Point, value: torch.Tensor, local: Local, tolerance: float) -> 
     if point.how == "exact":
         return Side(error=_largest(errors), unit="quanta", wrong=different if bounded else 0)
     if not bounded:
-        zero_point = point.node.args[2] if point.how == "codes" else 0
+        zero_point = Quantize.of(point.node).numbers[1] if point.how == "codes" else 0
         db = sqnr_db(local.value - zero_point, value.double() - zero_point)
         return Side(error=db, unit="dB", wrong=value.numel() if db < WHOLE_DB else 0)
     free, quantum = (0.5, 1.0) if point.how == "codes" else (0.0, _quantum(local.value))

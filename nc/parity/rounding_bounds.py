@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, op_name
-from nc.graph.views import Dequantize, Quantize
+from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, input_node, op_name
+from nc.graph.views import Dequantize, DynamicQDQ, Quantize
 from nc.numerics import affine
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 
@@ -40,22 +40,24 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if node.target is quantize_per_tensor:
         return _rounded(node, value, env, slacks)
     if node.target is to_bf16:
-        return _rounded_to_bf16(value, env[node.args[0]], slacks.get(node.args[0]))
+        return _rounded_to_bf16(value, env[input_node(node)], slacks.get(input_node(node)))
     known = all(source not in slacks for source in node.all_input_nodes)
     if node.target is quantize_dequantize_dynamic and known:
-        return _dynamic(*fx.map_arg(node.args[:-1], env.__getitem__))
+        view = DynamicQDQ.of(node)
+        return _dynamic(env[view.input], view)
     return None if known else _through(node, value, env, slacks)
 
 
 def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
     """The real number that a quantize node rounds, clamped to the codes, as float64."""
-    return (x.double() / codes.scale + codes.zero_point).clamp_(codes.quant_min, codes.quant_max)
+    scale, zero_point = codes.numbers
+    return (x.double() / scale + zero_point).clamp_(codes.quant_min, codes.quant_max)
 
 
 def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor | None:
     view = Quantize.of(node)
     exact = position(env[view.input], view)
-    reach = slacks.get(view.input, torch.zeros(())).double() / view.scale + TIE
+    reach = slacks.get(view.input, torch.zeros(())).double() / view.numbers[0] + TIE
     ends = [(exact + side * reach).clamp(view.quant_min, view.quant_max).round() for side in (-1, 1)]
     slack = torch.maximum(*[(end - codes).abs() for end in ends]).float()
     return slack if bool(slack.any()) else None
@@ -70,12 +72,12 @@ def _rounded_to_bf16(value: torch.Tensor, x: torch.Tensor, slack: torch.Tensor |
     return found if bool(found.any()) else None
 
 
-def _dynamic(x: torch.Tensor, per_token: bool, quant_min: int, quant_max: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
-    """One quantum for each element at a tie; arguments as in `quantize_dequantize_dynamic`."""
+def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
+    """One quantum for each element at a tie."""
     if not x.numel():
         return torch.zeros_like(x)
-    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if per_token else torch.aminmax(x)
-    scale, _ = affine.choose_qparams(low, high, quant_min=quant_min, quant_max=quant_max, symmetric=symmetric)
+    low, high = (x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)) if view.per_token else torch.aminmax(x)
+    scale, _ = affine.choose_qparams(low, high, quant_min=view.quant_min, quant_max=view.quant_max, symmetric=view.symmetric)
     steps = x.double() / scale
     return ((steps - steps.floor() - 0.5).abs() <= TIE) * scale
 
@@ -89,25 +91,27 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
             return slacks[source] if source in slacks else pytree.tree_map(_none_of, env[source])
         return source
 
-    name, first = op_name(node), node.args[0]
-    rest, options = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)
+    target, name, first = node.target, op_name(node), node.args[0]
+    assert not isinstance(target, str), "only calls of operators have slack"
+    read: Any = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)  # values in the place of nodes
+    rest, options = read
     if node.target is dequantize_per_tensor:
-        return slack(first) * Dequantize.of(node).scale
+        return slack(first) * Dequantize.of(node).numbers[0]
     if node.target is from_bf16:
         return slack(first)
     if name in MOVES | POOLS | JOINS:
-        return node.target(fx.map_arg(first, slack), *rest, **options)
+        return target(fx.map_arg(first, slack), *rest, **options)
     if name in ACTIVATIONS:
         return _STEEPEST * slack(first)
     if name in WEIGHTED:
-        return node.target(slack(first), rest[0].abs(), None, *rest[2:], **options)
+        return target(slack(first), rest[0].abs(), None, *rest[2:], **options)
     if name in ("add", "sub"):
         terms = [slack(side) for side in node.args[:2] if isinstance(side, fx.Node)]
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name in _PRODUCTS:
-        sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[first], rest[0])]
+        sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[input_node(node)], rest[0])]
         reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, node.args, strict=False)]
-        return node.target(*reach) - node.target(*sizes)
+        return target(*reach) - target(*sizes)
     if name == "div" and node.args[1] not in slacks and not options.get("rounding_mode"):
         return slack(first) / abs(rest[0])
     if name == "softmax":

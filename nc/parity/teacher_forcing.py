@@ -59,7 +59,7 @@ class _Forced(fx.Interpreter):
         """The engine's value at a point, the graph's own elsewhere."""
         value = super().run_node(node)
         if node.op == "output":
-            self.locals |= {leaf: Local(self.env[leaf], self.slacks.get(leaf)) for leaf in node.args[0] if leaf in self.late}
+            self.locals |= {leaf: Local(self.env[leaf], self.slacks.get(leaf)) for leaf in node.all_input_nodes if leaf in self.late}
         if node not in self.values:
             slack = slack_of(node, value, self.env, self.slacks) if node.op == "call_function" else None
             if slack is not None:

@@ -295,7 +295,8 @@ def resolve(name: str, node: str) -> Callable[..., object]:
             "wrote the artefact (model.json names it)."
         )
         raise ArtefactOperatorError(msg)
-    return getattr(getattr(operators, packet), overload)
+    found: Callable[..., object] = getattr(getattr(operators, packet), overload)
+    return found
 
 
 def _message(name: str, node: str) -> str:

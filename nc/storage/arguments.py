@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.fx_utils import constant_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
 from nc.ops import DEQUANTIZE, QUANTIZE, RECURRENT, dequantize_per_channel, dequantize_per_tensor, from_bf16, to_bf16
 
@@ -63,10 +64,11 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             if not argument.has_default_value():
                 msg = f"{target} lacks its argument {argument.name!r}"
                 raise ValueError(msg)
-        elif not _fits(str(argument.real_type), given[argument.name], argument.N) or (
-            target.namespace == "nc" and str(argument.real_type) == "Tensor" and not isinstance(given[argument.name], fx.Node)
-        ):
-            msg = f"{target}: argument {argument.name!r} should be {argument.real_type}, not {given[argument.name]!r}"
+            continue
+        expected, value = str(argument.real_type), given[argument.name]
+        length: int | None = argument.N  # type: ignore[attr-defined] # missing in torch's stub
+        if not _fits(expected, value, length) or (target.namespace == "nc" and expected == "Tensor" and not isinstance(value, fx.Node)):
+            msg = f"{target}: argument {argument.name!r} should be {expected}, not {value!r}"
             raise ValueError(msg)
     if target.namespace == "nc":
         if kwargs:
@@ -99,7 +101,7 @@ def check_codes(module: fx.GraphModule) -> None:
 def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
     """The dtype of a constant, or of what is rounded to bf16."""
     if node.op == "get_attr":
-        return getattr(module, node.target).dtype
+        return constant_of(module, node).dtype
     return torch.bfloat16 if node.target is to_bf16 else None
 
 
@@ -108,7 +110,7 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
     layer = Recurrent.of(node)
     each = 4 if layer.has_biases else 2
     for state in [layer.hx] if isinstance(layer.hx, fx.Node) else layer.hx:
-        constant = getattr(module, state.target) if state.op == "get_attr" else None
+        constant = constant_of(module, state) if state.op == "get_attr" else None
         if constant is not None and (constant.dim() != 3 or constant.dtype is not torch.float32):
             msg = f"node {node.name!r}: {state.name!r} is no fp32 state of three dimensions"
             raise ValueError(msg)
@@ -122,7 +124,7 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
     view = Dequantize.of(node)
-    constant = getattr(module, view.codes.target) if view.codes.op == "get_attr" else None
+    constant = constant_of(module, view.codes) if view.codes.op == "get_attr" else None
     made = Quantize.of(view.codes).dtype if view.codes.target in QUANTIZE else None
     dtype = made if constant is None else constant.dtype
     if dtype is not view.dtype:
@@ -130,9 +132,15 @@ def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
         raise ValueError(msg)
     if view.axis is None or view.group_size is not None:
         return
-    scale = getattr(module, view.scale.target) if view.scale.op == "get_attr" else None
-    rank = 0 if constant is None else constant.dim()
-    if scale is None or scale.dtype is not torch.float32 or not 0 <= view.axis < rank or scale.shape != constant.shape[view.axis :][:1]:
+    scale = constant_of(module, view.scale) if isinstance(view.scale, fx.Node) and view.scale.op == "get_attr" else None
+    fits = (
+        constant is not None
+        and scale is not None
+        and scale.dtype is torch.float32
+        and 0 <= view.axis < constant.dim()
+        and scale.shape == constant.shape[view.axis :][:1]
+    )
+    if not fits:
         msg = f"node {node.name!r}: expected constant codes, and a constant fp32 scale for each index of axis {view.axis}"
         raise ValueError(msg)
 
@@ -202,7 +210,7 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
-    limits = _CODES.get(given.get("dtype"))
+    limits = _CODES.get(given["dtype"]) if "dtype" in given else None
     if "dtype" in given and limits is None:
         msg = f"codes are uint8 or int8, not {given['dtype']}"
         raise ValueError(msg)

@@ -147,7 +147,7 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
 
 def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
     """Whether what the report prints has the types that it needs, and every operator a decision."""
-    types = {"notes": dict, "float_bytes": int, "sqnr_vs_fp32_db": (int, float, str)}
+    types: dict[str, type | tuple[type, ...]] = {"notes": dict, "float_bytes": int, "sqnr_vs_fp32_db": (int, float, str)}
     wrong = [key for key, expected in types.items() if not isinstance(document[key], expected)]
     if wrong or not all(isinstance(text, str) for pair in document["notes"].items() for text in pair):
         msg = f"unexpected types in {', '.join(wrong) or 'notes'}"
@@ -175,7 +175,8 @@ def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch
         )
         raise ArtefactError(msg)
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    dims = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda d: -strides[d])
     if dims != sorted(dims) and tensor.permute(dims).is_contiguous():
         order[name] = dims  # kernels are chosen by layout and round differently, so it is part of the model
         return tensor.permute(dims)
@@ -224,8 +225,10 @@ class _Sizes:
 
     def of_value(self, size: int | torch.SymInt | Size) -> int | str:
         """A size of a traced value; an expression of sizes is a size of its own."""
-        fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
-        if isinstance(fixed, int):
+        if isinstance(size, int):
+            return size
+        fixed: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+        if fixed is not None:
             return fixed
         name = self._name(self._alias.get(_key(size), _key(size)))
         if name not in self.hints:
@@ -238,8 +241,7 @@ class _Sizes:
     def encode(self, value: object) -> json_values.Json:
         """Dtype and shape of a traced tensor, or of several; None for everything else: nobody asks for it."""
         if isinstance(value, TENSORS):
-            dtype = json_values.encode(value.dtype, "A traced value")
-            return {**dtype, "shape": [self.of_value(s) for s in value.shape]}
+            return {"dtype": json_values.dtype_name(value.dtype, "A traced value"), "shape": [self.of_value(s) for s in value.shape]}
         return [self.encode(v) for v in value] if isinstance(value, (list, tuple)) else None
 
 
@@ -262,7 +264,7 @@ def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
 
 def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
     where = f"Node {node.name!r}"
-    target = allowlist.name_of(node.target, node.name) if node.op == "call_function" else node.target
+    target = allowlist.name_of(node.target, node.name) if not isinstance(node.target, str) else node.target
     entry: dict[str, Any] = {"name": node.name, "op": node.op, "target": target}
     if node.args:
         entry["args"] = [json_values.encode(a, where) for a in node.args]
@@ -351,7 +353,7 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
         if leaf.dtype is None:
             entry["value"] = json_values.encode(leaf.value, f"Argument {leaf.path!r}")
         else:
-            entry["dtype"] = json_values.encode(leaf.dtype, f"Argument {leaf.path!r}")["dtype"]
+            entry["dtype"] = json_values.dtype_name(leaf.dtype, f"Argument {leaf.path!r}")
             entry["dims"] = [sizes.of_dim(d) for d in leaf.dims]
         leaves.append(entry)
     parameters = [

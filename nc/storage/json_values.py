@@ -83,8 +83,19 @@ def encode(value: object, where: str) -> Json:
         for name, known in table.items():
             if value is known:
                 return {tag: name}
-    msg = f"{where} holds {value!r} ({type(value).__name__}), which an artefact can't store; use numbers, strings or tensors."
-    raise ArtefactError(msg)
+    raise ArtefactError(_unstorable(value, where))
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """The name that `DTYPES` has for a dtype; ArtefactError where it has none."""
+    for name, known in DTYPES.items():
+        if dtype is known:
+            return name
+    raise ArtefactError(_unstorable(dtype, where))
+
+
+def _unstorable(value: object, where: str) -> str:
+    return f"{where} holds {value!r} ({type(value).__name__}), which an artefact can't store; use numbers, strings or tensors."
 
 
 def decode(data: Json, nodes: Mapping[str, fx.Node] = _NO_NODES) -> Any:

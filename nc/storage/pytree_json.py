@@ -177,6 +177,9 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
     """
     if data == _LEAF:
         return pytree.tree_structure(0)
+    if not isinstance(data, dict):
+        msg = f"{data!r} is no structure"
+        raise TypeError(msg)
     kind = data["type"]
     items = [decode(item, inputs=inputs) for item in data["items"]]
     if kind in _PLAIN:
@@ -210,7 +213,7 @@ def _class_of(name: str, members: Sequence[str]) -> type | None:
     if match is None:
         return None
     try:
-        from transformers.utils import ModelOutput
+        from transformers.utils import ModelOutput  # type: ignore[attr-defined] # it is loaded lazily
 
         cls = vars(importlib.import_module(match[1])).get(match[2])
     except Exception:  # noqa: BLE001 - not installed, or this module of it does not import here: outputs are an OutputDict

@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def _document(folder: Path, sums: dict[str, Any]) -> dict[str, Any]:
     """model.json, once its checksum and its schema are known to be right."""
     raw = _checked(folder, MODEL, sums)
     with malformed(folder / MODEL):
-        document = json.loads(raw)
+        document: dict[str, Any] = json.loads(raw)
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         msg = (
@@ -269,7 +269,10 @@ def _check_replaceable(target: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     """Whether one of the two JSON files, the other of which may be damaged, says that nc wrote them."""
-    marks = {MODEL: lambda data: data.get("format") == FORMAT, CHECKSUMS: lambda data: MODEL in data}
+    marks: dict[str, Callable[[dict[str, Any]], bool]] = {
+        MODEL: lambda data: data.get("format") == FORMAT,
+        CHECKSUMS: lambda data: MODEL in data,
+    }
     for name, is_marked in marks.items():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if is_marked(json.loads((folder / name).read_bytes())):

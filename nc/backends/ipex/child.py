@@ -17,7 +17,7 @@ def main(folder: str, threads: str, parent: str) -> None:
     torch.set_num_threads(int(threads))
     import_ipex()
     inputs = torch.load(Path(folder) / "inputs.pt", weights_only=True)
-    frozen = torch.jit.load(str(Path(folder) / "model.pt"))
+    frozen = torch.jit.load(str(Path(folder) / "model.pt"))  # type: ignore[no-untyped-call] # torch does not annotate it
     with torch.no_grad():
         for _ in range(3):
             frozen(*inputs)

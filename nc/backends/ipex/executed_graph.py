@@ -20,7 +20,8 @@ _COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu
 def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> torch._C.Graph:
     """The optimized graph that `run` executes, in this thread."""
     run(inputs)
-    return torch.jit.last_executed_optimized_graph()
+    graph: torch._C.Graph = torch.jit.last_executed_optimized_graph()  # type: ignore[attr-defined] # not in its __all__
+    return graph
 
 
 def build_report(
@@ -101,7 +102,7 @@ def _walk(block: torch._C.Graph | torch._C.Block, inside: bool) -> Iterator[tupl
 
 def line_of(node: torch._C.Node) -> int:
     """The line of the script that a node comes from; 0 where it has none."""
-    match = _LINE.search(node.sourceRange())
+    match = _LINE.search(str(node.sourceRange()))
     return int(match.group(1)) if match else 0
 
 

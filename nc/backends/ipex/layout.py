@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, op_name
+from nc.graph.catalogue import MOVES, input_node, op_name
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 _CODES = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
@@ -76,8 +76,9 @@ def _is_permuted(value: object) -> bool:
 
 def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None:
     """Let one reader read a contiguous copy of `source`; of what is quantized, where `source` is a dequantize."""
-    if source.target is dequantize_per_tensor and source.args[0].target is quantize_per_tensor:
-        reader, source = source.args[0], source.args[0].args[0]
+    if source.target is dequantize_per_tensor and input_node(source).target is quantize_per_tensor:
+        reader = input_node(source)
+        source = input_node(reader)
     with module.graph.inserting_before(reader):
         copy = module.graph.call_function(torch.ops.aten.contiguous.default, (source,))
     copy.meta["val"] = source.meta.get("val")

@@ -74,7 +74,8 @@ class _Runner:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with failures_named(), torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
-            return self._frozen(*[t.contiguous() for t in inputs])
+            outputs: Sequence[Any] = self._frozen(*[t.contiguous() for t in inputs])
+            return outputs
 
 
 def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:
@@ -85,6 +86,7 @@ def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:
 
 def _warm_up(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
     with quiet(), torch.no_grad():
+        outputs: Sequence[Any] = ()
         for _ in range(_WARM_UP):
             outputs = frozen(*inputs)
     return outputs
@@ -98,7 +100,7 @@ def _run_part(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Seque
 def _constant_bytes(frozen: torch.jit.ScriptModule) -> int:
     """Bytes of the distinct tensors that the frozen graph holds."""
     seen: dict[int, int] = {}
-    for node in frozen.graph.findAllNodes("prim::Constant"):
+    for node in frozen.graph.findAllNodes("prim::Constant"):  # type: ignore[attr-defined] # missing in its stub
         if node.hasAttribute("value") and node.kindOf("value") == "t":
             tensor = node.t("value")
             seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()

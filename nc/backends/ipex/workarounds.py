@@ -12,11 +12,11 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.passes import Pass
-from nc.graph.catalogue import MOVES, climb, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import MOVES, climb, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
 from nc.graph.fx_utils import add_constant, call_operator
 from nc.graph.tensor_meta import strided
-from nc.graph.views import Quantize
+from nc.graph.views import Conv, Quantize
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
@@ -84,8 +84,8 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
         readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
         for reader in [r for r in readers if Quantize.of(r).zero_point != 0 or (Quantize.of(r).quant_min < 0 and not signed)]:
             with module.graph.inserting_before(reader):
-                copy = module.graph.call_function(torch.ops.aten.clone.default, (reader.args[0],))
-            copy.meta["val"] = reader.args[0].meta.get("val")
+                copy = module.graph.call_function(torch.ops.aten.clone.default, (Quantize.of(reader).input,))
+            copy.meta["val"] = Quantize.of(reader).input.meta.get("val")
             reader.update_arg(0, copy)
             changed.append(node.meta.get("operator", node.name))
     return changed
@@ -101,15 +101,15 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
         kind = kind_of_node(node) or ""
         if not kind.startswith("conv") or "transpose" in kind or not _is_strided_pointwise(node):
             continue
-        dequantize, codes = node.args[0], _codes(node.args[0])
+        conv = Conv.of(node)
+        dequantize, codes = conv.input, _codes(conv.input)
         if codes is None:
             continue
-        strides = schema_arguments(node)["stride"]
-        dims = node.args[1].meta["val"].dim() - 2
+        dims = conv.weight.meta["val"].dim() - 2
         val = dequantize.meta["val"]
         with module.graph.inserting_before(node):
             value = dequantize
-            for i, stride in enumerate([*strides] * (dims if len(strides) == 1 else 1)):
+            for i, stride in enumerate(conv.sizes(dims)[0]):
                 val = strided(val, val.dim() - dims + i, stride)
                 value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
             value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
@@ -123,9 +123,10 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
 
 
 def _is_strided_pointwise(node: fx.Node) -> bool:
-    arguments, weight = schema_arguments(node), node.args[1].meta["val"].shape
-    pointwise = all(size == 1 for size in weight[2:]) and not any(arguments["padding"]) and arguments["groups"] == 1
-    return pointwise and max(arguments["stride"]) > 1 and weight[1] % 16 != 0
+    conv = Conv.of(node)
+    weight = conv.weight.meta["val"].shape
+    pointwise = all(size == 1 for size in weight[2:]) and not any(conv.padding) and conv.groups == 1
+    return bool(pointwise and max(conv.stride) > 1 and weight[1] % 16 != 0)
 
 
 def _is_read_elsewhere(side: fx.Node, add: fx.Node) -> bool:
@@ -203,15 +204,15 @@ def _codes(node: object) -> fx.Node | None:
     """The quantize node behind a dequantize, through moves that keep the buffer."""
     if not isinstance(node, fx.Node) or node.target is not dequantize_per_tensor:
         return None
-    source = node.args[0]
+    source = input_node(node)
     return source if source.target is quantize_per_tensor else None
 
 
 def _own_codes(node: fx.Node, index: int) -> None:
     """Give one input of an operator a quantize/dequantize pair that no other shares, with a scale that differs enough to stay apart."""
-    dequantize = node.args[index]
-    old, graph = Quantize.of(dequantize.args[0]), node.graph
-    scale = old.scale * _NUDGE
+    dequantize = input_node(node, index)
+    old, graph = Quantize.of(input_node(dequantize)), node.graph
+    scale = old.numbers[0] * _NUDGE
     with graph.inserting_before(node):
         codes = call_operator(graph, quantize_per_tensor, old.input, scale, old.zero_point, old.quant_min, old.quant_max, old.dtype)
         value = call_operator(graph, dequantize_per_tensor, codes, scale, old.zero_point, old.dtype)

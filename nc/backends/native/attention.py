@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard
 
 import torch
 from torch import fx
 
-from nc.graph.catalogue import is_float_tensor, op_name, schema_arguments
+from nc.graph.catalogue import input_node, is_float_tensor, op_name, schema_arguments
 from nc.graph.placement import works_in_place
 
 _aten = torch.ops.aten
@@ -47,7 +48,7 @@ def recompose(module: fx.GraphModule) -> None:
         if found is None:
             continue
         with module.graph.inserting_before(node):
-            bias = None
+            bias: fx.Node | None = None
             for term in found.biases:
                 bias = term if bias is None else module.graph.call_function(_aten.add.Tensor, (bias, term))
             arguments = (found.query, found.key, found.value, bias)
@@ -62,11 +63,13 @@ def attention_of(node: fx.Node) -> Attention | None:
     """The attention whose last product a node is; None when it is none, or something else reads its scores."""
     if op_name(node) not in _PRODUCTS or not _is_4d(node) or not _is_own(node.args[0], "softmax"):
         return None
-    softmax, value = node.args
+    softmax, value = input_node(node), input_node(node, 1)
     options = schema_arguments(softmax)
     if options["dim"] not in (-1, 3) or options.get("dtype") not in (None, torch.float32):
         return None
-    factor, biases, inner, scores = 1.0, [], [softmax], softmax.args[0]
+    factor, inner = 1.0, [softmax]
+    biases: list[fx.Node] = []
+    scores: object = softmax.args[0]
     while _is_own(scores, "add", "mul", "div"):
         inner.append(scores)
         left, right = scores.args[:2]
@@ -79,18 +82,20 @@ def attention_of(node: fx.Node) -> Attention | None:
             return None  # the factor would hold for the bias too
         else:
             scores, bias = (left, right) if _holds_product(left) else (right, left)
+            if not isinstance(bias, fx.Node):
+                return None
             biases.append(bias)
     if not _is_own(scores, *_PRODUCTS) or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
         return None
     if str(tuple(scores.meta["val"].shape)) != str(tuple(softmax.meta["val"].shape)):
         return None  # a bias with more rows or heads than the scores
-    query, key = scores.args
-    if op_name(key) != "transpose" or not _is_4d(key) or {dim % 4 for dim in key.args[1:]} != {2, 3}:
+    query, key = input_node(scores), input_node(scores, 1)
+    if op_name(key) != "transpose" or not _is_4d(key) or {dim % 4 for dim in key.args[1:] if isinstance(dim, int)} != {2, 3}:
         return None
     if len({str(tuple(side.meta["val"].shape[:2])) for side in (query, key, value)}) > 1 or not (_is_4d(query) and _is_4d(value)):
         return None  # `matmul` repeats what is missing, the one call does not
     inner += [scores, key] if len(key.users) == 1 else [scores]
-    return Attention(query, key.args[0], value, factor, tuple(biases), tuple(inner))
+    return Attention(query, input_node(key), value, factor, tuple(biases), tuple(inner))
 
 
 def _holds_product(node: object) -> bool:
@@ -102,10 +107,10 @@ def _holds_product(node: object) -> bool:
     return _is_own(node, *_PRODUCTS)
 
 
-def _is_own(node: object, *names: str) -> bool:
+def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:
     """Whether a node is one of these operators, and only one other reads it."""
     return isinstance(node, fx.Node) and op_name(node) in names and len(node.users) == 1
 
 
 def _is_4d(node: fx.Node) -> bool:
-    return node.meta["val"].dim() == 4
+    return bool(node.meta["val"].dim() == 4)

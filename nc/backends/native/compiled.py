@@ -41,7 +41,8 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     def run(*inputs: torch.Tensor) -> Sequence[Any]:
         try:
             with _FREEZING:
-                return call(*inputs)
+                outputs: Sequence[Any] = call(*inputs)
+                return outputs
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
             msg = f"torch.compile failed on the lowered graph: {str(error).strip().splitlines()[0]} Leave compile=True out."
             raise BackendError(msg) from error

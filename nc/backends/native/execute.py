@@ -19,7 +19,7 @@ from nc.global_lock import LOCK
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import from_bf16, to_bf16
 
-_SPELLING = {
+_SPELLING: dict[Callable[..., object], str] = {
     quantize: "self._codes(torch.quantize_per_tensor({}, {}, {}, torch.quint8))",
     dequantize: "torch._make_per_tensor_quantized_tensor({}, {}, {}).dequantize()",
     to_bf16: "{}.to(torch.bfloat16)",
@@ -77,8 +77,9 @@ class TorchScriptExecutor:
 
         def run(*inputs: torch.Tensor) -> Sequence[Any]:
             # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is imported, would rewrite the graph
-            with torch.jit.optimized_execution(False):
-                return scripted(*inputs)
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined] # not in its __all__
+                outputs: Sequence[Any] = scripted(*inputs)
+                return outputs
 
         return run
 

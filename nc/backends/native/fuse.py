@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from nc.backends.native.operators import prepack
-from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import RECURRENT, input_node, kind_of_node, op_name, schema_arguments
+from nc.graph.fx_utils import constant_of
 from nc.graph.tensor_meta import TENSORS
-from nc.graph.views import Conv, Dequantize, Quantize, Weighted
+from nc.graph.views import Conv, Dequantize, Linear, Quantize, Weighted
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 onednn = torch.ops.onednn
@@ -98,18 +100,19 @@ def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
 
 def region_of(anchor: fx.Node) -> Region:
     """The longest region that a kernel can compute from this operator on."""
-    kind = kind_of_node(anchor)
+    kind = op_name(anchor)
     known = _ACTIVATIONS[kind]
-    nodes, other = [anchor], None
+    nodes = [anchor]
+    other: fx.Node | None = None
     user = _only_user(anchor)
     if user is not None and _is_sum(user, anchor) and kind in ("linear", "conv2d"):
-        other = user.args[1] if user.args[0] is anchor else user.args[0]
+        other = input_node(user, 1 if user.args[0] is anchor else 0)
         nodes.append(user)
         known = frozenset({"relu"})
     activation = Activation()
     user = _only_user(nodes[-1])
     found = activation_of(user) if user is not None else None
-    if found is not None and found.name in known:
+    if user is not None and found is not None and found.name in known:
         activation = found
         nodes.append(user)
     codes = _codes_behind(nodes[-1])
@@ -153,7 +156,7 @@ def why_not_int8(node: fx.Node) -> str:
         return _why_no_codes(node)
     if kind not in _CONVOLUTIONS:
         return f"{kind} has no oneDNN int8 kernel in torch {torch.__version__}"
-    if node.target._overloadname != "default":
+    if getattr(node.target, "_overloadname", "default") != "default":
         return "its padding differs from side to side, and kernels take one number for both"
     if Conv.of(node).input.meta["val"].dim() != Conv.of(node).weight.meta["val"].dim():
         return "its input has no batch dimension, which kernels need"
@@ -215,7 +218,7 @@ def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
     if len(found) != 1 or None in found:
         return None
     codes = Quantize.of(next(iter(node.users)))
-    return codes.qparams if (codes.quant_min, codes.quant_max) == (0, 255) else None
+    return codes.numbers if (codes.quant_min, codes.quant_max) == (0, 255) else None
 
 
 def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
@@ -245,42 +248,42 @@ def _output(region: Region) -> tuple[float, int, torch.dtype]:
 
 
 def _linear(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
-    a = schema_arguments(region.anchor)
-    codes, scales = weight_of(module, a["weight"])
-    q, x_scale, x_zero_point, _ = a["input"].args
+    linear = Linear.of(region.anchor)
+    codes, scales = weight_of(module, linear.weight)
+    x = Dequantize.of(linear.input)
     w = _weight(module, region, (codes, None), packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
+    arguments: tuple[Argument, ...]
     if region.other is None:
-        arguments = (q, x_scale, x_zero_point, *w, a["bias"], *_output(region), *post)
+        arguments = (x.codes, *x.qparams, *w, linear.bias, *_output(region), *post)
         return module.graph.call_function(onednn.qlinear_pointwise.default, arguments)
-    other, scale, zero_point = _added(module, region)
+    other, scale, zero_point = _added(module, region, region.other)
     binary = "add" if region.codes is None else "sum"
-    arguments = (q, x_scale, x_zero_point, *w, other, a["bias"], *_output(region), scale, zero_point, binary, 1.0, *post)
+    arguments = (x.codes, *x.qparams, *w, other, linear.bias, *_output(region), scale, zero_point, binary, 1.0, *post)
     return module.graph.call_function(onednn.qlinear_pointwise.binary, arguments)
 
 
 def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
-    a = schema_arguments(region.anchor)
-    codes, scales = weight_of(module, a["weight"])
-    dims = codes.dim() - 2
-    sizes = [[*a[key]] * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation")]
-    q, x_scale, x_zero_point, _ = a["input"].args
-    how = codes, scales, x_scale, x_zero_point, *sizes, a["groups"], region.anchor.meta.get(_SHAPE)
+    conv = Conv.of(region.anchor)
+    codes, scales = weight_of(module, conv.weight)
+    sizes = conv.sizes(codes.dim() - 2)
+    x = Dequantize.of(conv.input)
+    how = codes, scales, *x.qparams, *sizes, conv.groups, region.anchor.meta.get(_SHAPE)
     w = _weight(module, region, how, packed), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
+    arguments: tuple[Argument, ...]
     if region.other is None:
-        arguments = (q, x_scale, x_zero_point, *w, a["bias"], *sizes, a["groups"], *_output(region), *post)
+        arguments = (x.codes, *x.qparams, *w, conv.bias, *sizes, conv.groups, *_output(region), *post)
         return module.graph.call_function(_CONVOLUTIONS[op_name(region.anchor)], arguments)
-    other, scale, zero_point = _added(module, region)
+    other, scale, zero_point = _added(module, region, region.other)
     arguments = (
-        q,
-        x_scale,
-        x_zero_point,
+        x.codes,
+        *x.qparams,
         *w,
         other,
-        a["bias"],
+        conv.bias,
         *sizes,
-        a["groups"],
+        conv.groups,
         *_output(region),
         scale,
         zero_point,
@@ -291,25 +294,25 @@ def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Nod
     return module.graph.call_function(onednn.qconv2d_pointwise.binary, arguments)
 
 
-def _added(module: fx.GraphModule, region: Region) -> tuple[fx.Node, float, int]:
-    """The other side of a sum, in a form that the kernel may overwrite, with its scale and zero point."""
+def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
+    """The other side of a region's sum, in a form that the kernel may overwrite, with its scale and zero point."""
     is_linear = kind_of_node(region.anchor) == "linear"
-    other, scale, zero_point = region.other, 1.0, 0
+    other, scale, zero_point = side, 1.0, 0
     if region.codes is not None:
-        other, scale, zero_point, _ = other.args
+        other, (scale, zero_point) = Dequantize.of(side).codes, Dequantize.of(side).numbers
     if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
         return module.graph.call_function(torch.ops.aten.contiguous.default, (other,)), scale, zero_point
     format_ = torch.contiguous_format if is_linear else torch.channels_last
     # the kernel adds in place: to a copy, or to the tensor itself where it need not be kept
-    own = region.codes is not None and _is_free(other, region)
+    own = region.codes is not None and _is_free(other, region, side)
     target = torch.ops.aten.contiguous.default if own else torch.ops.aten.clone.default
     return module.graph.call_function(target, (other,), {"memory_format": format_}), scale, zero_point
 
 
-def _is_free(codes: fx.Node, region: Region) -> bool:
+def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
     """Whether nothing needs the codes that a region adds once it has run: a kernel made them, and only kernels in front of it read them."""
-    before = [user for user in codes.users if user is not region.other and user.users]
-    own = is_kernel(codes) and len(region.other.users) == 1
+    before = [user for user in codes.users if user is not side and user.users]
+    own = is_kernel(codes) and len(side.users) == 1
     return own and all(is_kernel(user) and user < region.nodes[-1] for user in before)
 
 
@@ -321,15 +324,15 @@ def is_kernel(node: fx.Node) -> bool:
 def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 codes, and one fp32 scale for each output."""
     view = Dequantize.of(node)
-    codes = getattr(module, view.codes.target)
-    if node.target is dequantize_per_tensor:
-        return codes, torch.full((codes.shape[0],), view.scale)
-    return codes, getattr(module, view.scale.target)
+    codes = constant_of(module, view.codes)
+    if isinstance(view.scale, fx.Node):
+        return codes, constant_of(module, view.scale)
+    return codes, torch.full((codes.shape[0],), view.scale)
 
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...], packed: bool) -> fx.Node:
     """A weight as its kernel reads it, from the arguments of the operator that packs it: the packed constant, or a call of that."""
-    name, operator = region.anchor.name, prepack(kind_of_node(region.anchor))
+    name, operator = region.anchor.name, prepack(op_name(region.anchor))
     if packed:
         return constant(module, f"{name}_packed", operator(*how))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]

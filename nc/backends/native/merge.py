@@ -6,10 +6,11 @@ import itertools
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
 from nc.graph.catalogue import MOVES, op_name
-from nc.graph.fx_utils import call_operator
+from nc.graph.fx_utils import call_operator, constant_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Linear
 from nc.ops import dequantize_per_channel, to_bf16
@@ -24,13 +25,13 @@ def merge(module: fx.GraphModule) -> None:
     """
     if works_in_place(module):
         return
-    groups: dict[tuple[object, ...], list[fx.Node]] = {}
+    groups: dict[tuple[tuple[Argument, ...], bool], list[fx.Node]] = {}
     for node in module.graph.nodes:
         if op_name(node) == "linear" and reads_codes(node):
             region = region_of(node)
             if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
-                groups.setdefault((*Linear.of(node).input.args, region.bf16), []).append(node)
-    for (*_, bf16), nodes in groups.items():
+                groups.setdefault((Linear.of(node).input.args, region.bf16), []).append(node)
+    for (_, bf16), nodes in groups.items():
         if len(nodes) > 1:
             _merge(module, nodes, bf16)
 
@@ -77,4 +78,4 @@ def _has_constant_bias(node: fx.Node) -> bool:
 
 def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:
     bias = Linear.of(node).bias
-    return torch.zeros(size) if bias is None else getattr(module, bias.target)
+    return torch.zeros(size) if bias is None else constant_of(module, bias)

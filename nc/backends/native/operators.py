@@ -21,7 +21,7 @@ _ACCUMULATOR = 6
 @functools.cache
 def library() -> torch.library.Library:
     """Namespace `nc_native` with `qlinear_prepack`, `qconv_prepack` and `qconv2d_sum`; registered when it is needed first."""
-    own = torch.library.Library("nc_native", "FRAGMENT")
+    own = torch.library.Library("nc_native", "FRAGMENT")  # type: ignore[no-untyped-call] # torch does not annotate it
     for kernel in (_onednn.qlinear_prepack.default, _onednn.qconv_prepack.default):
         _define(own, kernel._schema.name.partition("::")[2], kernel, kernel, _packed)
     _define(own, "qconv2d_sum", SUM, _sum, _like_accumulator)
@@ -55,14 +55,14 @@ def in_place(graph: fx.Graph) -> None:
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith("onednn::qconv")
+    return isinstance(node.target, torch._ops.OpOverload) and str(node.target._schema.name).startswith("onednn::qconv")
 
 
 def _define(own: torch.library.Library, name: str, kernel: torch._ops.OpOverload, run: Any, fake: Any) -> None:
     schema = str(kernel._schema)
     arguments = schema[schema.index("(") : schema.rindex("->")].replace("Tensor(a!)", "Tensor")
-    own.define(f"{name}{arguments} -> Tensor")
-    own.impl(name, run, "CompositeExplicitAutograd")
+    own.define(f"{name}{arguments} -> Tensor")  # type: ignore[no-untyped-call] # as above
+    own.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
     torch.library.register_fake(f"nc_native::{name}", fake, lib=own)
 
 
@@ -73,7 +73,8 @@ def _packed(weight: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _sum(*arguments: Any) -> torch.Tensor:
     own = arguments[_ACCUMULATOR].clone(memory_format=torch.channels_last)
-    return SUM(*arguments[:_ACCUMULATOR], own, *arguments[_ACCUMULATOR + 1 :])
+    total: torch.Tensor = SUM(*arguments[:_ACCUMULATOR], own, *arguments[_ACCUMULATOR + 1 :])
+    return total
 
 
 def _like_accumulator(*arguments: Any) -> torch.Tensor:

@@ -38,7 +38,7 @@ def unsigned(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.int8:
             old = Quantize.of(node)
-            zero_point = old.zero_point + _SHIFT
+            zero_point = old.numbers[1] + _SHIFT
             node.args = (old.input, old.scale, zero_point, old.quant_min + _SHIFT, old.quant_max + _SHIFT, torch.uint8)
             for user in list(node.users):
                 user.args = (node, old.scale, zero_point, torch.uint8)
@@ -55,9 +55,10 @@ def hoist(module: fx.GraphModule) -> None:
         if not _keeps_values(node) or not is_float_tensor(node):
             continue
         found = {(user.target, *user.args[1:]) if user.target in _NARROW else None for user in node.users}
-        if len(found) != 1 or None in found:
+        first = next(iter(found), None)
+        if len(found) != 1 or first is None:
             continue
-        ((operator, *qparams),) = found
+        operator, *qparams = first
         sources = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
         if not sources or not all(is_float_tensor(source) for source in sources):
             continue
@@ -67,7 +68,7 @@ def hoist(module: fx.GraphModule) -> None:
             codes.meta["val"] = source.meta.get("val")
             node.replace_input_with(source, codes)
         if op_name(node) in _PADS:
-            zero = float(Quantize.of(codes).zero_point) if qparams else 0.0
+            zero = float(Quantize.of(codes).numbers[1]) if qparams else 0.0
             node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
         for user in list(node.users):
             user.replace_all_uses_with(node)

@@ -115,4 +115,4 @@ def _by_mark(stream: Sequence[onednn_verbose.Kernel | onednn_verbose.Partition |
 def _name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.removeprefix("nc::")
-    return node.target.__name__
+    return str(getattr(node.target, "__name__", node.target))

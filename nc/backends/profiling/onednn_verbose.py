@@ -80,9 +80,10 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
         at = fields.index("exec")
         start = float(fields[2]) if re.fullmatch(r"\d+\.\d+", fields[2]) else 0.0
         if fields[at - 1] == "graph":
-            inside = []
-            while found and isinstance(found[-1], Kernel) and found[-1].start >= start:
-                inside.insert(0, found.pop())
+            inside: list[Kernel] = []
+            while found and isinstance(last := found[-1], Kernel) and last.start >= start:
+                inside.insert(0, last)
+                found.pop()
             found.append(Partition(tuple(inside)))
         else:
             tensors = dict(_TENSOR.findall(fields[at + 5]))
@@ -101,7 +102,7 @@ def captured() -> Iterator[list[str]]:
         saved = os.dup(1)
         os.dup2(sink.fileno(), 1)
         try:
-            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+            with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):  # type: ignore[no-untyped-call] # not annotated
                 yield lines
         finally:
             libc.fflush(None)
