@@ -632,7 +632,7 @@ def test_containers_and_constants_without_a_form_are_not_saved(tmp_path):
 
 @pytest.mark.parametrize("step", [save, export_torchscript])
 def test_only_quantized_models_are_saved(tmp_path, step):
-    with pytest.raises(StateError, match="what convert.. or load.. returned, but got Linear"):
+    with pytest.raises(StateError, match=r"expects the result of convert\(\) or load\(\), but got Linear"):
         step(nn.Linear(2, 2), tmp_path / "m")
 
 

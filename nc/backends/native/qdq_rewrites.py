@@ -59,8 +59,10 @@ def hoist(module: fx.GraphModule) -> None:
         if len(found) != 1 or first is None:
             continue
         operator, *qparams = first
-        sources = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
-        if not sources or not all(is_float_tensor(source) for source in sources):
+        assert isinstance(operator, torch._ops.OpOverload)
+        inputs = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
+        sources = [source for source in inputs if isinstance(source, fx.Node) and is_float_tensor(source)]
+        if not sources or len(sources) < len(inputs):
             continue
         for source in dict.fromkeys(sources):
             with module.graph.inserting_before(node):
