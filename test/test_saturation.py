@@ -16,7 +16,7 @@ from test_int16_pairs import NETS
 from torch import nn
 
 from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, available_backends, load, save
-from nc.backends import cpu, get_backend
+from nc.backends import cpu, engine_options, get_backend
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.saturation import narrow, saturating
 from nc.numerics.int16_pairs import PAIR_LIMIT, largest_pair
@@ -230,7 +230,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
     save(q, tmp_path / "wide")
     before = {path.name: path.read_bytes() for path in (tmp_path / "wide").iterdir()}
     with pytest.warns(
-        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU, where 2 of 2 .*: fc1, fc2\..*convert"
+        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU, where 2 of 2 .*: fc1, fc2\..*Converting the fp32 model"
     ) as caught:
         loaded = load(tmp_path / "wide", backend=backend, isolate="never")
     assert caught[0].filename == __file__
@@ -290,7 +290,7 @@ CHILD = """
         warnings.simplefilter("always")
         q = load(folder, backend=backend, verify="off", isolate="never")
     fp32 = torch.load(folder + ".pt", weights_only=True)
-    unguarded = get_backend(backend).lower(graph, verify="off", isolate="never")
+    unguarded = get_backend(backend).lower(graph, verify="off", **engine_options(get_backend(backend), isolate="never"))
     codes = lambda g: {n: t for n, t in g.module.named_buffers() if t.dtype == torch.int8}
     old, new = codes(graph), codes(q.graph)
     with torch.no_grad():
