@@ -16,7 +16,7 @@ from test_int16_pairs import NETS
 from torch import nn
 
 from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, available_backends, load, save
-from nc.backends import cpu, engine_options, get_backend
+from nc.backends import cpu, get_backend
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.saturation import narrow, saturating
 from nc.numerics.int16_pairs import PAIR_LIMIT, largest_pair
@@ -279,7 +279,7 @@ CHILD = """
     import json, sys, warnings
     import torch
     from nc import load
-    from nc.backends import cpu, get_backend
+    from nc.backends import cpu, engine_options, get_backend
     from nc.storage import store
     from nc.numerics.metrics import sqnr_db
 
