@@ -14,7 +14,7 @@ from torch import fx
 from nc.capture.decompose import decompose_attention
 from nc.errors import CaptureError
 from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, input_node, op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, constant_value, fqn_of
+from nc.graph.fx_utils import add_constant, constant_value, drop_unused, fqn_of
 
 aten = torch.ops.aten
 
@@ -359,9 +359,7 @@ def _sweep(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code(
         lambda n: n.op in ("placeholder", "output") or (isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable)
     )
-    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
-    for name in [name for name in module._buffers if name not in used]:
-        del module._buffers[name]
+    drop_unused(module)
 
 
 #: Order matters: views are found before mutations are undone, weights are constants before batch norm is folded into them.

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import groups_of, is_float_tensor, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module, drop_unused
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.recurrent import is_recurrent
 from nc.graph.signature import Signature
@@ -114,11 +114,7 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
             spec = specs[node.meta["operator"]]
             weight = _quantized(copy, node, Weighted.of(node).weight, spec, weight_axis(node), weights, groups_of(node))
             set_argument(node, "weight", weight)
-    used = {n.target for n in graph.nodes if n.op == "get_attr" and n.users}
-    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
-        graph.erase_node(node)
-    for name in [name for name in copy._buffers if name not in used]:
-        del copy._buffers[name]
+    drop_unused(copy)
     graph.lint()
     copy.recompile()
     return copy

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import WEIGHTED, groups_of, input_node, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, fqn_of
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, drop_unused, fqn_of
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Dequantize, Quantize
 from nc.numerics import affine
@@ -172,11 +172,9 @@ def _drop_unused(module: fx.GraphModule) -> None:
     """Remove the old pairs and codes that nobody reads any more."""
     ours = QUANTIZE | DEQUANTIZE
     for node in reversed(list(module.graph.nodes)):
-        if not node.users and (node.target in ours or node.op == "get_attr"):
+        if not node.users and node.target in ours:
             module.graph.erase_node(node)
-    used = {n.target for n in module.graph.nodes if n.op == "get_attr"}
-    for name in [name for name in module._buffers if name not in used]:
-        del module._buffers[name]
+    drop_unused(module)
     module.graph.lint()
     module.recompile()
 
