@@ -37,7 +37,8 @@ def test_schema_1_is_read_and_computes_what_it_did(name, backend):
     model = load(OLD / name, backend=backend)
     expected = load_file(OLD / f"{name}.outputs.safetensors")
     for i, value in enumerate(outputs(model, *model.graph.example)):
-        torch.testing.assert_close(value, expected[f"output.{i}"], rtol=0, atol=0 if backend == "reference" else 1e-6)
+        # fp32 kernels of another torch or CPU may add in another order
+        torch.testing.assert_close(value, expected[f"output.{i}"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])

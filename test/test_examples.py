@@ -50,7 +50,7 @@ def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     asked, ran = numbers(r"backend ipex: (\d+) of (\d+) operators asked to run int8 do", text)
     assert asked == ran >= 48  # six layers of six Linears and two matmuls
     assert re.search(r"layer_norm +fp32 +fp32 +normalisation stays fp32", text)
-    assert "Accuracy on 64 paragraphs that calibration did not see" in text
+    assert "Accuracy on 64 paragraphs that were not used for calibration" in text
     mean, worst = numbers(r"cosine to fp32 embeddings: mean (\S+), worst (\S+)\n", text)
     assert 0.95 < worst < mean < 1
     assert numbers(r"nearest other paragraph stays the same: (\S+)%", text)[0] > 75
