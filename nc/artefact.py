@@ -202,6 +202,12 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
     """`export_model` for the public function called `step`."""
     graph = _checked(q_model, step).graph
+    if graph.signature.reads:
+        msg = (
+            f"The model reads values of its inputs in Python, at {graph.signature.reads[0].where}. At each call nc checks that the path it "
+            "captured fits these values; a program in another format would not check it. Rewrite that place with torch.where."
+        )
+        raise UnsupportedError(msg)
     names = exporting_backends(format)
     own = exports_of(get_backend(q_model.backend)).get(format)
     if own is not None and not own.from_graph:

@@ -10,6 +10,7 @@ import torch
 from nc.capture.capture import Graph, capture
 from nc.global_lock import LOCK
 from nc.graph.fx_utils import copy_module
+from nc.graph.signature import call_error
 
 
 class ExportedModel(torch.nn.Module):
@@ -26,9 +27,13 @@ class ExportedModel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs in the user's structure; raises InputError for inputs that do not fit."""
-        signature = self.graph.signature
-        with torch.no_grad():
-            return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
+        tensors = self.graph.signature.bind(args, kwargs)
+        try:
+            with torch.no_grad():
+                outputs = self.graph.module(*tensors)
+        except Exception as error:
+            raise call_error(error, "The captured model", tensors, self.graph.example) from error
+        return self.graph.signature.unflatten(outputs)
 
     def own_graph(self) -> Graph:
         """The graph with nodes of its own, which can be changed; constants are shared."""

@@ -19,10 +19,11 @@ from nc.calibration.qparams import find_qparams
 from nc.calibration.statistics import Collected, Samples, Statistics, checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
-from nc.errors import CalibrationError, InputError, StateError
+from nc.errors import CalibrationError, InputError, NCError, StateError
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
+from nc.graph.signature import call_error
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import fit
@@ -84,15 +85,18 @@ class PreparedModel(torch.nn.Module):
         try:
             with torch.no_grad():
                 outputs = self._observed(*inputs)
+            result = signature.unflatten(outputs)
         except BaseException as error:
             for key, (state, seen) in before.items():  # a batch counts whole or not at all
                 self.observers[key].state, self.observers[key].seen = state, seen
             if isinstance(error, CalibrationError):
                 msg = f"Calibration batch {self._calls}: {error}"
                 raise CalibrationError(msg) from None
-            raise
+            if isinstance(error, NCError) or not isinstance(error, Exception):
+                raise
+            raise call_error(error, "The captured model", inputs, self.graph.example) from error
         self._samples.keep(inputs)
-        return signature.unflatten(outputs)
+        return result
 
     @property
     def statistics(self) -> Statistics:

@@ -13,8 +13,9 @@ from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
 from nc.backends.profiling.verdict import Verdict
-from nc.errors import InputError, UnsupportedError
+from nc.errors import InputError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
+from nc.graph.signature import call_error
 from nc.report import Report, build
 from nc.storage.store import write
 
@@ -33,9 +34,14 @@ class ReferenceModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the QDQ graph in the user's structure."""
-        signature = self.graph.signature
-        with torch.no_grad(), without_autocast():
-            return signature.unflatten(self.graph.module(*signature.bind(args, kwargs)))
+        graph = self.graph
+        tensors = graph.signature.bind(args, kwargs)
+        try:
+            with torch.no_grad(), without_autocast():
+                outputs = graph.module(*tensors)
+        except Exception as error:
+            raise call_error(error, "The quantized graph", tensors, graph.example) from error
+        return graph.signature.unflatten(outputs)
 
 
 class QuantizedModel(torch.nn.Module):
@@ -63,11 +69,18 @@ class QuantizedModel(torch.nn.Module):
 
         Raises:
             InputError: the inputs do not fit the captured model.
+            BackendError: the engine fails on inputs of the example's sizes.
         """
-        signature = self.graph.signature
-        tensors = signature.bind(args, kwargs)
-        with without_autocast():
-            return signature.unflatten(self.engine.run(tensors))
+        graph = self.graph
+        tensors = graph.signature.bind(args, kwargs)
+        try:
+            with without_autocast():
+                outputs = self.engine.run(tensors)
+        except NCError:
+            raise
+        except Exception as error:
+            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example) from error
+        return graph.signature.unflatten(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         """A new model with the same engine, which never changes."""

@@ -53,7 +53,7 @@ INSIDE = {
         ("nc.graph.saturation",),
     ),
     "nc.capture": (
-        ("nc.capture.decompose", "nc.capture.export_guards", "nc.capture.flatten", "nc.capture.naming"),
+        ("nc.capture.decompose", "nc.capture.export_guards", "nc.capture.flatten", "nc.capture.naming", "nc.capture.value_reads"),
         ("nc.capture.rewrites",),
         ("nc.capture.capture",),
         ("nc.capture",),

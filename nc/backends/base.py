@@ -14,7 +14,7 @@ import torch
 
 from nc.backends.passes import Rewrite
 from nc.backends.profiling.profile import Profile, Step
-from nc.errors import BackendUnavailableError, UnsupportedError
+from nc.errors import BackendError, BackendUnavailableError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
 
@@ -189,7 +189,17 @@ def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
     Raises:
         UnsupportedError: the graph computes in bf16, and the backend can't.
         BackendUnavailableError, VerificationError: see `Backend.lower`.
+        BackendError: the engine fails on this graph.
     """
     check_bf16(backend, graph)
-    with torch.autocast("cpu", enabled=False):  # the plan says what computes in which precision, not where the call happens to stand
-        return backend.lower(graph, **options)
+    try:
+        with torch.autocast("cpu", enabled=False):  # the plan says what computes in which precision, not where the call happens to stand
+            return backend.lower(graph, **options)
+    except NCError:
+        raise
+    except Exception as error:
+        msg = (
+            f"Backend {backend.name!r} fails on this model: {type(error).__name__}: {str(error).strip() or '-'}\nThis is a defect of nc or "
+            'of the engine, please report it. backend="reference" computes the quantized graph without an engine.'
+        )
+        raise BackendError(msg) from error

@@ -6,6 +6,7 @@ checks, batch norm folded, attention decomposed, every constant weight in the fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -23,10 +24,11 @@ from nc.capture import rewrites
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
+from nc.capture.value_reads import depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
-from nc.graph.signature import Leaf, Parameter, Signature, parameters_of
+from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
     failures: list[Exception] = []
     with LOCK, eval_mode(model), torch.no_grad():
         expected = _first_run(model, parameters, values)
-        for attempt in _attempts(values, dynamic_shapes, _takes_any_image(model)):
+        for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
                 graph = _attempt(model, parameters, values, attempt, share_weights)
                 check_captured(model, graph, values, expected)
@@ -81,8 +83,9 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
             except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
                 failures.append(error)
                 continue
-            if attempt.warning:
-                warnings.warn(f"{attempt.warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
+            warning = " ".join(filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads))))
+            if warning:
+                warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
             return graph
     raise CaptureError(_capture_message(model, failures[0])) from failures[0]
 
@@ -96,12 +99,22 @@ class _Attempt:
         shapes: dynamic_shapes for torch.export.
         oblivious: let sizes 0 and 1 stay symbols.
         warning: what the user must know when this attempt is the one that works.
+        reads: give the model the values that it reads in Python, see `value_reads`.
     """
 
     values: dict[str, Any]
     shapes: Any
     oblivious: bool
     warning: str = ""
+    reads: bool = False
+
+
+def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, failures: list[Exception]) -> Iterator[_Attempt]:
+    """All ways to export; once they failed because the model reads values, the same ways again with the values that it reads."""
+    yield from _attempts(values, dynamic_shapes, images)
+    if any(depends_on_values(failure) for failure in failures):
+        for attempt in _attempts(values, dynamic_shapes, images):
+            yield dataclasses.replace(attempt, reads=True)
 
 
 def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
@@ -149,15 +162,20 @@ def _attempt(
     share_weights: bool,
 ) -> Graph:
     args, kwargs = _split_call(parameters, attempt.values)
-    with exportable(attempt.oblivious), named_keywords(model, kwargs):
+    expected = reads_of(lambda: _run(model, parameters, attempt.values)) if attempt.reads else ()
+    reads: list[ValueRead] = []
+    given = reading(model, expected, reads) if attempt.reads else contextlib.nullcontext()
+    with exportable(attempt.oblivious), named_keywords(model, kwargs), given:
         program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
     module, placeholders = flatten_program(program)
+    out_spec = children(program.call_spec.out_spec)[0] if attempt.reads else program.call_spec.out_spec
     leaves, in_spec = _leaves(attempt.values, placeholders)
+    kept = keep_reads(module, reads)
     rewrites.normalise(module)
     if not share_weights:
         own_constants(module, program)
     operators = name_operators(module, model)
-    signature = Signature(parameters, in_spec, leaves, program.call_spec.out_spec)
+    signature = Signature(parameters, in_spec, leaves, out_spec, kept)
     example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
     return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example)
 
@@ -199,6 +217,15 @@ def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
 
     others: dict[str, Any] = pytree.tree_map(resized, values)
     return others
+
+
+def _reading_warning(model: torch.nn.Module, reads: tuple[ValueRead, ...]) -> str:
+    if not reads:
+        return ""
+    return (
+        f"{type(model).__name__} reads values of its inputs in Python ({reads[0].where}). The captured graph holds the path that "
+        "example_inputs take; a call that would take another path raises InputError."
+    )
 
 
 def _batch_is_free(graph: Graph) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from nc.errors import InputError
+from nc.errors import BackendError, InputError, NCError
 
 Dim = int | str
 
@@ -62,6 +62,19 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ValueRead:
+    """A value of a tensor that the model's Python code read while it was captured.
+
+    Attributes:
+        value: what it was for the example inputs.
+        where: file, line and function that read it.
+    """
+
+    value: bool | int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
     """See the module text.
 
@@ -70,12 +83,14 @@ class Signature:
         in_spec: structure of the captured arguments, a dict by parameter name.
         leaves: the flat inputs in the order of `in_spec`.
         out_spec: structure of the outputs.
+        reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in this order.
     """
 
     parameters: tuple[Parameter, ...]
     in_spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     out_spec: pytree.TreeSpec
+    reads: tuple[ValueRead, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors that the graph reads, in its order.
@@ -96,8 +111,22 @@ class Signature:
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The user's output structure around flat outputs."""
-        return pytree.tree_unflatten(list(outputs), self.out_spec)
+        """The user's output structure around flat outputs.
+
+        Raises:
+            InputError: the model would take another path through its Python code for these inputs than for the example.
+        """
+        own = len(outputs) - len(self.reads)
+        for read, tensor in zip(self.reads, outputs[own:], strict=True):
+            value = tensor.item()
+            if value != read.value:
+                msg = (
+                    f"The model reads a value of its inputs in Python, at {read.where}, and the path that follows depends on it. It was "
+                    f"captured with {read.value} and is {value} for these inputs. Give such inputs in example_inputs to prepare(), or "
+                    "rewrite that place with torch.where."
+                )
+                raise InputError(msg)
+        return pytree.tree_unflatten(list(outputs[:own]), self.out_spec)
 
     def _by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -206,6 +235,26 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             )
             msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}."
             raise InputError(msg)
+
+
+def call_error(error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) -> NCError:
+    """What to raise for an error that came up inside a captured graph, or inside the engine that runs it.
+
+    Args:
+        error: what was raised.
+        who: what raised it, for the message.
+        tensors: the flat inputs.
+        example: those that the graph was captured with.
+
+    Returns:
+        InputError where the sizes are not those of the example, BackendError where they are.
+    """
+    text = f"{who} fails on these inputs: {type(error).__name__}: {str(error).strip() or '-'}"
+    given, captured = ([tuple(t.shape) for t in each] for each in (tensors, example))
+    if given == captured:
+        return BackendError(text)
+    sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
+    return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
 
 
 def _describe(value: Any) -> str:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph.qdq import Finding, QDQGraph
-from nc.graph.signature import Leaf, Parameter, Signature, check_leaf, children
+from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.plan import Applied, Plan
 from nc.storage import allowlist, arguments, json_values, pytree_json
@@ -122,7 +122,7 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
         "leaves": (len(signature.leaves), signature.in_spec.num_leaves),
         "inputs": (sum(leaf.used for leaf in signature.leaves), inputs),
         "example inputs": (len(example), inputs),
-        "outputs": (len(nodes[-1].args[0]), signature.out_spec.num_leaves),
+        "outputs": (len(nodes[-1].args[0]), signature.out_spec.num_leaves + len(signature.reads)),
     }
     for what, (got, expected) in counts.items():
         if got != expected:
@@ -364,6 +364,7 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
         "inputs": pytree_json.encode(signature.in_spec, "inputs"),
         "leaves": leaves,
         "outputs": pytree_json.encode(signature.out_spec, "outputs"),
+        **({"reads": [{"value": r.value, "where": r.where} for r in signature.reads]} if signature.reads else {}),
     }
 
 
@@ -377,4 +378,12 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
         else:
             leaves.append(Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"]))
     parameters = tuple(Parameter(**p) for p in data["parameters"])
-    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]))
+    reads = tuple(_decode_read(entry) for entry in data.get("reads", ()))
+    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]), reads)
+
+
+def _decode_read(entry: dict[str, Any]) -> ValueRead:
+    if not isinstance(entry["value"], int) or not isinstance(entry["where"], str):
+        msg = f"a value that the model reads is {entry['value']!r}, expected a bool or an int"
+        raise TypeError(msg)
+    return ValueRead(entry["value"], entry["where"])

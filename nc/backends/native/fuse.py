@@ -28,7 +28,7 @@ _SHAPE = "reads"
 #: Activations that a kernel computes on its way out.
 _ACTIVATIONS = {
     "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
-    "conv1d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
+    "conv1d": frozenset({"relu"}),
     "conv2d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
     "conv3d": frozenset(),
 }

@@ -1,0 +1,223 @@
+"""Models that read values of tensors in Python, such as `if mask.any():` or `range(int(lengths.max()))`.
+
+`torch.export` can't follow them: the path through the code depends on values that it does not have. Here the path that the example takes
+is captured, and every value that was read becomes one more output of the graph. Each call compares these outputs with what was read for
+the example (`Signature.unflatten`), so that a call for which the model would take another path fails instead of giving wrong numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from nc.graph.catalogue import kind_of_node, op_name
+from nc.graph.signature import ValueRead
+
+#: More values that can change are a loop over data, not a path.
+MOST_READS = 64
+#: Reads of constants and of sizes among them.
+_MOST_NOTED = 4096
+_READS = frozenset({"item", "__bool__", "__int__", "__float__", "__index__"})
+#: Functions that read the value of a tensor where it stands for a size, and take no integer tensors of no dimension otherwise.
+_TAKE_SIZES = frozenset(
+    {"view", "reshape", "expand", "repeat", "pad", "narrow", "unflatten", "as_strided", "split", "split_with_sizes", "chunk", "new_zeros"}
+    | {"new_ones", "new_empty", "new_full", "interpolate", "tile", "permute", "roll"}
+)
+#: The same, beginning with the first argument.
+_MAKE_SIZES = frozenset({"arange", "zeros", "ones", "empty", "eye"})
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class UnfitReadError(RuntimeError):
+    """A value that can't be compared at each call."""
+
+
+def depends_on_values(error: BaseException | None) -> bool:
+    """Whether an export failed because the model read a value."""
+    while error is not None:
+        if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
+    """The values that a call of the model reads in Python, in order.
+
+    Raises:
+        UnfitReadError: one of them is a floating-point number, which no two engines compute alike, or there are too many.
+    """
+    with _Recorder() as recorder:
+        run()
+    return tuple(recorder.reads)
+
+
+@contextlib.contextmanager
+def reading(model: torch.nn.Module, reads: Sequence[ValueRead], done: list[ValueRead]) -> Iterator[None]:
+    """Inside, the model gets these values where it reads some, and returns (its output, the tensors that it read them from).
+
+    Args:
+        model: its `forward` is another one inside.
+        reads: found by `reads_of`. Those at places that the model does not come by while it is exported are left out.
+        done: afterwards, what was read, in the order of the tensors.
+
+    Raises:
+        UnfitReadError: while the model runs inside, if it reads at another place than those.
+    """
+    original, own = model.forward, "forward" in vars(model)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Player(reads) as player:
+            output = original(*args, **kwargs)
+        done[:] = player.done
+        return output, tuple(player.tensors)
+
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # `inspect.signature` reads it
+    model.forward = forward
+    try:
+        yield
+    finally:
+        if own:
+            model.forward = original
+        else:
+            del model.forward
+
+
+def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[ValueRead, ...]:
+    """Take the outputs out of a graph that can't change from call to call; the reads of those that stay.
+
+    Raises:
+        UnfitReadError: a value comes out of a layer, whose int8 form may give another one; or more than `MOST_READS` can change.
+    """
+    node = next(iter(reversed(module.graph.nodes)))
+    outputs = node.args[0]
+    assert isinstance(outputs, (list, tuple))
+    own, kept = list(outputs[: len(outputs) - len(reads)]), []
+    for read, output in zip(reads, outputs[len(own) :], strict=True):
+        sources = _sources(output) if isinstance(output, fx.Node) else set()
+        if any(kind_of_node(source) not in (None, "add") for source in sources):
+            msg = f"the model reads a value that its layers compute, at {read.where}"
+            raise UnfitReadError(msg)
+        if any(source.op == "placeholder" for source in sources):
+            kept.append((read, output))
+    if len(kept) > MOST_READS:
+        msg = f"the model reads {len(kept)} values, the last at {kept[-1][0].where}"
+        raise UnfitReadError(msg)
+    node.args = ((*own, *(output for _, output in kept)),)
+    return tuple(read for read, _ in kept)
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """All nodes that a value is computed from. A free size counts as an input, and not as what the sized tensor is computed from."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if op_name(node).startswith("sym_"):
+            seen.update(node.graph.find_nodes(op="placeholder") if _is_free(node.meta.get("val")) else ())
+            continue
+        waiting += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return seen
+
+
+def _is_free(size: object) -> bool:
+    """Whether a size may change; export notes fixed ones apart from the graph."""
+    return isinstance(size, torch.SymInt) and not size.node.shape_env.replace(size.node.expr).is_number
+
+
+class _Reader(TorchFunctionMode):  # type: ignore[misc] # untyped in torch
+    """Hands each tensor whose value Python reads to `read`, also where torch reads it from an argument that is a size."""
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """The value of a tensor with one element."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            value = self.read(args[0])
+            return bool(value) if name == "__bool__" else value
+        if name == "tolist":  # fake tensors read their elements one by one
+            return self._list(args[0])
+        if name in _TAKE_SIZES or name in _MAKE_SIZES:
+            first = 1 if name in _TAKE_SIZES else 0
+            args = (*args[:first], *(self._sizes(a) for a in args[first:]))
+            kwargs = {key: self._sizes(value) for key, value in (kwargs or {}).items()}
+        elif name == "__getitem__":
+            args = args[0], self._slices(args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _list(self, tensor: torch.Tensor) -> Any:
+        return [self._list(element) for element in tensor] if tensor.dim() else self.read(tensor)
+
+    def _sizes(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._sizes(v) for v in value) if type(value) in (list, tuple) else value
+        whole = isinstance(value, torch.Tensor) and not value.dim() and not value.is_floating_point()
+        return self.read(value) if whole else value
+
+    def _slices(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            return tuple(self._slices(i) for i in index)
+        if isinstance(index, slice):
+            return slice(*(self._sizes(i) for i in (index.start, index.stop, index.step)))
+        return index
+
+
+class _Recorder(_Reader):
+    """Notes each value that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[ValueRead] = []
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        value, where = tensor.item(), _caller()
+        if not isinstance(value, (bool, int)):
+            msg = f"the model reads a floating-point value, at {where}"
+            raise UnfitReadError(msg)
+        if len(self.reads) == _MOST_NOTED:
+            msg = f"the model reads more than {_MOST_NOTED} values, the last at {where}"
+            raise UnfitReadError(msg)
+        self.reads.append(ValueRead(value, where))
+        return value
+
+
+class _Player(_Reader):
+    """Gives the noted values instead of reading, and keeps the tensors."""
+
+    def __init__(self, reads: Sequence[ValueRead]) -> None:
+        super().__init__()
+        self.waiting = list(reads)
+        self.done: list[ValueRead] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        where = _caller()
+        found = next((r for r in self.waiting if r.where == where), None)
+        if found is None:
+            msg = f"the model reads a value at {where} only while it is exported"
+            raise UnfitReadError(msg)
+        self.waiting.remove(found)
+        self.done.append(found)
+        self.tensors.append(tensor)
+        return found.value
+
+
+def _caller() -> str:
+    """File, line and function of the innermost frame that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}" if frame is not None else "unknown"

@@ -1,0 +1,121 @@
+"""Models that read values of their inputs in Python: the captured path, and its check at each call."""
+
+import pytest
+import torch
+from models import Function, graph_of
+from torch import nn
+from torch.nn import functional as F
+
+import nc
+from nc.graph.signature import ValueRead
+
+
+class Branching(nn.Module):
+    """Doubles its input where the mask hides something, as models do that skip work for batches without padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        if not mask.all():
+            x = x * mask[..., None] * 2
+        return F.relu(self.layer(x))
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+FULL, PADDED = torch.ones(2, 5), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2])
+
+
+def quantized(model, *inputs, backend="reference"):
+    with pytest.warns(nc.NCWarning, match="reads values of its inputs in Python"):
+        prepared = nc.prepare(model.eval(), nc.StaticQuantConfig(), example_inputs=inputs, backend=backend)
+    prepared(*inputs)
+    return nc.convert(prepared)
+
+
+@pytest.mark.parametrize("mask", [FULL, PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_the_examples_path_is_captured_and_the_other_one_refused(mask, backend, tmp_path):
+    model = Branching().eval()
+    q = quantized(model, X, mask, backend=backend)
+    other = PADDED if mask is FULL else FULL
+    with torch.no_grad():
+        torch.testing.assert_close(q(X, mask), model(X, mask), rtol=0, atol=0.05)
+    with pytest.raises(nc.InputError, match=r"at test_value_reads.py:\d+, in forward.*captured with (True|False)"):
+        q(X, other)
+    # a longer batch of the same kind is the same path
+    assert q(torch.cat([X, X]), torch.cat([mask, mask])).shape == (4, 5, 8)
+    q.save(tmp_path / "saved")
+    loaded = nc.load(tmp_path / "saved", backend=backend)
+    assert torch.equal(loaded(X, mask), q(X, mask))
+    assert loaded.graph.signature.reads == q.graph.signature.reads
+    with pytest.raises(nc.InputError, match="captured with"):
+        loaded(X, other)
+
+
+def test_a_batch_of_another_path_does_not_count_in_calibration():
+    with pytest.warns(nc.NCWarning):
+        prepared = nc.prepare(Branching().eval(), nc.StaticQuantConfig(), example_inputs=(X, FULL), backend="reference")
+    prepared(X, FULL)
+    before = {key: observer.seen for key, observer in prepared.observers.items()}
+    with pytest.raises(nc.InputError):
+        prepared(100 * X, PADDED)
+    assert {key: observer.seen for key, observer in prepared.observers.items()} == before
+
+
+def test_every_way_to_read_is_noted():
+    def forward(self, x, n):
+        x = x[:, : n.sum()]  # a slice
+        x = F.pad(x, (0, 8 - n.sum()))  # a size
+        x = x.view(-1, n.max() * 4)  # a size among numbers
+        for _ in range(n.max()):  # __index__
+            x = x + 1
+        return self.layer(x) * int(n[0]) + n[1].item() + float(n.tolist()[0])
+
+    n = torch.tensor([1, 2])
+    q = quantized(Function(forward, layer=nn.Linear(8, 8)), X[0], n)
+    values = [read.value for read in q.graph.signature.reads]
+    assert values == [3, 5, 8, 2, 1, 2, 1, 2]
+    with pytest.raises(nc.InputError, match="captured with 3"):
+        q(X[0], torch.tensor([2, 2]))
+
+
+def test_values_that_can_not_change_are_not_checked():
+    def forward(self, x):
+        if self.limit > 3 and torch.tensor(x.shape[-1]) == 8:
+            x = x * 2
+        return self.layer(x)
+
+    model = Function(forward, layer=nn.Linear(8, 8))
+    model.register_buffer("limit", torch.tensor(4))
+    graph = graph_of(model.eval(), X)
+    assert graph.signature.reads == ()
+
+
+def test_values_of_layers_and_fractions_are_refused():
+    def by_layer(self, x):
+        y = self.layer(x)
+        return y * 2 if (y > 0).any() else y
+
+    def fraction(self, x):
+        return self.layer(x) * (2 if x.max().item() > 0 else 3)
+
+    for forward in (by_layer, fraction):
+        with pytest.raises(nc.CaptureError, match="depends on tensor values"):
+            nc.prepare(Function(forward, layer=nn.Linear(8, 8)).eval(), nc.StaticQuantConfig(), example_inputs=X, backend="reference")
+
+
+def test_no_other_format_holds_a_model_that_reads_values(tmp_path):
+    q = quantized(Branching(), X, FULL, backend="native")
+    with pytest.raises(nc.UnsupportedError, match=r"test_value_reads.py:\d+"):
+        nc.export_pt2(q, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stored_value_that_is_no_number_is_refused(tmp_path):
+    from nc.storage.graph_json import _decode_read
+
+    assert _decode_read({"value": True, "where": "a.py:1"}) == ValueRead(True, "a.py:1")
+    with pytest.raises(TypeError, match="expected a bool or an int"):
+        _decode_read({"value": "1", "where": "a.py:1"})
