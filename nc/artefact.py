@@ -37,8 +37,7 @@ def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_
     Raises:
         ConfigError: another format.
         StateError: not a quantized model.
-        ArtefactError: the directory contains other files, or the model contains something that cannot be saved; the
-            message names it.
+        ArtefactError: the directory contains other files, or a part of the model cannot be saved; the message names it.
         ArtefactOperatorError: the model uses an operator that `load` would not accept.
     """
     if format != "default":
@@ -64,18 +63,17 @@ def load(
     artefact is executed: its graph may only call operators of a fixed list. Outputs have the
     structure that they had at capture; see `nc.storage.pytree_json` for classes that are not installed here.
 
-    If the engine adds products in 16 bits on this CPU, layers whose sums could saturate are quantized again
+    If the engine adds products in 16 bits on this CPU, layers whose sums could overflow are quantized again
     from their int8 codes, with an `NCWarning`. The files do not change.
 
     Args:
         model_name_or_path: the directory that `save` wrote.
-        original_model: for scripts written for Neural Compressor; not needed, because an artefact contains the whole model.
+        original_model: for scripts written for Neural Compressor; ignored, because an artefact contains the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
-        backend: the engine to run on: "ipex", "native", "reference", a registered one, or "auto": the first that can run here and
-            computes this model correctly. The report says why earlier engines were not used.
-        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or
-            "off".
+        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here and computes this
+            model correctly. The report says why earlier engines were not used.
+        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
 
@@ -118,7 +116,7 @@ def load(
         if isinstance(error, NCError):
             raise
         msg = (
-            f"{str(directory)!r}: the engine can't read this graph ({type(error).__name__}: {error}). If its files were altered, copy "
+            f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
             'or save the model again. backend="reference" runs it.'
         )
         raise ArtefactError(msg) from error
@@ -136,12 +134,11 @@ def export_torchscript(q_model: QuantizedModel, path: str | os.PathLike[str]) ->
 
     The file is a program: load it only from a source that you trust. Load it with `torch.jit.load`:
 
-    * The process must first import `intel_extension_for_pytorch` (in C++: link its library), else
-      there are no int8 kernels.
+    * The process must first import `intel_extension_for_pytorch` (in C++: link its library). Without it there are no int8 kernels.
     * It takes the tensors that the graph reads, in the order of `q_model.graph.signature`, and returns a flat
       tuple of outputs.
     * Inputs must be contiguous (row-major): call `x.contiguous()`. Another layout can give wrong numbers.
-    * The first three calls are slow, and must finish before several threads call it.
+    * The first three calls are slow. They must finish before several threads call it.
 
     Args:
         q_model: the result of `convert` or `load`.
@@ -185,22 +182,22 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
     """Write a program for serving without `nc` as one file, in any format that a backend declares.
 
     Args:
-        q_model: what `convert` or `load` returned.
+        q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
         format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), or one of a registered backend.
         options: those of the format.
 
     Raises:
         StateError: not a quantized model.
-        UnsupportedError: the model's backend does not write this format, and no other can write it from the quantized graph; names those
-            that have it.
-        NCError: what the format's own function raises.
+        UnsupportedError: the model's backend cannot write this format, and no other backend can write it from the quantized graph. The
+            message names the backends that have the format.
+        NCError: as the function that writes the format.
     """
     _export(q_model, path, format, "export_model", **options)
 
 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
-    """`export_model` for the public function called `step`."""
+    """`export_model`; `step` is the name of the public function, for messages."""
     graph = _checked(q_model, step).graph
     if graph.signature.reads:
         msg = (
@@ -258,7 +255,7 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
 
 
 def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
-    """The graph with sums that can't saturate on this engine and CPU; warns when codes had to change for that.
+    """The graph with sums that cannot saturate on this engine and CPU; warns if codes had to change.
 
     Args:
         graph: the stored model.
@@ -268,9 +265,9 @@ def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
     graph, names = narrow(graph, engine.capabilities())
     if names:
         text = (
-            f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}, where {len(names)} of "
+            f"Backend {engine.name!r} adds products in 16 bits on this CPU{cpu.why_narrow()}. {len(names)} of "
             f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 "
-            "codes, which costs some accuracy (see the report). Converting the fp32 model on such a CPU avoids it. The files are unchanged."
+            "codes, which costs some accuracy (see the report). The files are unchanged. To avoid this, convert the fp32 model here."
         )
         warnings.warn(text, NCWarning, stacklevel=3 + frames)
     return graph

@@ -1,4 +1,4 @@
-"""Capture as a step of its own, for scripts that export a model before they prepare it."""
+"""Capture as a separate step, for scripts that export a model before they prepare it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nc.graph.signature import call_error
 
 
 class ExportedModel(torch.nn.Module):
-    """A captured fp32 model: called like the one it was captured from. `prepare` takes it without example inputs.
+    """A captured fp32 model, called like the original. `prepare` takes it without example inputs.
 
     Attributes:
         graph: the captured graph.
@@ -36,7 +36,7 @@ class ExportedModel(torch.nn.Module):
         return self.graph.signature.unflatten(outputs)
 
     def own_graph(self) -> Graph:
-        """The graph with nodes of its own, which can be changed; constants are shared."""
+        """A copy of the graph that can be changed; constants are shared."""
         return dataclasses.replace(self.graph, module=copy_module(self.graph.module)[0])
 
 

@@ -24,8 +24,8 @@ class Decision:
         spec: what it is quantized to.
         decided: which rule decided.
         why: why it stays fp32; None when it is quantized.
-        fallback: what it computes in where a backend has no int8 kernel for it, "fp32" or "bf16".
-        fields: for each field of its configuration the name, the value as text, and the rule that it comes from ("default": nobody said).
+        fallback: its precision if the backend has no int8 kernel for it, "fp32" or "bf16".
+        fields: for each field of its configuration the name, the value as text, and the rule that gives it ("default" if no rule does).
     """
 
     operator: str
@@ -53,12 +53,12 @@ class Decision:
 
     @property
     def rules(self) -> str:
-        """The rule that decided, and for fields that come from another rule, which."""
+        """The rule that decided, and in parentheses the fields that come from another rule."""
         others = [f"{name}: {rule}" for name, _, rule in self.fields if rule not in (self.rule, "global", "default")]
         return f"{self.rule} ({', '.join(others)})" if others else self.rule
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `rule` and `reason` are there as text too, for readers of the file."""
+        """Plain values, with `rule` and `reason` also as text."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["spec"] = self.spec.to_dict()
         values["decided"] = self.decided.to_dict()
@@ -67,7 +67,7 @@ class Decision:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
-        """The inverse of `to_dict`; of schema 1, whose rules and reasons are text, too."""
+        """The inverse of `to_dict`. It also reads schema 1, in which rules and reasons are text."""
         data = dict(data)
         rule, reason = data.pop("rule"), data.pop("reason")
         if "decided" in data:
@@ -100,7 +100,7 @@ class Applied:
     Attributes:
         algorithm: its name.
         operators: names of the operators that it changed, in execution order.
-        text: the same in words, or why it did nothing.
+        text: what it did, or why it did nothing.
     """
 
     algorithm: str
@@ -118,9 +118,9 @@ class Plan:
 
     Attributes:
         decisions: one per operator.
-        backend: the backend whose capabilities were consulted.
-        isa: CPU features that the plan's integer ranges rely on.
-        algorithms: what is done to the model, in this order.
+        backend: name of the backend that it was made for.
+        isa: CPU features that the integer ranges need.
+        algorithms: the algorithms that change the model, in this order.
     """
 
     decisions: tuple[Decision, ...]
@@ -129,7 +129,7 @@ class Plan:
     algorithms: tuple[Step, ...] = ()
 
     def __getitem__(self, operator: str) -> Decision:
-        """The decision for the operator of that name; KeyError with the closest names when there is none."""
+        """The decision for the operator of that name. If there is none, KeyError with the closest names."""
         for decision in self.decisions:
             if decision.operator == operator:
                 return decision
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
-        """Decisions of the operators of which anything is quantized."""
+        """Decisions of the operators whose weight or activations are quantized."""
         return tuple(d for d in self.decisions if d.spec.quantized)
 
     @property
@@ -173,13 +173,13 @@ class Plan:
         return "\n".join([self.table(), *(["", "algorithms, in this order:", *steps] if steps else [])])
 
     def table(self) -> str:
-        """One row per operator: name, type, what it will be quantized to, the rule that decided."""
+        """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
         rows += [(d.operator, d.kind, d.spec.activations, str(d.spec.weight or "-"), d.rules, d.reason) for d in self.decisions]
         return format_table(rows)
 
     def explain(self, operator: str) -> str:
-        """What one operator gets, field by field, and which rule says so."""
+        """For one operator each field of its configuration, the value, and the rule that gives it."""
         decision = self[operator]
         head = f"{operator} ({decision.kind}): " + (decision.reason or decision.spec.precision)
         rows = [("field", "value", "from"), *decision.fields]
@@ -187,7 +187,7 @@ class Plan:
 
 
 def format_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Left-aligned columns; the first row is the head."""
+    """A table with left-aligned columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths), 160), *lines[1:]])

@@ -21,7 +21,7 @@ from nc.storage.store import write
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """The plan says what computes in which precision, not where the call happens to stand."""
+    """Switch autocast off: the plan decides the precision of each operator, also inside the user's autocast block."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
 
@@ -91,42 +91,42 @@ class QuantizedModel(torch.nn.Module):
         return super().train(False)
 
     def report(self, profile_inputs: Any = None) -> Report:
-        """What really runs, operator by operator, read from the engine; `print` shows a table.
+        """What runs for each operator, read from the engine; `print` shows a table.
 
         Args:
-            profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords) to time the engine on, in a process of its own: the
-                report then names the kernel of each operator and its share of the time.
+            profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). The engine is timed on them in a child process, and
+                the report names the kernel of each operator and its share of the time.
 
         Raises:
             InputError: the inputs do not fit the captured model.
-            UnsupportedError: the backend can't be profiled.
-            ArtefactError: the model holds something that an artefact, which takes it to that process, can't.
-            BackendError: that process failed.
+            UnsupportedError: the backend cannot profile this model.
+            ArtefactError: the model cannot be saved; the child process loads it from an artefact.
+            BackendError: the child process failed.
         """
         if profile_inputs is None:
             return build(self.graph, self.engine.report(), self.chosen, verdict=self.verdict)
         inputs = self.graph.signature.bind(*as_call(profile_inputs))
         if self.engine.profile is None:
             msg = (
-                f"Backend {self.backend!r} can't be profiled with this model: the engine model has no `profile` "
-                "(nc.backends.base.EngineModel); none made with compile=True has."
+                f"Backend {self.backend!r} cannot profile this model: its engine model has no `profile` "
+                "(nc.backends.base.EngineModel). Models converted with compile=True have none: convert without it."
             )
             raise UnsupportedError(msg)
         profile = profile_in_child(self.graph, get_backend(self.backend), inputs)
         return build(self.graph, self.engine.report(), self.chosen, profile, self.verdict)
 
     def save(self, output_dir: str | Path = "saved_results", example_inputs: Any = None) -> None:
-        """Save as a directory without code; see `nc.artefact.save`, and `nc.load` to read it back.
+        """Save as a directory without code, as `nc.save`. `nc.load` reads it.
 
         Args:
             output_dir: created with its parents; an earlier artefact there is replaced.
-            example_inputs: for scripts written for Neural Compressor; not needed, the model has those of `prepare`.
+            example_inputs: for scripts written for Neural Compressor; ignored, because the model has those of `prepare`.
         """
         write(self.graph, self.backend, output_dir)
 
     @property
     def reference(self) -> ReferenceModule:
-        """The QDQ graph as a plain module: what every engine is checked against."""
+        """The QDQ graph as a plain module. Every engine is compared with it."""
         return ReferenceModule(self.graph)
 
 
@@ -134,7 +134,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of inputs given as one value.
 
     Raises:
-        InputError: it is neither a tensor, a tuple, a list nor a dict.
+        InputError: it is not a tensor, tuple, list or dict.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)

@@ -1,4 +1,4 @@
-"""The report: what was asked for, what runs, why operators stay fp32, and the costs."""
+"""The report: what was asked for, what runs, why operators stay fp32, and what it costs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OpReport:
     Attributes:
         operator: its name.
         kind: its kind.
-        asked: "int8", "bf16", "fp32", or e.g. "int4 per_group 32, weight only", from the configuration.
-        ran: "int8", "bf16" or "fp32", from what the engine executes.
-        rule: the rule that decided what was asked.
+        asked: what the configuration asks for: "int8", "bf16", "fp32", or for example "int4 per_group 32, weight only".
+        ran: what the engine executes: "int8", "bf16" or "fp32".
+        rule: the rule that decided.
         reason: why it is not int8, or what was rewritten; else "".
         kernel: the kernel that computed it; "" without a profile, or if no timed step computes it.
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
@@ -44,7 +44,7 @@ class OpReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What runs and why; `print` shows a table.
+    """What runs, and why; `print` shows a table.
 
     Attributes:
         backend: name of the engine.
@@ -63,8 +63,8 @@ class Report:
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the integer ranges need.
         details: further remarks of the backend.
-        verdict: the speed relative to fp32, and operators that are slower in int8; None if `convert` did not measure it.
-        profile: every step of the engine, with its kernels and its time; None if it was not requested.
+        verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not measured.
+        profile: each step of the engine with its kernels and its time; None if it was not requested.
     """
 
     backend: str
@@ -88,17 +88,17 @@ class Report:
 
     @property
     def asked_int8(self) -> int:
-        """Number of operators for which int8 was asked."""
+        """Number of operators that were asked to run int8."""
         return sum(op.asked == "int8" for op in self.ops)
 
     @property
     def ran_int8(self) -> int:
-        """Number of operators for which int8 was asked and which run int8."""
+        """Number of operators that were asked to run int8, and do."""
         return sum(op.asked == "int8" and op.ran == "int8" for op in self.ops)
 
     @property
     def not_int8(self) -> tuple[OpReport, ...]:
-        """Operators for which int8 was asked, but which do not run int8."""
+        """Operators that were asked to run int8, but do not."""
         return tuple(op for op in self.ops if op.asked == "int8" and op.ran != "int8")
 
     def to_dict(self) -> dict[str, Any]:

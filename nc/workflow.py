@@ -43,13 +43,13 @@ def prepare(
     Args:
         model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
         quant_config: a configuration, a sum of configurations, or a dict from `to_dict`.
-        inplace: share the model's weights instead of copying them, and leave the model in eval mode. Training the model
-            afterwards then also changes the prepared model.
+        inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you train the model
+            afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: the engine to plan for: "ipex", "native", "reference", a registered one, or "auto": the first that can run here. If
-            that engine cannot compute this model, `convert` tries the next one.
-        dynamic_shapes: as for `torch.export.export`, by argument name. None makes every dimension free that the model does not fix, except
-            the height and width of images in models with tokens (layer norm, attention, embeddings).
+        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here. If that engine cannot
+            compute this model, `convert` tries the next one.
+        dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
+            except the height and width of images in models with layer norm, attention or embeddings.
         strict: raise if a rule's name or pattern matches nothing; False gives a warning.
 
     Returns:
@@ -92,13 +92,13 @@ def convert(
         model: the result of `prepare`, after calibration. Dynamic quantization needs no calibration.
         quant_config: the same configuration as for `prepare`, or None.
         inplace: for scripts written for Neural Compressor; it has no effect.
-        backend: another engine than in `prepare`. With "auto" (here or in `prepare`), an engine that cannot compute
-            this model is replaced by the next one, and the report says why.
+        backend: another backend than in `prepare`. With "auto" (here or in `prepare`), the next engine is used if one cannot compute
+            this model, and the report says why.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
-        measure: compare the time of the engine and of the captured fp32 model on the example inputs, for about a second. The report begins
-            with the result. The reference is never timed, because it only simulates.
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
+        measure: time the engine and the captured fp32 model on the example inputs, for about a second. The report begins with
+            the result. The reference is never timed.
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
@@ -168,10 +168,13 @@ def describe(
     backend: str = "auto",
     strict: bool = True,
 ) -> Plan:
-    """The plan, without calibration data: for every operator how it will be quantized, and by which rule.
+    """The plan: for each operator how it will be quantized, and by which rule. Needs no calibration data.
 
     Returns:
-        A `Plan`; `print` shows a table, `.to_dict()` gives plain values. Raises what `prepare` raises.
+        A `Plan`; `print` shows a table, `.to_dict()` gives plain values.
+
+    Raises:
+        NCError: as `prepare`.
     """
     config = config_from(quant_config)
     _check_model(model)

@@ -470,7 +470,7 @@ def test_compiled_is_the_same_model(make, shape, tmp_path):
     assert "between the kernels: compiled by torch.compile" in q.report().summary()
     for batch in (x, torch.randn(5, *shape[1:])):
         assert worst_db([q.reference(batch)], [q(batch)]) > 60
-    with pytest.raises(UnsupportedError, match="none made with compile=True has"):
+    with pytest.raises(UnsupportedError, match="Models converted with compile=True have none"):
         q.report(profile_inputs=x)
     q.save(tmp_path / "a")
     assert worst_db([q(x)], [load(tmp_path / "a", backend="native", compile=True)(x)]) > 60

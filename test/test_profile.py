@@ -262,7 +262,7 @@ def test_a_backend_without_a_profile_says_so(monkeypatch):
     monkeypatch.setitem(nc.backends._REGISTERED, "plain", Plain())
     q = quantized(MLP(), ROWS, backend="plain")
     assert q.report().ops
-    with pytest.raises(UnsupportedError, match="Backend 'plain' can't be profiled"):
+    with pytest.raises(UnsupportedError, match="Backend 'plain' cannot profile this model"):
         q.report(profile_inputs=ROWS)
 
 

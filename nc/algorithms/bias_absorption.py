@@ -23,17 +23,17 @@ from nc.plan import Applied, Plan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BiasAbsorption:
-    """Absorb high biases of all layers that a relu and one other layer follow.
+    """Absorb high biases of all layers that are followed by a relu and one other layer.
 
-    Needs no data: `c = max(0, mean - n_sigma * std)` of each channel, as the folded batch norm has them. The function stays the same but
-    where a value is below c: 0.135 % of a normal distribution for 3. Readers with padding are left out, since no c stands outside of
-    their input, and so are transposed convolutions, which don't read every input everywhere.
+    It needs no data: `c = max(0, mean - n_sigma * std)` of each channel, with the mean and deviation of the folded batch norm. The function
+    changes only for values below c: 0.135 % of a normal distribution for n_sigma = 3. The second layer must not be a transposed
+    convolution and must have no padding, because padded zeros contain no c.
 
     Attributes:
         n_sigma: standard deviations between mean and c.
 
     Raises:
-        ConfigError: a value that can't be meant.
+        ConfigError: n_sigma is not a number from 0.
     """
 
     n_sigma: float = 3.0

@@ -29,7 +29,7 @@ _Hook = Callable[[fx.Node, list[torch.Tensor]], list[torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BiasCorrection:
-    """See the module text; has nothing to set."""
+    """Subtract the mean quantization error of each output channel from the bias. It has no options."""
 
     name: ClassVar[str] = "bias_correction"
     stage: ClassVar[Stage] = Stage.CODES

@@ -49,15 +49,14 @@ class Pair:
 class Equalization:
     """Equalize all pairs of a captured graph.
 
-    A channel whose weights are all zero (or not finite) on one side keeps its scale. So do layers that share a weight with another
-    reader, since they would need a copy each.
+    Not changed: channels whose weights are all zero (or not finite) on one side, and layers that share a weight with another layer.
 
     Attributes:
-        iterations: most passes over all pairs; a pair that is no part of a longer chain needs one.
+        iterations: maximum number of passes over all pairs. A single pair needs one pass; a chain needs several.
         tolerance: stop when the scales of a pass differ from 1 by less than this on average.
 
     Raises:
-        ConfigError: a value that can't be meant.
+        ConfigError: iterations is not a whole number from 1, or tolerance is not a number from 0.
     """
 
     iterations: int = 10

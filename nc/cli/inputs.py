@@ -1,4 +1,4 @@
-"""Read the inputs of the command line: calibration data, a configuration, a factory's model."""
+"""Read the inputs of the command line: calibration data, a configuration, the model of a factory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class RequestError(NCError, ValueError):
-    """What the command line names can't be used."""
+    """A file, folder or factory named on the command line cannot be used."""
 
 
 def _is_positional(name: str) -> bool:
@@ -38,7 +38,7 @@ def _names(arrays: Arrays) -> str:
 
 
 def read_npz(path: Path) -> Arrays:
-    """Arrays by name of argument, or arr_0, arr_1 and so on; equally many samples in each, no float64."""
+    """Arrays by name of the argument, or arr_0, arr_1 and so on. All have the same number of samples; float64 becomes float32."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -52,19 +52,19 @@ def read_npz(path: Path) -> Arrays:
     sizes = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no arrays at all"
-        msg = f"{path}: expected arrays with equally many samples (first axis), at least one, but got {found}."
+        msg = f"{path}: expected arrays with the same number of samples (first axis), at least one, but got {found}."
         raise RequestError(msg)
     if len({_is_positional(name) for name in arrays}) > 1:
-        msg = f"{path}: expected names of arguments, or arr_0, arr_1, … for all, but got {_names(arrays)}."
+        msg = f"{path}: expected names of arguments for all arrays, or arr_0, arr_1, … for all, but got {_names(arrays)}."
         raise RequestError(msg)
     return {name: _to_fp32(name, array) for name, array in arrays.items()}
 
 
 def check_can_be_made(folder: Path) -> None:
-    """Raise RequestError when a folder neither exists nor can be made, before any work is done for it."""
+    """Raise RequestError if a folder does not exist and cannot be made."""
     existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        msg = f"{folder} can't be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}."
+        msg = f"{folder} cannot be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}."
         raise RequestError(msg)
 
 
@@ -85,7 +85,7 @@ def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, 
     """Calibration data, None when there is none, and example inputs: those given, or else the first sample of the data.
 
     Raises:
-        RequestError: neither is given, a file can't be used, or the two are for other arguments.
+        RequestError: neither is given, a file cannot be used, or the two have different arguments.
     """
     arrays = read_npz(calib) if calib is not None else None
     if example is not None:
@@ -94,8 +94,8 @@ def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, 
         examples = {name: array[:1] for name, array in arrays.items()}
     else:
         msg = (
-            "Give --calib FILE.npz, calibration data; or, for a --config that needs none (dynamic quantization), --example FILE.npz, "
-            "one batch of inputs to capture the model with."
+            "Give --calib FILE.npz with calibration data. If --config needs none (dynamic quantization), give --example FILE.npz "
+            "with one batch of inputs to capture the model."
         )
         raise RequestError(msg)
     if arrays is not None and set(examples) != set(arrays):
@@ -109,8 +109,8 @@ def check_needs_no_data(plan: Plan) -> None:
     static = [d.operator for d in plan.decisions if d.operator in plan.static]
     if static:
         msg = (
-            f"--calib is missing: operators that get the ranges of their inputs from calibration data: {len(static)}, e.g. {static[0]!r}. "
-            "Give --calib FILE.npz, or with --config a configuration that needs none, such as DynamicQuantConfig."
+            f"--calib is missing: operators that need calibration data: {len(static)}, e.g. {static[0]!r}. "
+            "Give --calib FILE.npz, or give --config a configuration that needs none, such as DynamicQuantConfig."
         )
         raise RequestError(msg)
 
@@ -128,7 +128,7 @@ def read_config(path: Path) -> AnyConfig:
 
 
 def make_model(factory: str) -> torch.nn.Module:
-    """The model that "pkg.module:factory" makes, in eval mode."""
+    """The model that "pkg.module:factory" returns, in eval mode."""
     module_name, colon, attribute = factory.partition(":")
     if not (module_name and colon and attribute):
         msg = f"Expected PKG.MODULE:FACTORY, e.g. my_models:make_encoder, but got {factory!r}."
@@ -153,7 +153,7 @@ def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
         return f"there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
     if isinstance(error, AttributeError) and error.name in attribute.split("."):
         public = [name for name in dir(error.obj) if not name.startswith("_")]
-        return f"{module_name} has no {attribute!r}; it has {', '.join(public[:20]) or 'nothing'}"
+        return f"{module_name} has no {attribute!r}; it has {', '.join(public[:20]) or 'no names'}"
     return f"{type(error).__name__}: {error}"
 
 

@@ -93,10 +93,10 @@ def main() -> None:
 @click.option(
     "--calib",
     type=_FILE,
-    help="Calibration data: .npz, one array per argument of forward. Dynamic quantization and bf16 need --example instead.",
+    help="Calibration data: .npz, one array per argument of forward. A --config that needs no data takes --example instead.",
 )
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
-@click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: the default static configuration).")
+@click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
 @click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(
@@ -128,7 +128,7 @@ def quantize(
 
     FACTORY is called without arguments and returns a torch.nn.Module. It may be in a module of the current
     directory. Arrays in the .npz have the names of the arguments of the model's forward (arr_0, arr_1, … are
-    positional). Their first axis is samples.
+    positional). The first axis is samples.
     """
     import nc
     from nc.artefact import save
@@ -182,7 +182,7 @@ def inspect(folder: Path, as_json: bool) -> None:
         "schema": contents["schema"],
         "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
         "quantized on": contents["backend"],
-        "CPU features": ", ".join(contents["cpu_features"]) or "none in particular",
+        "CPU features": ", ".join(contents["cpu_features"]) or "no special ones",
         "inputs": "; ".join(contents["inputs"]),
         "operators": f"{int8} of {len(rows) - 1} are quantized",
         "tensors": sizes,
@@ -255,7 +255,7 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     """Time the artefact in DIR on the example inputs in it.
 
     The second row is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is NOT the fp32
-    model, which an artefact does not contain. So this does not show the gain over fp32.
+    model: an artefact does not contain that. So the ratio is not the speed-up over fp32.
     """
     import torch
 
@@ -293,8 +293,8 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
 def doctor(folder: Path | None) -> None:
     """Show which backends can run on this machine, and what to install for the others.
 
-    With DIR, also show whether this CPU has the features that the artefact needs, and which of its layers
-    `load` would quantize again because 16-bit sums could overflow here.
+    With DIR, also show whether this CPU has the features that the artefact needs, and which layers
+    `load` quantizes again because 16-bit sums could overflow here.
     """
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.cli.doctor import tell_whether_it_runs_here
@@ -319,10 +319,10 @@ def doctor(folder: Path | None) -> None:
     healthy = not problems
     try:
         chosen = choose_backend("auto").name
-        click.echo(f'backend="auto" picks {chosen}. {why_chosen("auto", chosen)}')
+        click.echo(f'backend="auto" begins with {chosen}. {why_chosen("auto", chosen)}')
     except BackendUnavailableError as error:
         healthy = False
-        click.echo(f'backend="auto" picks nothing. {error}')
+        click.echo(f'backend="auto" finds no engine. {error}')
     if folder is not None:
         click.echo()
         healthy &= tell_whether_it_runs_here(folder, console)
@@ -334,7 +334,7 @@ def _remark(backend: str) -> str:
     from nc.backends import cpu
 
     if backend == "reference":
-        return "fp32 simulation of the integers: for checking, not for speed; auto never picks it"
+        return "fp32 simulation of the integers: for checking, not for speed; auto never uses it"
     if backend in ("ipex", "native") and not cpu.accumulates_wide():
         why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
         return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
@@ -348,7 +348,7 @@ def _machine() -> list[tuple[str, str]]:
 
     rows = [
         ("CPU", cpu_model()),
-        ("features", (", ".join(cpu.features()) or "none of those that matter here") + cpu.why_narrow()),
+        ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
         ("cores", f"{os.cpu_count()} in the machine, {len(os.sched_getaffinity(0))} for this process"),
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),

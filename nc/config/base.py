@@ -323,16 +323,16 @@ def config_from(value: object) -> AnyConfig:
 
 
 def check_excluded(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError when a dtype is asked for and excluded."""
+    """Raise ConfigError if a dtype is asked for and also excluded."""
     excluded = values["excluded_precisions"]
     for name in (values["w_dtype"], values["act_dtype"]):
         if name in excluded:
-            msg = f"dtype {name!r} is asked for and is in excluded_precisions={excluded} too."
+            msg = f"dtype {name!r} is asked for, but excluded_precisions={excluded} excludes it."
             raise ConfigError(msg)
 
 
 def _local(key: object, config: object) -> QuantConfig:
-    """A copy: rules and values that `config` gets later are none of this one's."""
+    """A checked copy, so that later changes of `config` have no effect on the rule."""
     where = f"set_local({key_text(key)!r}, …)"
     if not isinstance(config, QuantConfig):
         msg = f"{where} expects a configuration, e.g. StaticQuantConfig(), but got {type(config).__name__}."

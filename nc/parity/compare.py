@@ -1,4 +1,4 @@
-"""Compare two engines tensor by tensor: where they differ, and whether an operator is wrong or only rounding differs; docs/parity.md."""
+"""Compare two engines tensor by tensor: where they differ, and whether an operator is wrong or only rounding differs (docs/parity.md)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ WHOLE_DB = 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """What one engine made of one tensor, against what it should be, given that engine's own tensors above.
+    """One engine's value of one tensor, compared with the correct value for that engine's own earlier tensors.
 
     Attributes:
-        error: the largest error in quanta, beyond what rounding explains: half a quantum to either side of a code, and ties between this
-            tensor and those above; or, where nothing bounds single elements, the SQNR in dB.
+        error: the largest error in quanta, beyond what rounding explains: half a quantum for a code, and ties in earlier tensors. Where
+            single elements have no bound, the SQNR in dB.
         unit: "quanta" or "dB".
-        wrong: number of elements whose error is above the backend's tolerance; all, where the SQNR is below `WHOLE_DB`.
+        wrong: number of elements whose error is above the backend's tolerance; all elements if the SQNR is below `WHOLE_DB`.
     """
 
     error: float
@@ -55,13 +55,13 @@ class TensorComparison:
     Attributes:
         tensor: name of its node in the quantized graph.
         operator: the operator that made it.
-        operators: all operators between it and the tensors above that were compared; the fault is with one of them.
+        operators: all operators between it and the earlier tensors that were compared. A fault is in one of them.
         how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact"; docs/parity.md says how each is judged.
         verdict: one of `VERDICTS`.
         distance: the largest difference between the engines, in quanta.
         different: number of elements that differ.
         elements: number of all elements.
-        since: where differences begin: tensors above that differ, with nothing above them that does.
+        since: the earlier tensors in which the differences begin.
         sides: both engines, in the order of the comparison.
     """
 
@@ -83,10 +83,10 @@ class Comparison:
 
     Attributes:
         engines: names of the two backends.
-        tolerances: how far, in quanta, each may be from a tie that it rounds the other way.
+        tolerances: the tolerance of each backend at ties, in quanta.
         tensors: all that were compared, in execution order.
-        unread: tensors that were not compared, since an engine computes something else when it has to show them; what stands behind them
-            is judged together with what makes them.
+        unread: tensors that were not compared, because reading them changes an engine's results. They are judged together with
+            the next tensor that can be read.
     """
 
     engines: tuple[str, str]
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def disagreements(self) -> tuple[TensorComparison, ...]:
-        """Tensors that an engine computed wrongly from what it had above them."""
+        """Tensors that an engine computed wrongly from its own earlier tensors."""
         return tuple(t for t in self.tensors if t.verdict == "disagreement")
 
     @property
@@ -122,7 +122,7 @@ class Comparison:
         lines[-1] += ", ".join(f"{n} {verdict}" for verdict, n in self.counts().items() if n)
         lines += [_accusation(t, self.engines, self.tolerances) for t in self.disagreements]
         if self.unread:
-            lines.append(f"not read, since engines compute something else when they have to show them: {', '.join(self.unread)}")
+            lines.append(f"not read, because reading them changes the results of an engine: {', '.join(self.unread)}")
         return "\n".join(lines)
 
 
@@ -130,21 +130,21 @@ class Comparison:
 def compare(
     q_a: QuantizedModel, q_b: QuantizedModel | ReferenceModule | str = REFERENCE, inputs: Any = None, *, isolate: str = "auto"
 ) -> Comparison:
-    """Run two engines on the same inputs, and tell for every tensor whether they agree, and if not, why.
+    """Run two engines on the same inputs and compare every tensor.
 
-    Both engines lower the quantized graph once more, with the tensors as additional outputs, so this takes longer than `convert`.
+    Both engines lower the quantized graph again, with the tensors as additional outputs. This takes longer than `convert`.
 
     Args:
-        q_a: what `convert` or `load` returned.
+        q_a: the result of `convert` or `load`.
         q_b: the same quantized model on another engine, or "reference".
         inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords); None: the example inputs of `prepare`.
-        isolate: first fused run in a child process, as in `convert`.
+        isolate: as in `convert`.
 
     Raises:
         StateError: not quantized models.
         ConfigError: they are not the same quantized model; says what differs.
-        InputError: the inputs do not fit what was captured.
-        BackendUnavailableError: an engine can't run here.
+        InputError: the inputs do not fit the captured model.
+        BackendUnavailableError: an engine cannot run here.
     """
     graph, sides = _checked(q_a, q_b)
     bound = _bind(graph, inputs)
