@@ -230,7 +230,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
     save(q, tmp_path / "wide")
     before = {path.name: path.read_bytes() for path in (tmp_path / "wide").iterdir()}
     with pytest.warns(
-        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU, where 2 of 2 .*: fc1, fc2\..*Converting the fp32 model"
+        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here"
     ) as caught:
         loaded = load(tmp_path / "wide", backend=backend, isolate="never")
     assert caught[0].filename == __file__
