@@ -1,5 +1,7 @@
 """`backend="auto"`: the next engine takes a model that one can't compute, and the report says why."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import MLP, prepared_for, worst_db
@@ -8,6 +10,7 @@ from torch import nn
 import nc
 from nc import (
     BackendError,
+    InputError,
     NCError,
     NCWarning,
     StateError,
@@ -65,6 +68,31 @@ def test_the_next_engine_takes_over(engines, error):
     assert q.report().chosen == expected
     assert expected in q.report().summary().splitlines()
     torch.testing.assert_close(q(X), q.reference(X))
+
+
+def test_an_error_of_any_type_in_an_engine_is_a_backend_error_and_the_next_takes_over(engines):
+    engines(Engine("first", IndexError("no such kernel")), Engine("second"))
+    prepared = prepared_for(MLP(), X, backend="auto")
+    assert "'first' fails on this model: IndexError: no such kernel" in convert(prepared).report().chosen
+    with pytest.raises(BackendError, match="IndexError: no such kernel") as caught:
+        convert(prepared, backend="first")
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_an_error_during_a_call_is_typed_by_what_is_wrong(engines):
+    engine = Engine("first")
+    engines(engine)
+    q = convert(prepared_for(MLP(), X, backend="first"))
+
+    def fail(inputs):
+        msg = "out of range"
+        raise IndexError(msg)
+
+    q.engine = dataclasses.replace(q.engine, run=fail)
+    with pytest.raises(BackendError, match="'first' fails on these inputs: IndexError: out of range"):
+        q(X)
+    with pytest.raises(InputError, match=r"shapes are \(5, 16\); the model was captured with \(4, 16\)"):
+        q(torch.randn(5, 16))
 
 
 def test_what_is_in_front_and_can_not_run_is_named_too(engines):

@@ -250,6 +250,17 @@ def test_activations_are_computed_by_the_kernel_or_behind_it(act, make, shape, m
     assert dtype == (torch.uint8 if fused else torch.float32)
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_activations_behind_convolutions_of_other_ranks(act, dims):
+    make = {1: nn.Conv1d, 3: nn.Conv3d}[dims]
+    model = Function(lambda self, x: self.b(act(self.a(x))), a=make(8, 8, 3, padding=1), b=make(8, 8, 1))
+    x = torch.randn(2, 8, *[5] * dims)
+    q = quantized(model.eval(), x, None, "native")
+    assert q.report().ran_int8 == 2
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["read again", "read once"])
 def test_what_is_added_to_in_place_is_not_lost(same, monkeypatch):
     def forward(self, x):
