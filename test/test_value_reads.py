@@ -101,8 +101,8 @@ def test_values_of_layers_and_fractions_are_refused():
     def fraction(self, x):
         return self.layer(x) * (2 if x.max().item() > 0 else 3)
 
-    for forward in (by_layer, fraction):
-        with pytest.raises(nc.CaptureError, match="depends on tensor values"):
+    for forward, why in ((by_layer, "reads a value that its layers compute"), (fraction, "reads a floating-point value")):
+        with pytest.raises(nc.CaptureError, match=rf"{why}, at test_value_reads.py:\d+(.|\n)*depends on tensor values"):
             nc.prepare(Function(forward, layer=nn.Linear(8, 8)).eval(), nc.StaticQuantConfig(), example_inputs=X, backend="reference")
 
 
@@ -119,3 +119,19 @@ def test_a_stored_value_that_is_no_number_is_refused(tmp_path):
     assert _decode_read({"value": True, "where": "a.py:1"}) == ValueRead(True, "a.py:1")
     with pytest.raises(TypeError, match="expected a bool or an int"):
         _decode_read({"value": "1", "where": "a.py:1"})
+
+
+def test_a_model_that_picks_among_nearly_equal_values_says_so():
+    def forward(self, x):
+        # batch norm is folded into the convolution: the last bit of equal values changes, and with it their order
+        return self.norm(self.layer(x)).flatten(1).topk(8).indices
+
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4)
+    norm.running_mean.fill_(0.3)
+    norm.running_var.fill_(0.7)
+    model = Function(forward, layer=nn.Conv2d(1, 4, 1), norm=norm).eval()
+    x = torch.full((2, 1, 8, 8), 0.1) + torch.randn(2, 1, 8, 8) * 1e-8
+    with pytest.raises(nc.CaptureError, match="picks among its values .topk.") as caught:
+        nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x, backend="reference")
+    assert "model.backbone" in str(caught.value)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from nc.capture import rewrites
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
-from nc.capture.value_reads import depends_on_values, keep_reads, reading, reads_of
+from nc.capture.value_reads import UnfitReadError, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
+from nc.graph.catalogue import op_name
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
 
 
@@ -87,7 +88,8 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
             if warning:
                 warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
             return graph
-    raise CaptureError(_capture_message(model, failures[0])) from failures[0]
+    telling = _telling(failures)
+    raise CaptureError(_capture_message(model, telling)) from telling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,7 +188,8 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
     Raises:
         RuntimeError: it does not; the caller tries another way to export.
     """
-    _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))))
+    picks = sorted({op_name(node) for node in graph.module.graph.nodes} & _PICKS)
+    _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))), picks)
     resized = _another_batch(values)
     if resized is None or not _batch_is_free(graph):
         return
@@ -194,7 +197,7 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
         other = _run(model, graph.signature.parameters, resized)
     except Exception:  # noqa: BLE001 - the model itself can't take this batch; nothing to compare
         return
-    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))))
+    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
 
 
 def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
@@ -238,15 +241,27 @@ _UNKNOWN = "not a known type"
 _HERE = str(Path(__file__).parents[1])
 
 
+#: Operators whose result is another one where two nearly equal values change places.
+_PICKS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "torchvision::nms", "multinomial", "searchsorted"})
+
+
 class _OtherOutputError(RuntimeError):
-    def __init__(self) -> None:
+    """Attributes: picks: the operators of the graph that are in `_PICKS`."""
+
+    def __init__(self, picks: Sequence[str]) -> None:
         super().__init__("the captured graph gives another output than the model")
+        self.picks = picks
 
 
-def _same_outputs(expected: Any, got: Any) -> None:
+def _same_outputs(expected: Any, got: Any, picks: Sequence[str]) -> None:
     for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
         if isinstance(a, torch.Tensor) and not (a.shape == b.shape and _is_close(a, b)):
-            raise _OtherOutputError
+            raise _OtherOutputError(picks)
+
+
+def _telling(failures: Sequence[Exception]) -> Exception:
+    """The failure that says most: of an attempt that got far, or else the first."""
+    return next((f for f in reversed(failures) if isinstance(f, (_OtherOutputError, UnfitReadError))), failures[0])
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -411,6 +426,11 @@ def _capture_message(model: torch.nn.Module, error: Exception) -> str:
     if _UNKNOWN in str(error):
         advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
+    if isinstance(error, _OtherOutputError) and error.picks:
+        return (
+            f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly equal, rounding decides, and then "
+            "outputs can't be compared. Quantize the part in front of that, for example model.backbone, and call the rest in fp32."
+        )
     if isinstance(error, _OtherOutputError):
         return (
             f"{text}\nThe model draws random numbers, bakes a size in, or takes another path while it is exported (some do where an input "

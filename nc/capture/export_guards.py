@@ -48,7 +48,9 @@ def exportable(oblivious: bool) -> Iterator[None]:
 
     * `oblivious`: sizes 0 and 1 of the example stay symbols, so that a batch of 1 does not fix the batch;
     * the fused fast path of `nn.MultiheadAttention` hides its linears in one operator;
-    * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask.
+    * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask;
+    * torchvision chooses by the number of boxes between two ways to the same result of non-maximum suppression, and export does not know
+      that number: the way for few boxes takes any number.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
@@ -58,6 +60,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         stack.enter_context(_broadcast_masks())
+        stack.enter_context(_one_way_of_nms())
         stack.enter_context(contextlib.redirect_stderr(_OtherThreads(sys.stderr)))
         for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails; the last failure is raised instead
             logger = logging.getLogger(name)
@@ -128,3 +131,24 @@ def _broadcast_masks() -> Iterator[None]:
     finally:
         masks.TransformGetItemToIndex = indexing
         masks._vmap_for_bhqkv = original
+
+
+@contextlib.contextmanager
+def _one_way_of_nms() -> Iterator[None]:
+    boxes: Any = sys.modules.get("torchvision.ops.boxes")
+    if not hasattr(boxes, "batched_nms"):
+        yield
+        return
+    original = boxes.batched_nms
+
+    def batched_nms(boxes_: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+        """Boxes of different classes are moved apart, so that none of them overlap; also of no boxes at all."""
+        largest = torch.nn.functional.pad(boxes_.flatten(), (0, 1)).max()
+        keep: torch.Tensor = boxes.nms(boxes_ + (idxs.to(boxes_) * (largest + 1))[:, None], scores, iou_threshold)
+        return keep
+
+    boxes.batched_nms = batched_nms
+    try:
+        yield
+    finally:
+        boxes.batched_nms = original
