@@ -17,7 +17,10 @@ Row = dict[str, Any]
 #: A word of a cause → what to do.
 ADVICE = {
     "GuardOnDataDependentSymNode": "The model branches on values of tensors: quantize the submodules around that branch, one by one.",
-    "gives another output": "The model draws random numbers, or takes another path while it is exported: give all inputs that it has.",
+    "UnfitReadError": "The model's path depends on what its layers compute: quantize the submodules around that branch, one by one.",
+    "gives another output": "The model picks among nearly equal values (with random weights they all are), draws random numbers, or takes "
+    "another path while it is exported. The error says which: quantize the part before the choice, or give all inputs.",
+    "timeout": "The sweep's limit for one architecture; nothing says that it would fail.",
     "computes something else": "nc returns no numbers. Likely the model selects by scores that differ little with random weights.",
 }
 
@@ -25,8 +28,6 @@ ADVICE = {
 def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     """The whole page: what was run where, the numbers, the causes, the table, and what was not run."""
     rows = sorted(rows, key=lambda row: (row["source"], row["family"], row["model"]))
-    late = [row["model"] for row in rows if row.get("error") == "timeout"]
-    rows = [row for row in rows if row.get("error") != "timeout"]
     tried = [row for row in rows if row["status"] != "not built"]
     parts = [
         "# Architectures\n",
@@ -35,7 +36,7 @@ def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
         _failures([row for row in tried if problem(row)]),
         _table([row for row in tried if not problem(row)]),
         _not_built([row for row in rows if row["status"] == "not built"]),
-        _not_run(rows, listed, late),
+        _not_run(rows, listed),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -73,9 +74,8 @@ def _about(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     backends = ", ".join(sorted({row["backend"] for row in rows}))
     return f"""`benchmarks/sweep.py` takes {len(listed)} architectures of torchvision, timm and transformers through prepare,
 calibration and convert with `StaticQuantConfig()` on backend `{backends}`. Each is built from its configuration with random weights,
-as small as the library allows. The list is long and few have been run: small and well-known models first, and some that were known to fail,
-so the part that went through need not be that of the whole list. `python benchmarks/sweep.py --table` wrote this page
-from rows that were run with nc at {commits}:
+as small as the library allows. The rows are a regular part of the list (`--shard`), in an order that has nothing to do with the result.
+`python benchmarks/sweep.py --table` wrote this page from rows that were run with nc at {commits}:
 
 {chr(10).join(machines)}
 
@@ -170,15 +170,12 @@ def _not_built(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _not_run(rows: Sequence[Row], listed: Sequence[Entry], late: Sequence[str]) -> str:
+def _not_run(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     seen = {row["name"] for row in rows}
-    missing = sorted({entry.model for entry in listed if entry.name not in seen} - set(late))
-    text = ""
-    if late:
-        text = f"## Not finished\n\nThe sweep's time limit ended these ({len(late)}): {', '.join(sorted(late))}. They count as not run.\n\n"
+    missing = sorted({entry.model for entry in listed if entry.name not in seen})
     if not missing:
-        return text
-    return f"{text}## Not run\n\nListed, and not run for this page ({len(missing)}): {', '.join(missing)}.\n"
+        return ""
+    return f"## Not run\n\nListed, and not run for this page ({len(missing)}): {', '.join(missing)}.\n"
 
 
 def _plain(text: str) -> str:
