@@ -112,7 +112,7 @@ def assert_same_nodes(before, after):
     free = {}, {}
     for ours, theirs in zip(before.graph.nodes, after.graph.nodes, strict=True):
         assert (ours.name, ours.op, ours.target) == (theirs.name, theirs.op, theirs.target)
-        for key in ("operator", "fqn"):
+        for key in ("operator", "kind", "fqn"):
             assert ours.meta.get(key) == theirs.meta.get(key)
         assert known(ours.meta.get("val"), free[0]) == known(theirs.meta.get("val"), free[1])
     return free[1]

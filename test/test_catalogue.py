@@ -1,13 +1,20 @@
 """The questions that every walk over a graph asks: they have an answer for every node and argument."""
 
+import copy
 import operator
 
 import pytest
 import torch
-from torch import fx
+from models import graph_of, quantized
+from torch import fx, nn
 
-from nc.graph.catalogue import climb, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
+import nc
+from nc import DynamicQuantConfig, StaticQuantConfig
+from nc.backends.dynamic import replace_dynamic
+from nc.config.rule_key import KIND_NAMES
+from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
+from nc.graph.fx_utils import copy_module
 
 aten = torch.ops.aten
 
@@ -15,6 +22,12 @@ aten = torch.ops.aten
 @pytest.fixture
 def graph():
     return fx.Graph()
+
+
+def kind_after_deciding(node):
+    """The kind of a node, once the kinds of its graph are decided."""
+    decide_kinds(fx.GraphModule({}, node.graph))
+    return kind_of_node(node)
 
 
 @pytest.mark.parametrize("value", [None, 3, 2.5, "same", [1, 2], torch.float32])
@@ -27,9 +40,11 @@ def test_arithmetic_on_sizes_is_no_operator_on_tensors(graph):
     size = graph.call_function(aten.sym_size.int, (graph.placeholder("x"), 0))
     total = graph.call_function(operator.add, (1, size))
     assert op_name(total) == "operator.add"
-    assert kind_of_node(total) is None
+    assert kind_after_deciding(total) is None
     assert op_name(graph.call_function(operator.getitem, (total, 0))) == "getitem"
-    assert op_name(graph.call_function(aten.add.Tensor, (total, size))) == "add"
+    addition = graph.call_function(aten.add.Tensor, (total, size))
+    assert op_name(addition) == "add"
+    assert kind_after_deciding(addition) == "add"
     assert schema_arguments(total) == {}
 
 
@@ -37,7 +52,7 @@ def test_an_operator_of_another_namespace_is_not_atens(graph):
     x = graph.placeholder("x")
     call = graph.call_function(torch.ops.quantized.linear_dynamic.default, (x, x))
     assert op_name(call) == "quantized::linear_dynamic"
-    assert kind_of_node(call) is None
+    assert kind_after_deciding(call) is None
 
 
 def test_a_walk_ends_at_an_argument_that_is_no_node(graph):
@@ -67,3 +82,57 @@ def test_readers_behind_many_diamonds_are_found_once(graph):
         value = graph.call_function(aten.cat.default, ([graph.call_function(operator.getitem, (parts, i)) for i in (0, 1)],))
     reader = graph.call_function(aten.linear.default, (value, x))
     assert list(consumers(x)) == [reader]
+
+
+class EveryKind(nn.Module):
+    """One operator of each kind but the convolutions of other dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = nn.Conv1d(4, 4, 3, padding=1), nn.ConvTranspose1d(4, 4, 3, padding=1)
+        self.lstm, self.gru = nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.gru(self.lstm(self.up(self.conv(x)).transpose(1, 2))[0])[0]
+        left, right = self.left(y), self.right(y)
+        return torch.matmul(left, right.transpose(1, 2)), left + right
+
+
+@pytest.fixture(scope="module")
+def every_kind():
+    return quantized(
+        EveryKind().eval(),
+        torch.randn(2, 4, 6),
+        StaticQuantConfig().set_local(nn.LSTM, DynamicQuantConfig()).set_local(nn.GRU, DynamicQuantConfig()),
+    )
+
+
+def kinds(module):
+    """Name of each operator → the kind of its node."""
+    return {node.meta["operator"]: kind_of_node(node) for node in module.graph.nodes if "operator" in node.meta}
+
+
+def test_the_kind_of_an_operator_lasts_from_capture_to_load(every_kind, tmp_path):
+    graph = graph_of(EveryKind().eval(), torch.randn(2, 4, 6))
+    expected = {op.name: op.kind for op in graph.operators if op.quantizable}
+    assert set(expected.values()) == {"conv1d", "conv_transpose1d", "lstm", "gru", "linear", "matmul", "add"}
+    assert kinds(graph.module) == expected
+    assert {d.spec.mode for d in every_kind.graph.plan.decisions} >= {"static", "dynamic"}
+    assert kinds(every_kind.graph.module) == expected
+    assert kinds(copy.deepcopy(every_kind.graph.module)) == expected
+    every_kind.save(tmp_path)
+    assert kinds(nc.load(tmp_path, backend="reference").graph.module) == expected
+
+
+def test_what_computes_an_operator_in_another_way_has_not_its_kind(every_kind):
+    module = every_kind.graph.module
+    lowered, _ = copy_module(module)
+    replace_dynamic(lowered)
+    lost = {name for name, kind in kinds(module).items() if kind != kinds(lowered).get(name)}
+    assert lost == {"lstm", "gru"}
+    assert {op_name(n) for n in lowered.graph.nodes if kind_of_node(n)} == {"conv1d", "conv_transpose1d", "linear", "bmm", "add"}
+
+
+def test_rules_name_the_kinds_that_the_catalogue_has():
+    assert set(KIND_NAMES) == KINDS

@@ -16,7 +16,7 @@ from nc.algorithms.bias_absorption import BiasAbsorption
 from nc.algorithms.equalization import LARGEST_SCALE, Equalization, equalizing_scale, pairs
 from nc.capture.capture import capture
 from nc.errors import ConfigError
-from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.catalogue import WEIGHTED, kind_of_node
 from nc.numerics import affine
 from nc.numerics.metrics import sqnr_db
 
@@ -26,7 +26,7 @@ IMAGE = (2, 3, 9, 9)
 
 
 def layers(graph):
-    return {n.meta["operator"]: n for n in graph.module.graph.nodes if op_name(n) in WEIGHTED}
+    return {n.meta["operator"]: n for n in graph.module.graph.nodes if kind_of_node(n) in WEIGHTED}
 
 
 def constant(graph, layer, argument):

@@ -255,6 +255,18 @@ def test_nothing_above_the_graph_reads_a_configuration():
             assert not [name for name, _ in own(module) if name.split(".")[:2] == ["nc", "config"]], module
 
 
+def test_only_capture_and_load_decide_the_kind_of_an_operator():
+    """All else reads it, so an operator has one kind everywhere."""
+    users = {module for module, path in FILES.items() if "decide_kinds" in names_in(path)}
+    assert users == {"nc.graph.catalogue", "nc.capture.naming", "nc.storage.graph_json"}
+
+
+def names_in(path):
+    """Every name, attribute and function in a file."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return {getattr(node, field) for node in nodes for field in ("id", "attr", "name") if isinstance(getattr(node, field, None), str)}
+
+
 def test_the_table_catches_an_import_upward(monkeypatch):
     fake = {"nc.spec.dtypes": (("nc.planning.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
     monkeypatch.setattr(f"{__name__}.imports", lambda module: fake.get(module, ()))

@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
-from nc.graph.catalogue import WEIGHTED, first_input, groups_of, op_name, weight_axis
+from nc.graph.catalogue import WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.placement import Edge
 from nc.graph.qdq import Finding
@@ -119,7 +119,7 @@ class Context:
         """The codes of an operator's weight at stage CODES; None where it has none (a matmul, an addition, a recurrent layer)."""
         assert self.quantized is not None
         for node in self.quantized.graph.nodes:
-            if node.meta.get("operator") == operator and op_name(node) in WEIGHTED:
+            if node.meta.get("operator") == operator and kind_of_node(node) in WEIGHTED:
                 codes = first_input(node.args[1])
                 spec = self.plan[operator].spec.weight
                 if codes is not None and codes.op == "get_attr" and spec is not None:

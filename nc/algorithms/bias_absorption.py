@@ -15,7 +15,7 @@ from torch import fx
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.algorithms.equalization import Pair, grouped, pairs
 from nc.checks import is_number, require
-from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.catalogue import is_transposed, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, replace_constant
 from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
@@ -77,9 +77,8 @@ class BiasAbsorption:
 
 def _is_exact(pair: Pair) -> bool:
     """Whether every output of the second layer reads c from every input, and only a relu is between."""
-    is_transposed = op_name(pair.second).startswith("conv_transpose")
     is_padded = any(schema_arguments(pair.second).get("padding", ()))
-    return [op_name(n) for n in pair.between] == ["relu"] and not is_transposed and not is_padded
+    return [op_name(n) for n in pair.between] == ["relu"] and not is_transposed(pair.second) and not is_padded
 
 
 def _absorb(module: fx.GraphModule, pair: Pair, c: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
 from nc.algorithms.replay import channel_axis
-from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.catalogue import WEIGHTED, kind_of_node
 from nc.graph.fx_utils import add_constant, constant_of, replace_constant
 from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
@@ -89,7 +89,7 @@ def correct_biases(quantized: fx.GraphModule, means: Mapping[str, torch.Tensor],
 
 
 def _targets(module: fx.GraphModule, operators: set[str]) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.meta.get("operator") in operators and op_name(n) in WEIGHTED]
+    return [n for n in module.graph.nodes if n.meta.get("operator") in operators and kind_of_node(n) in WEIGHTED]
 
 
 def _run_all(module: fx.GraphModule, batches: Sequence[Batch], hooks: Mapping[fx.Node, _Hook]) -> None:

@@ -14,7 +14,7 @@ from torch import fx
 
 from nc.algorithms.base import Bound, Context, Needs, Stage, State, Tap
 from nc.algorithms.bias_correction import MAC_BUDGET
-from nc.graph.catalogue import WEIGHTED, first_input, op_name, schema_arguments, weight_axis
+from nc.graph.catalogue import WEIGHTED, first_input, kind_of_node, op_name, schema_arguments, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.qdq import Finding
 from nc.plan import Applied, Plan
@@ -36,7 +36,7 @@ class DeadChannels:
         """The outputs of int8 operators in front of a ReLU."""
         names = {d.operator for d in plan.quantized}
         watched = [n for n in module.graph.nodes if n.meta.get("operator") in names and _is_before_relu(n)]
-        axes = {n.meta["operator"]: -1 if op_name(n) == "linear" else 1 - n.args[1].meta["val"].dim() for n in watched}
+        axes = {n.meta["operator"]: -1 if kind_of_node(n) == "linear" else 1 - n.args[1].meta["val"].dim() for n in watched}
         taps = tuple(Tap(name, "output", functools.partial(never_above_0, axis=axis)) for name, axis in axes.items())
         return Needs(samples=Bound(macs=MAC_BUDGET), taps=taps)
 
@@ -46,7 +46,7 @@ class DeadChannels:
         names = {d.operator for d in context.plan.quantized}
         found = 0
         for node in context.quantized.graph.nodes:
-            axis = weight_axis(node) if node.meta.get("operator") in names and op_name(node) in WEIGHTED else None
+            axis = weight_axis(node) if node.meta.get("operator") in names and kind_of_node(node) in WEIGHTED else None
             codes = first_input(node.args[1]) if axis is not None else None
             if axis is None or codes is None or codes.op != "get_attr":
                 continue
@@ -96,7 +96,7 @@ def _finding(operator: str, codes: torch.Tensor, context: Context) -> Finding | 
 
 
 def _is_before_relu(node: fx.Node) -> bool:
-    return op_name(node) in WEIGHTED and bool(node.users) and all(map(_cuts_negatives, node.users))
+    return kind_of_node(node) in WEIGHTED and bool(node.users) and all(map(_cuts_negatives, node.users))
 
 
 def _cuts_negatives(node: fx.Node) -> bool:

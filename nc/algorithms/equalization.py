@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.checks import is_number, require
-from nc.graph.catalogue import POOLS, WEIGHTED, groups_of, input_node, op_name, schema_arguments
+from nc.graph.catalogue import POOLS, WEIGHTED, groups_of, input_node, is_transposed, kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, replace_constant
 from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
@@ -159,7 +159,7 @@ def _pair_from(first: fx.Node) -> Pair | None:
 
 def _is_layer(node: fx.Node) -> bool:
     """Whether a node is a layer in fp32 (or fp64) with constants for weight and bias."""
-    if op_name(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
+    if kind_of_node(node) not in WEIGHTED or node.meta["val"].dtype not in (torch.float32, torch.float64):
         return False
     layer = Weighted.of(node)
     return layer.weight.op == "get_attr" and (layer.bias is None or layer.bias.op == "get_attr")
@@ -215,7 +215,7 @@ def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
     """A weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
     groups = groups_of(layer)
     view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    return view.transpose(1, 2) if op_name(layer).startswith("conv_transpose") else view
+    return view.transpose(1, 2) if is_transposed(layer) else view
 
 
 def _along_outputs(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from nc.algorithms.base import Batch, Bound, State, Tap
-from nc.graph.catalogue import WEIGHTED, op_name
+from nc.graph.catalogue import WEIGHTED, kind_of_node
 from nc.graph.views import Weighted
 from nc.plan import Plan
 
@@ -68,7 +68,7 @@ class _Taps(fx.Interpreter):
         value = super().run_node(n)
         if operator is not None and (operator, "output") in self._taps:
             self._see(operator, "output", value)
-        if operator in self._names and op_name(n) in WEIGHTED:
+        if operator in self._names and kind_of_node(n) in WEIGHTED:
             self.macs += value.numel() // value.shape[channel_axis(n, value)] * Weighted.of(n).weight.meta["val"].numel()
         return value
 
@@ -79,7 +79,7 @@ class _Taps(fx.Interpreter):
 
 def channel_axis(node: fx.Node, value: torch.Tensor) -> int:
     """The axis of the output channels in the result of a layer, batched or not."""
-    if op_name(node) == "linear":
+    if kind_of_node(node) == "linear":
         return value.dim() - 1
     return 1 if value.dim() == Weighted.of(node).weight.meta["val"].dim() else 0
 

@@ -16,8 +16,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.global_lock import LOCK
-from nc.graph.catalogue import first_input, op_name
-from nc.graph.fx_utils import constant_of
+from nc.graph.catalogue import first_input, kind_of_node, op_name
+from nc.graph.fx_utils import constant_of, take_over
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 
@@ -48,7 +48,7 @@ def replace_dynamic(module: fx.GraphModule) -> None:
                     rows[node] = _rows(module.graph.call_function, node)
                 continue
             new = _recurrent(module, node) if node.target in _RECURRENT else _linear(module, node, rows)
-        new.meta.update(node.meta)
+        take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
     functions = (quantize_dequantize_dynamic, dequantize_per_channel, dequantize_per_tensor)
@@ -85,7 +85,9 @@ def packed_bytes(module: fx.GraphModule) -> int:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    return node.target is quantize_dequantize_dynamic or node.target in _RECURRENT or (op_name(node) == "linear" and _reads_dynamic(node))
+    if node.target is quantize_dequantize_dynamic or node.target in _RECURRENT:
+        return True
+    return kind_of_node(node) == "linear" and _reads_dynamic(node)
 
 
 def _is_packed(node: fx.Node) -> bool:
@@ -130,7 +132,7 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
 
     def call(target: torch._ops.OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
         result = module.graph.call_function(target, args, kwargs)
-        result.meta.update(node.meta)
+        take_over(result, node)
         return result
 
     def kernel(target: torch._ops.OpOverload, x: fx.Node, *args: Argument) -> fx.Node:

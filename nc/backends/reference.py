@@ -37,7 +37,7 @@ class ReferenceBackend:
 
     def capabilities(self) -> Capabilities:
         """Every kind and dtype."""
-        weighted = set(WEIGHTED.values()) | RECURRENT
+        weighted = WEIGHTED | RECURRENT
         rows = tuple(
             OpSupport(
                 kind=kind,

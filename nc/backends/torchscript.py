@@ -16,7 +16,7 @@ from torch import fx
 
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
-from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, input_node, is_float_tensor, op_name
+from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, input_node, is_float_tensor, is_transposed, op_name
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.views import Conv, Dequantize, Quantize, set_argument
@@ -219,7 +219,7 @@ def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     conv = Conv.of(node)
     dims = conv.weight.meta["val"].dim() - 2
     stride, padding, dilation = conv.sizes(dims)
-    transposed = op_name(node).startswith("conv_transpose")
+    transposed = is_transposed(node)
     output_padding = [*conv.output_padding] * (dims if len(conv.output_padding) == 1 else 1)
     x, weight, bias = (_text(value, names) for value in (conv.input, conv.weight, conv.bias))
     return (

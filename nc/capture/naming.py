@@ -46,7 +46,8 @@ class Operator:
 
 
 def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Operator, ...]:
-    """Name every operator that a user may want to see, in execution order."""
+    """Decide the kind of every node, and name every operator that a user may want to see, in execution order."""
+    catalogue.decide_kinds(module)
     modules = dict(model.named_modules())
     seen: dict[str, int] = collections.Counter()
     operators = []
@@ -108,7 +109,7 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[f
     dtype = node.meta["val"].dtype
     if dtype != torch.float32:
         return Cause.NOT_FP32(dtype=dtype)
-    if kind in catalogue.WEIGHTED.values():
+    if kind in catalogue.WEIGHTED:
         if catalogue.input_node(node, 1).op != "get_attr":
             return Cause.COMPUTED_WEIGHT()
         return None if node.args[0] in varying else Cause.CONSTANT_INPUT()
@@ -142,7 +143,7 @@ def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tup
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     path = path if path in modules else ""
-    weight = node.args[1] if kind in catalogue.WEIGHTED.values() else None
+    weight = node.args[1] if kind in catalogue.WEIGHTED else None
     fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
     parent = fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
     if parent is not None and parent in modules and (parent == path or parent.startswith(f"{path}." if path else "")):

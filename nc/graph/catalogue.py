@@ -1,6 +1,7 @@
 """Kinds of ATen operators: the table that capture, rules and q/dq placement read.
 
 Names are those of the operator without namespace and overload: "linear" for `aten.linear.default`.
+The kind of an operator is decided once, by `decide_kinds`, when a model is captured or loaded. All that follows reads it: `kind_of_node`.
 """
 
 from __future__ import annotations
@@ -15,24 +16,18 @@ from torch import fx
 from nc.graph.tensor_meta import TENSORS
 from nc.spec.reasons import Cause, Reason
 
-#: Integer compute with a constant weight: name -> (kind, index of activation, weight, bias)
-WEIGHTED: dict[str, str] = {
-    "linear": "linear",
-    "conv1d": "conv1d",
-    "conv2d": "conv2d",
-    "conv3d": "conv3d",
-    "conv_transpose1d": "conv_transpose1d",
-    "conv_transpose2d": "conv_transpose2d",
-    "conv_transpose3d": "conv_transpose3d",
-}
-#: Integer compute with two activations.
-BINARY: dict[str, str] = {"matmul": "matmul", "bmm": "matmul", "mm": "matmul", "add": "add"}
-
+#: Kinds with a constant weight. Each has the name of its operator.
+WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+#: Kinds with two activations.
+BINARY = frozenset({"matmul", "add"})
 #: Kinds that can compute in bf16 where they do not in int8: where the multiply-adds are.
-PRODUCTS = frozenset({*WEIGHTED.values(), "matmul"})
-
+PRODUCTS = WEIGHTED | {"matmul"}
 #: Recurrent layers: integer compute with several constant weights, and a tuple as result.
 RECURRENT = frozenset({"lstm", "gru"})
+#: Every quantizable kind.
+KINDS = WEIGHTED | BINARY | RECURRENT
+#: Operator name -> kind, where the two differ.
+_OTHER_NAMES = {"bmm": "matmul", "mm": "matmul", "lstm_dynamic": "lstm", "gru_dynamic": "gru"}
 
 #: Elementwise operators that engines fuse behind the integer compute in front of them.
 ACTIVATIONS = frozenset(
@@ -155,10 +150,21 @@ def op_name(node: object) -> str:
     return name
 
 
+def decide_kinds(module: fx.GraphModule) -> None:
+    """Write the kind of every quantizable operator on its node. Only capture and load call this.
+
+    A pass that puts another operator in the place of one leaves the kind out, see `fx_utils.take_over`.
+    """
+    for node in module.graph.nodes:
+        name = op_name(node)
+        kind = _OTHER_NAMES.get(name, name)
+        if kind in KINDS:
+            node.meta["kind"] = kind
+
+
 def kind_of_node(node: object) -> str | None:
-    """The quantizable kind of a node ("linear", "matmul", …), or None."""
-    name = op_name(node)
-    return WEIGHTED.get(name) or BINARY.get(name) or (name if name in RECURRENT else None)
+    """The quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values."""
+    return node.meta.get("kind") if isinstance(node, fx.Node) else None
 
 
 def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
@@ -209,10 +215,14 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 def weight_axis(node: fx.Node) -> int | None:
     """The output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
-    name = op_name(node)
-    if name not in WEIGHTED or not name.startswith("conv_transpose"):
+    if not is_transposed(node):
         return 0
     return 1 if groups_of(node) == 1 else None
+
+
+def is_transposed(node: fx.Node) -> bool:
+    """Whether a node is a transposed convolution."""
+    return (kind_of_node(node) or "").startswith("conv_transpose")
 
 
 def groups_of(node: fx.Node) -> int:

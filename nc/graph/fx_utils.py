@@ -24,6 +24,11 @@ def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: 
     return graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
 
 
+def take_over(new: fx.Node, old: fx.Node) -> None:
+    """Note on a node what is known of the one that it replaces. Not the kind: the new node calls another operator."""
+    new.meta.update({key: value for key, value in old.meta.items() if key != "kind"})
+
+
 def inline(module: fx.GraphModule) -> None:
     """Let nodes of `nc` operators call the functions that compute them: compilers look into functions, not into operators."""
     for node in module.graph.nodes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from nc.graph.catalogue import groups_of, is_float_tensor, op_name, weight_axis
+from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module, drop_unused
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.recurrent import is_recurrent
@@ -220,6 +220,6 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _We
         _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(layer.params, matrices, strict=True)
     ]
     options = (layer.has_biases, layer.num_layers, layer.bidirectional, layer.batch_first)
-    node.target = RECURRENT[op_name(node)]
+    node.target = RECURRENT[kind_of_node(node) or ""]
     node.args = (layer.input, layer.hx, params, *options, codes.quant_min, codes.quant_max, _storage(codes))
     node.kwargs = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.graph.catalogue import RECURRENT, op_name, schema_arguments
+from nc.graph.catalogue import RECURRENT, kind_of_node, schema_arguments
 from nc.spec.reasons import Cause, Reason
 
 
@@ -32,5 +32,5 @@ def weights_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_recurrent(node: fx.Node) -> bool:
-    """Whether a node is an LSTM or GRU of ATen."""
-    return op_name(node) in RECURRENT
+    """Whether a node is an LSTM or GRU, of ATen or of `nc`."""
+    return kind_of_node(node) in RECURRENT

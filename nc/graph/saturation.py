@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import WEIGHTED, groups_of, input_node, op_name, weight_axis
+from nc.graph.catalogue import WEIGHTED, groups_of, input_node, kind_of_node, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, drop_unused, fqn_of
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Dequantize, Quantize
@@ -91,7 +91,7 @@ def _weights(node: fx.Node) -> list[fx.Node]:
 
 def _layout(node: fx.Node) -> tuple[int | None, int]:
     """Output axis and groups of an operator's weights."""
-    return (weight_axis(node), groups_of(node)) if op_name(node) in WEIGHTED else (0, 1)
+    return (weight_axis(node), groups_of(node)) if kind_of_node(node) in WEIGHTED else (0, 1)
 
 
 def _quantize_of(value: object) -> fx.Node | None:

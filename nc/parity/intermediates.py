@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from nc.graph.catalogue import is_float_tensor, op_name
+from nc.graph.catalogue import is_float_tensor, kind_of_node
 from nc.graph.fx_utils import call_operator, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
@@ -127,7 +127,7 @@ def _how(node: fx.Node) -> str:
     first = node.args[0] if node.args else None
     if isinstance(first, fx.Node) and first.target in _RECURRENT:
         return "recurrent"
-    if op_name(node) == "linear" and isinstance(first, fx.Node) and first.target is quantize_dequantize_dynamic:
+    if kind_of_node(node) == "linear" and isinstance(first, fx.Node) and first.target is quantize_dequantize_dynamic:
         return "dynamic"
     return "fp32"
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from nc.graph.catalogue import ACTIVATIONS, BINARY, JOINS, MOVES, POOLS, WEIGHTED, input_node, op_name
+from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, WEIGHTED, input_node, kind_of_node, op_name
 from nc.graph.views import Dequantize, DynamicQDQ, Quantize
 from nc.numerics import affine
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
@@ -22,7 +22,6 @@ from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic
 TIE = 1e-3
 #: Activations change their input's error by no more than this factor; silu's and gelu's steepest slopes are 1.10 and 1.13.
 _STEEPEST = 1.2
-_PRODUCTS = frozenset({"mul", *(name for name, kind in BINARY.items() if kind == "matmul")})
 
 
 def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
@@ -103,12 +102,12 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return target(fx.map_arg(first, slack), *rest, **options)
     if name in ACTIVATIONS:
         return _STEEPEST * slack(first)
-    if name in WEIGHTED:
+    if kind_of_node(node) in WEIGHTED:
         return target(slack(first), rest[0].abs(), None, *rest[2:], **options)
     if name in ("add", "sub"):
         terms = [slack(side) for side in node.args[:2] if isinstance(side, fx.Node)]
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
-    if name in _PRODUCTS:
+    if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[input_node(node)], rest[0])]
         reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, node.args, strict=False)]
         return target(*reach) - target(*sizes)

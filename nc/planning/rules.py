@@ -19,7 +19,7 @@ from nc.capture.naming import Operator
 from nc.config import AnyConfig, QuantConfig, parts_of
 from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
-from nc.graph.catalogue import PRODUCTS, WEIGHTED, op_name, weight_axis
+from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
@@ -80,7 +80,7 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
-    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and op_name(n) in WEIGHTED)
+    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
     mixed = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
     decisions = [_one_weight_scale(d) if d.operator in mixed else d for d in decisions]
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from

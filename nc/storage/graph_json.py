@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
+from nc.graph.catalogue import decide_kinds
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
@@ -298,7 +299,9 @@ def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.
         msg = "a graph has one output, at its end"
         raise ValueError(msg)
     graph.lint()
-    return fx.GraphModule(root, graph)
+    module = fx.GraphModule(root, graph)
+    decide_kinds(module)
+    return module
 
 
 def _decode_node(

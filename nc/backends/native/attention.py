@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import input_node, is_float_tensor, op_name, schema_arguments
+from nc.graph.fx_utils import take_over
 from nc.graph.placement import works_in_place
 
 _aten = torch.ops.aten
@@ -53,7 +54,7 @@ def recompose(module: fx.GraphModule) -> None:
                 bias = term if bias is None else module.graph.call_function(_aten.add.Tensor, (bias, term))
             arguments = (found.query, found.key, found.value, bias)
             call = module.graph.call_function(_aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
-        call.meta.update(node.meta)
+        take_over(call, node)
         node.replace_all_uses_with(call)
         for old in (node, *found.inner):
             module.graph.erase_node(old)

@@ -68,7 +68,7 @@ class _Shapes(fx.Interpreter):
     """Notes the shape that each convolution reads."""
 
     def run_node(self, n: fx.Node) -> object:
-        if op_name(n) in _CONVOLUTIONS:
+        if kind_of_node(n) in _CONVOLUTIONS:
             n.meta[_SHAPE] = list(self.env[Conv.of(n).input].shape)
         return super().run_node(n)
 
@@ -79,7 +79,7 @@ def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None
     A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size,
     which can take a hundred times as long as it computes (AMX). Sizes from tracing won't do: a batch of 1 was traced as 2.
     """
-    if any(op_name(n) in _CONVOLUTIONS for n in module.graph.nodes):
+    if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
         with torch.no_grad():
             _Shapes(module).run(*example)
 
@@ -92,7 +92,7 @@ def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
         packed: weights become constants in the layout of their kernel; else the graph packs them, which `torch.export` can follow.
     """
     for node in list(module.graph.nodes):
-        if (op_name(node) == "linear" or op_name(node) in _CONVOLUTIONS) and not why_not_int8(node):
+        if kind_of_node(node) in _ACTIVATIONS and not why_not_int8(node):
             _replace(module, region_of(node), packed)
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
@@ -100,7 +100,7 @@ def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
 
 def region_of(anchor: fx.Node) -> Region:
     """The longest region that a kernel can compute from this operator on."""
-    kind = op_name(anchor)
+    kind = kind_of_node(anchor) or ""
     known = _ACTIVATIONS[kind]
     nodes = [anchor]
     other: fx.Node | None = None
@@ -224,7 +224,7 @@ def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
 def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
-        call = (_linear if kind_of_node(region.anchor) == "linear" else _convolution)(module, region, packed)
+        call = (_linear if _kind(region) == "linear" else _convolution)(module, region, packed)
     call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in _operators(n)])
     if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
@@ -234,6 +234,13 @@ def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
             module.graph.erase_node(user)
     for node in reversed(region.nodes):
         module.graph.erase_node(node)
+
+
+def _kind(region: Region) -> str:
+    """The kind of the operator that a region begins with."""
+    kind = kind_of_node(region.anchor)
+    assert kind is not None, f"{region.anchor.name} has no kind"
+    return kind
 
 
 def _operators(node: fx.Node) -> list[str]:
@@ -274,7 +281,7 @@ def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Nod
     arguments: tuple[Argument, ...]
     if region.other is None:
         arguments = (x.codes, *x.qparams, *w, conv.bias, *sizes, conv.groups, *_output(region), *post)
-        return module.graph.call_function(_CONVOLUTIONS[op_name(region.anchor)], arguments)
+        return module.graph.call_function(_CONVOLUTIONS[_kind(region)], arguments)
     other, scale, zero_point = _added(module, region, region.other)
     arguments = (
         x.codes,
@@ -296,7 +303,7 @@ def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Nod
 
 def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
     """The other side of a region's sum, in a form that the kernel may overwrite, with its scale and zero point."""
-    is_linear = kind_of_node(region.anchor) == "linear"
+    is_linear = _kind(region) == "linear"
     other, scale, zero_point = side, 1.0, 0
     if region.codes is not None:
         other, (scale, zero_point) = Dequantize.of(side).codes, Dequantize.of(side).numbers
@@ -332,7 +339,7 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...], packed: bool) -> fx.Node:
     """A weight as its kernel reads it, from the arguments of the operator that packs it: the packed constant, or a call of that."""
-    name, operator = region.anchor.name, prepack(op_name(region.anchor))
+    name, operator = region.anchor.name, prepack(_kind(region))
     if packed:
         return constant(module, f"{name}_packed", operator(*how))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]

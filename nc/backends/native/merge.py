@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
-from nc.graph.catalogue import MOVES, op_name
+from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator, constant_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Linear
@@ -27,7 +27,7 @@ def merge(module: fx.GraphModule) -> None:
         return
     groups: dict[tuple[tuple[Argument, ...], bool], list[fx.Node]] = {}
     for node in module.graph.nodes:
-        if op_name(node) == "linear" and reads_codes(node):
+        if kind_of_node(node) == "linear" and reads_codes(node):
             region = region_of(node)
             if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
                 groups.setdefault((Linear.of(node).input.args, region.bf16), []).append(node)
@@ -49,7 +49,7 @@ def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
         )
         dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
         value = graph.call_function(_aten.linear.default, (Linear.of(first).input, dequantized, bias))
-        value.meta["operators"] = [node.meta["operator"] for node in nodes]
+        value.meta.update(kind="linear", operators=[node.meta["operator"] for node in nodes])
         if bf16:
             value = call_operator(graph, to_bf16, value)
         ends = list(itertools.accumulate((len(s) for _, s in weights), initial=0))
