@@ -47,7 +47,8 @@ INSIDE = {
     "nc.graph": (
         ("nc.graph.signature", "nc.graph.tensor_meta"),
         ("nc.graph.catalogue",),
-        ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent", "nc.graph.views"),
+        ("nc.graph.views",),
+        ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),
         ("nc.graph.placement",),
         ("nc.graph.qdq",),
         ("nc.graph.saturation",),
@@ -259,6 +260,18 @@ def test_only_capture_and_load_decide_the_kind_of_an_operator():
     """All else reads it, so an operator has one kind everywhere."""
     users = {module for module, path in FILES.items() if "decide_kinds" in names_in(path)}
     assert users == {"nc.graph.catalogue", "nc.capture.naming", "nc.storage.graph_json"}
+
+
+def test_arguments_are_read_by_their_names():
+    """`Linear.of(node).weight`, not `node.args[1]`: a position says nothing, and a graph may give an argument by name."""
+    readers = {"nc.graph.catalogue"}  # where names are looked up
+    assert {module for module, path in FILES.items() if "args" in subscripted_in(path)} == readers
+
+
+def subscripted_in(path):
+    """Names of the attributes of which a file reads a part: `args` for `node.args[1]` and `node.args[:2]`."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.value.attr for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)}
 
 
 def names_in(path):

@@ -17,11 +17,13 @@ from torch import fx
 
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
-from nc.graph.catalogue import WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
+from nc.graph.catalogue import WEIGHTED, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.placement import Edge
 from nc.graph.qdq import Finding
+from nc.graph.views import Dequantize, Weighted
 from nc.numerics.weights import pairs_fit
+from nc.ops import DEQUANTIZE
 from nc.plan import Applied, Plan
 from nc.spec import QParams, TensorSpec
 
@@ -120,13 +122,19 @@ class Context:
         assert self.quantized is not None
         for node in self.quantized.graph.nodes:
             if node.meta.get("operator") == operator and kind_of_node(node) in WEIGHTED:
-                codes = first_input(node.args[1])
-                spec = self.plan[operator].spec.weight
-                if codes is not None and codes.op == "get_attr" and spec is not None:
-                    scale = node.args[1].args[1]
+                weight, spec = Weighted.of(node).weight, self.plan[operator].spec.weight
+                codes = codes_of(weight)
+                if codes is not None and spec is not None:
+                    scale = Dequantize.of(weight).scale
                     value = constant_of(self.quantized, scale) if isinstance(scale, fx.Node) else torch.tensor(scale)
                     return WeightCodes(self.quantized, str(codes.target), value, weight_axis(node), groups_of(node), spec)
         return None
+
+
+def codes_of(weight: fx.Node) -> fx.Node | None:
+    """The constant codes that a weight of a QDQ graph dequantizes; None where it is not quantized."""
+    codes = Dequantize.of(weight).codes if weight.target in DEQUANTIZE else None
+    return codes if codes is not None and codes.op == "get_attr" else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

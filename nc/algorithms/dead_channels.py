@@ -12,11 +12,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from nc.algorithms.base import Bound, Context, Needs, Stage, State, Tap
+from nc.algorithms.base import Bound, Context, Needs, Stage, State, Tap, codes_of
 from nc.algorithms.bias_correction import MAC_BUDGET
-from nc.graph.catalogue import WEIGHTED, first_input, kind_of_node, op_name, schema_arguments, weight_axis
+from nc.graph.catalogue import WEIGHTED, kind_of_node, op_name, schema_arguments, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.qdq import Finding
+from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
 
 #: Minimum positions before a channel that was never above 0 is reported.
@@ -36,7 +37,7 @@ class DeadChannels:
         """The outputs of int8 operators in front of a ReLU."""
         names = {d.operator for d in plan.quantized}
         watched = [n for n in module.graph.nodes if n.meta.get("operator") in names and _is_before_relu(n)]
-        axes = {n.meta["operator"]: -1 if kind_of_node(n) == "linear" else 1 - n.args[1].meta["val"].dim() for n in watched}
+        axes = {n.meta["operator"]: -1 if kind_of_node(n) == "linear" else 1 - Weighted.of(n).weight.meta["val"].dim() for n in watched}
         taps = tuple(Tap(name, "output", functools.partial(never_above_0, axis=axis)) for name, axis in axes.items())
         return Needs(samples=Bound(macs=MAC_BUDGET), taps=taps)
 
@@ -47,8 +48,8 @@ class DeadChannels:
         found = 0
         for node in context.quantized.graph.nodes:
             axis = weight_axis(node) if node.meta.get("operator") in names and kind_of_node(node) in WEIGHTED else None
-            codes = first_input(node.args[1]) if axis is not None else None
-            if axis is None or codes is None or codes.op != "get_attr":
+            codes = codes_of(Weighted.of(node).weight) if axis is not None else None
+            if axis is None or codes is None:
                 continue
             finding = _finding(node.meta["operator"], constant_of(context.quantized, codes).transpose(0, axis), context)
             if finding is not None:

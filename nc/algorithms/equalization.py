@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.checks import is_number, require
-from nc.graph.catalogue import POOLS, WEIGHTED, groups_of, input_node, is_transposed, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import POOLS, WEIGHTED, first_input, groups_of, input_node, is_transposed, kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, replace_constant
 from nc.graph.views import Weighted
 from nc.plan import Applied, Plan
@@ -148,7 +148,7 @@ def _pair_from(first: fx.Node) -> Pair | None:
     between: list[fx.Node] = []
     while axis is not None and len(value.users) == 1:
         (user,) = value.users
-        if user.args[:1] != (value,):
+        if first_input(user) is not value:
             return None
         if _is_layer(user):
             return Pair(first, user, tuple(between)) if axis == _channel_axis(user) else None

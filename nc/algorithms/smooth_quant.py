@@ -17,7 +17,7 @@ from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_of, copy_module, replace_constant
 from nc.graph.placement import works_in_place
-from nc.graph.views import Weighted
+from nc.graph.views import Weighted, set_argument
 from nc.spec import OpSpec
 
 #: Operators whose result scales with constants of theirs, per channel of the last dimension.
@@ -80,7 +80,7 @@ def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
     for node in module.graph.nodes:
         spec = specs.get(node.meta.get("operator"))
         if spec is not None and spec.smooth is not None:
-            readers.setdefault(node.args[0], []).append(node)
+            readers.setdefault(Weighted.of(node).input, []).append(node)
     for source, nodes in readers.items():
         options = [smooth for n in nodes if (smooth := specs[n.meta["operator"]].smooth) is not None]
         is_own = set(source.users) == set(nodes) and not in_place
@@ -125,4 +125,4 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place:
             with module.graph.inserting_before(node):
                 product = module.graph.call_function(torch.ops.aten.mul.Tensor, (unit.source, factor))
             product.meta["val"] = unit.source.meta.get("val")
-        node.update_arg(0, product)
+        set_argument(node, "input", product)

@@ -13,6 +13,7 @@ from nc.algorithms.base import Bound, Context, Needs, Stage
 from nc.algorithms.smooth_quant import Smoothed, smooth
 from nc.calibration.observe import Watch, observed_module
 from nc.errors import StateError
+from nc.graph.views import Weighted
 from nc.observers import ALGORITHMS
 from nc.observers.channels import CHANNEL_EXTREMES
 from nc.observers.minmax import EXTREMES
@@ -31,7 +32,7 @@ class SmoothQuant:
         """The extremes of each channel that a linear reads, and samples where a search or a histogram looks at them again."""
         specs = _specs(plan)
         readers = [n for n in module.graph.nodes if n.meta.get("operator") in specs]
-        watches = tuple(Watch(n.args[0], n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
+        watches = tuple(Watch(Weighted.of(n).input, n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
         return Needs(watches, Bound() if _looks_again(specs) else None)
 
     def apply(self, context: Context) -> Applied:
@@ -88,8 +89,8 @@ def _looks_again(specs: Mapping[str, OpSpec]) -> bool:
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
     """The tensors whose ranges need another statistic than extremes."""
-    nodes = [n for n in result.module.graph.nodes if n.meta.get("operator") in specs]
-    watches = [Watch(n.args[0], n, ALGORITHMS[specs[n.meta["operator"]].input(0).algo].statistic, n.meta["operator"]) for n in nodes]
+    named = [(n, n.meta["operator"]) for n in result.module.graph.nodes if n.meta.get("operator") in specs]
+    watches = [Watch(Weighted.of(n).input, n, ALGORITHMS[specs[name].input(0).algo].statistic, name) for n, name in named]
     return [w for w in watches if w.statistic is not EXTREMES]
 
 

@@ -16,10 +16,10 @@ from torch import fx
 
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
-from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, input_node, is_float_tensor, is_transposed, op_name
+from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, first_input, input_node, is_float_tensor, is_transposed, op_name
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
-from nc.graph.views import Conv, Dequantize, Quantize, set_argument
+from nc.graph.views import Conv, Dequantize, Quantize, returned, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -117,7 +117,7 @@ def script(module: fx.GraphModule, spelling: Mapping[Callable[..., object], str]
                 _set(root, f"c_{node.target}", getattr(module, node.target))
                 names[node] = f"self.c_{node.target}"
         elif node.op == "output":
-            body.append((node, f"return ({', '.join(_text(a, names) for a in node.args[0])},)"))
+            body.append((node, f"return ({', '.join(_text(a, names) for a in returned(module))},)"))
         else:
             body.append((node, f"{names[node]} = {_call(module, root, node, names, spelling)}"))
     head = f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):"
@@ -147,7 +147,7 @@ def explicit_clamps(module: fx.GraphModule) -> None:
         if (codes.quant_min, codes.quant_max) == full:
             continue
         x, reader = codes.input, node
-        while hoist and op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(x.args[0]):
+        while hoist and op_name(x) in MOVES and len(x.users) == 1 and is_float_tensor(first_input(x)):
             reader, x = x, input_node(x)
         with module.graph.inserting_before(reader):
             scale, zero_point = codes.numbers
@@ -208,7 +208,7 @@ def _call(
         # fusers look through contiguous and view, not through reshape; the three mean the same
         x = f"{arguments[0]}.contiguous()" if _is_strided(input_node(node)) else arguments[0]
         return f"{x}.view({arguments[1]})"
-    if node.target in _CONVOLUTIONS and input_node(node).meta["val"].dim() == input_node(node, 1).meta["val"].dim():
+    if node.target in _CONVOLUTIONS and Conv.of(node).input.meta["val"].dim() == Conv.of(node).weight.meta["val"].dim():
         return _convolution(node, names)
     namespace, name = node.target._schema.name.split("::")
     return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"

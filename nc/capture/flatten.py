@@ -88,26 +88,30 @@ def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[f
     if node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), fx.GraphModule):
         return
     if node.op == "call_function" and name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-        inner_at, region = next((i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        args = list(node.args)  # options, the region, and what the region reads
+        at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        options, region, values = args[:at], args[at], args[at + 1 :]
+        assert isinstance(region, fx.Node)
         inner = getattr(owner, str(region.target))
-        if name == "wrap_with_autocast" and node.args[2] and node.args[0] == "cpu":
+        if name == "wrap_with_autocast" and options[2] and options[0] == "cpu":  # device, dtype, enabled, cache
             msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
             raise CaptureError(msg)
-        outer = [mapping[a] if isinstance(a, fx.Node) else a for a in node.args[inner_at + 1 :]]
+        outer = [mapping[a] if isinstance(a, fx.Node) else a for a in values]
         inputs = iter(outer)
         for inside in inner.graph.nodes:
             if inside.op == "placeholder":
                 mapping[inside] = next(inputs)
             elif inside.op == "output":
-                mapping[node] = fx.map_arg(inside.args[0], lambda n: mapping[n])
+                (results,) = inside.args
+                mapping[node] = fx.map_arg(results, lambda n: mapping[n])
             else:
                 _copy(inner, inside, graph, mapping)
         return
     if node.op == "call_function" and node.target is operator.getitem:
         source, index = node.args
-        results = mapping.get(source) if isinstance(source, fx.Node) else None
-        if isinstance(results, (tuple, list)) and isinstance(index, int):
-            mapping[node] = results[index]
+        found = mapping.get(source) if isinstance(source, fx.Node) else None
+        if isinstance(found, (tuple, list)) and isinstance(index, int):
+            mapping[node] = found[index]
             return
     if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and _is_higher_order(node):
         msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."

@@ -12,6 +12,7 @@ from torch import fx
 
 from nc.graph import catalogue
 from nc.graph.recurrent import why_not_recurrent
+from nc.graph.views import Binary, Weighted
 from nc.spec.reasons import Cause, Reason
 
 
@@ -110,16 +111,16 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[f
     if dtype != torch.float32:
         return Cause.NOT_FP32(dtype=dtype)
     if kind in catalogue.WEIGHTED:
-        if catalogue.input_node(node, 1).op != "get_attr":
+        if Weighted.of(node).weight.op != "get_attr":
             return Cause.COMPUTED_WEIGHT()
-        return None if node.args[0] in varying else Cause.CONSTANT_INPUT()
-    left, right = node.args[0], node.args[1]
+        return None if Weighted.of(node).input in varying else Cause.CONSTANT_INPUT()
+    left, right = Binary.of(node).sides
     if not {left, right} <= activations:
         return Cause.CONSTANT_SIDE()
     if not (catalogue.is_float_tensor(left) and catalogue.is_float_tensor(right)):
         return Cause.NO_ACTIVATION()
     if kind == "add":
-        if node.kwargs.get("alpha", 1) != 1:
+        if Binary.of(node).alpha != 1:
             return Cause.ALPHA()
         if not _same_shape(left, right):
             return Cause.SHAPES_DIFFER()
@@ -143,7 +144,7 @@ def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tup
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     path = path if path in modules else ""
-    weight = node.args[1] if kind in catalogue.WEIGHTED else None
+    weight = Weighted.of(node).weight if kind in catalogue.WEIGHTED else None
     fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
     parent = fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
     if parent is not None and parent in modules and (parent == path or parent.startswith(f"{path}." if path else "")):

@@ -13,8 +13,9 @@ from torch import fx
 
 from nc.capture.decompose import decompose_attention
 from nc.errors import CaptureError
-from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, input_node, op_name, schema_arguments
+from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, first_input, input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_value, drop_unused, fqn_of
+from nc.graph.views import Binary, Weighted, set_argument
 
 aten = torch.ops.aten
 
@@ -44,10 +45,10 @@ def own_inputs(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if not _is_in_place(node):
             continue
-        root = node.args[0]
-        while isinstance(root, fx.Node) and (_is_view(root) or _is_in_place(root)):
-            root = root.args[0]
-        if not isinstance(root, fx.Node) or root.op not in ("placeholder", "get_attr"):
+        root = first_input(node)
+        while root is not None and (_is_view(root) or _is_in_place(root)):
+            root = first_input(root)
+        if root is None or root.op not in ("placeholder", "get_attr"):
             continue
         if root.op == "get_attr" and not _is_lifted(root):
             msg = (
@@ -80,7 +81,8 @@ def views(module: fx.GraphModule) -> None:
 def flattens(module: fx.GraphModule) -> None:
     """`flatten` becomes `reshape`, whose sizes are read from the inputs: fusers look through the one and not through the other."""
     for node in [n for n in module.graph.nodes if n.target is aten.flatten.using_ints]:
-        shape, a = list(node.args[0].meta["val"].shape), schema_arguments(node)
+        a = schema_arguments(node)
+        shape = list(a["self"].meta["val"].shape)
         if not shape:
             continue
         start, end = a["start_dim"] % len(shape), a["end_dim"] % len(shape)
@@ -89,7 +91,7 @@ def flattens(module: fx.GraphModule) -> None:
         sizes += [math.prod(merged) if all(isinstance(s, int) for s in merged) else -1]
         sizes += [_size(module, s) for s in shape[end + 1 :]]
         if None not in sizes:
-            node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], sizes), {}
+            node.target, node.args, node.kwargs = aten.reshape.default, (a["self"], sizes), {}
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
@@ -112,9 +114,11 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
 
     It is done here and not by a backend, because calibration runs this graph with the engine's own kernels for fp32.
     """
-    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default and len(n.args[1]) > 1]:
+    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default]:
         a = schema_arguments(node)
         x, shape = a["input"], list(a["normalized_shape"])
+        if len(shape) == 1:
+            continue
         with module.graph.inserting_before(node):
             flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
             weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
@@ -137,7 +141,7 @@ def pool_strides(module: fx.GraphModule) -> None:
     """A pool without a stride steps by its window; written out, so that every reader finds numbers."""
     for node in module.graph.nodes:
         if op_name(node) in POOLS and schema_arguments(node).get("stride") == []:
-            node.args = (*node.args[:2], node.args[1], *node.args[3:])
+            set_argument(node, "stride", schema_arguments(node)["kernel_size"])
 
 
 def drop_identities(module: fx.GraphModule) -> None:
@@ -147,17 +151,18 @@ def drop_identities(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         if op_name(node) in IDENTITIES or _is_same_dtype_cast(node) or _is_copy_to_itself(node):
-            _replace(node, node.args[0])
+            _replace(node, input_node(node))
 
 
 def _is_copy_to_itself(node: fx.Node) -> bool:
-    return node.target is aten.copy_.default and node.args[0] is node.args[1]
+    return node.target is aten.copy_.default and first_input(node) is schema_arguments(node)["src"]
 
 
 def _is_same_dtype_cast(node: fx.Node) -> bool:
-    if op_name(node) not in ("to", "type_as", "_to_copy") or not isinstance(node.args[0], fx.Node):
+    source = first_input(node) if op_name(node) in ("to", "type_as", "_to_copy") else None
+    if source is None:
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    before, after = source.meta.get("val"), node.meta.get("val")
     return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
 
 
@@ -168,8 +173,8 @@ def functionalise(module: fx.GraphModule) -> None:
         functional = _functional_overload(node)
         if functional is None:
             continue
-        target = node.args[0]
-        if not isinstance(target, fx.Node) or target.op in ("placeholder", "get_attr") or _is_view(target):
+        target = first_input(node)
+        if target is None or target.op in ("placeholder", "get_attr") or _is_view(target):
             continue
         # a mutation that was left in place gives memory that others look into
         if _is_in_place(target) or any(_is_view(user) for user in target.users):
@@ -203,15 +208,16 @@ def linears(module: fx.GraphModule) -> None:
     """`addmm`, `mm` and `matmul` with a constant matrix become `linear`; weights computed from constants are folded."""
     for node in list(module.graph.nodes):
         name = op_name(node)
-        if name == "addmm" and node.kwargs.get("alpha", 1) == 1 and node.kwargs.get("beta", 1) == 1:
-            _to_linear(module, node, node.args[1], node.args[2], node.args[0])
+        if name == "addmm":
+            a = schema_arguments(node)
+            if a["alpha"] == a["beta"] == 1:
+                _to_linear(module, node, a["mat1"], a["mat2"], a["self"])
         elif name in ("mm", "matmul"):
-            _to_linear(module, node, node.args[0], node.args[1], None)
-        elif name in WEIGHTED and node.args[1].op != "get_attr":
-            value = constant_value(module, node.args[1])
+            _to_linear(module, node, *Binary.of(node).sides, None)
+        elif name in WEIGHTED and (weight := Weighted.of(node).weight).op != "get_attr":
+            value = constant_value(module, weight)
             if value is not None:
-                fqn = fqn_of(node.args[1])
-                node.update_arg(1, add_constant(module, node, f"{node.name}_weight", value, fqn))
+                set_argument(node, "weight", add_constant(module, node, f"{node.name}_weight", value, fqn_of(weight)))
 
 
 def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> None:
@@ -231,7 +237,7 @@ def batched_matmul(module: fx.GraphModule) -> None:
     """`matmul` of two 3-D tensors with the same batch is `bmm`, which integer kernels exist for."""
     for node in module.graph.nodes:
         if node.target is aten.matmul.default:
-            a, b = (n.meta["val"].shape for n in node.args)
+            a, b = (n.meta["val"].shape for n in Binary.of(node).sides)
             if len(a) == len(b) == 3 and str(a[0]) == str(b[0]):
                 node.target = aten.bmm.default
 
@@ -252,8 +258,8 @@ def tensor_limits(module: fx.GraphModule) -> None:
 def batched_convolutions(module: fx.GraphModule) -> None:
     """A convolution without a batch gets one of 1: kernels know no other."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
-        x = node.args[0]
-        if x.meta["val"].dim() != node.args[1].meta["val"].dim() - 1:
+        x = Weighted.of(node).input
+        if x.meta["val"].dim() != Weighted.of(node).weight.meta["val"].dim() - 1:
             continue
         with module.graph.inserting_before(node):
             batch = module.graph.call_function(aten.unsqueeze.default, (x, 0))
@@ -262,7 +268,7 @@ def batched_convolutions(module: fx.GraphModule) -> None:
             back = module.graph.call_function(aten.squeeze.dim, (node, 0))
         back.meta = dict(node.meta)
         node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
-        node.update_arg(0, batch)
+        set_argument(node, "input", batch)
         node.meta["val"] = node.meta["val"].unsqueeze(0)
 
 
@@ -273,7 +279,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
             continue
         arguments = schema_arguments(node)
-        kernel = node.args[1].meta["val"].shape[2:]
+        kernel = arguments["weight"].meta["val"].shape[2:]
         dilation = list(arguments["dilation"])
         dilation = dilation * len(kernel) if len(dilation) == 1 else dilation
         totals = [0 if arguments["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -294,19 +300,19 @@ def fold_padding(module: fx.GraphModule) -> None:
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
             continue
-        pad = node.args[0]
+        arguments = schema_arguments(node)
+        pad = arguments["input"]
         if op_name(pad) not in ("pad", "constant_pad_nd") or len(pad.users) != 1:
             continue
         before = schema_arguments(pad)
         sizes = before["pad"]
-        dims = node.args[1].meta["val"].dim() - 2
+        dims = arguments["weight"].meta["val"].dim() - 2
         is_zero = before.get("mode", "constant") == "constant" and before.get("value") in (None, 0, 0.0)
         if not is_zero or len(sizes) > 2 * dims or not all(isinstance(s, int) and s >= 0 for s in sizes):
             continue
         sides = [tuple(sizes[i : i + 2]) for i in range(0, len(sizes), 2)][::-1]  # pad lists the last dimension first
         if any(low != high for low, high in sides):
             continue
-        arguments = schema_arguments(node)
         own = list(arguments["padding"]) * (dims if len(arguments["padding"]) == 1 else 1)
         added = [0] * (dims - len(sides)) + [low for low, _ in sides]
         arguments["padding"] = [a + b for a, b in zip(own, added, strict=True)]
@@ -319,7 +325,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if op_name(node) != "batch_norm":
             continue
-        producer = node.args[0]
+        producer = input_node(node)
         kind = op_name(producer)
         if kind not in WEIGHTED or len(producer.users) != 1 or (kind == "linear" and producer.meta["val"].dim() != 2):
             continue

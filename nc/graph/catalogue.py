@@ -175,15 +175,20 @@ def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
 
 def first_input(node: fx.Node) -> fx.Node | None:
     """The node that an operator reads first; None where its first argument is a number, a list, or missing."""
-    first = node.args[0] if node.args else None
+    first = _first_argument(node)
     return first if isinstance(first, fx.Node) else None
 
 
-def input_node(node: fx.Node, index: int = 0) -> fx.Node:
-    """The node that an operator reads at a position where captured graphs have nothing else."""
-    value = node.args[index]
-    assert isinstance(value, fx.Node), f"argument {index} of {node.name} is no node"
-    return value
+def input_node(node: fx.Node) -> fx.Node:
+    """The node that an operator reads first, where captured graphs have nothing else there."""
+    first = _first_argument(node)
+    assert isinstance(first, fx.Node), f"the first argument of {node.name} is no node"
+    return first
+
+
+def _first_argument(node: fx.Node) -> object:
+    """The first argument of a call, also where it is given by name; None where there is none."""
+    return node.args[0] if node.args else next(iter(schema_arguments(node).values()), None)
 
 
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
@@ -195,7 +200,7 @@ def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
 
 def joined_inputs(node: fx.Node) -> Sequence[object]:
     """What an operator of `JOINS` puts together; empty where that is one value, a list of which the graph does not say the length."""
-    parts = node.args[0] if node.args else ()
+    parts = _first_argument(node)
     return parts if isinstance(parts, (list, tuple)) else ()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Set
 from torch import fx
 
 from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, climb, first_input, kind_of_node, op_name, schema_arguments
+from nc.graph.views import Binary
 from nc.spec.reasons import Cause, Reason
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
@@ -67,7 +68,8 @@ def behind_matmul(module: fx.GraphModule) -> frozenset[str]:
 
 def is_fused_side(add: fx.Node, side: object, int8: set[fx.Node], fused_add: frozenset[str]) -> bool:
     """Whether an engine can make an addition a post-operation of what computes this side, for it alone."""
-    return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and add.args[0] is not add.args[1]
+    left, right = Binary.of(add).sides
+    return side in int8 and kind_of_node(side) in fused_add and set(side.users) == {add} and left is not right
 
 
 def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_add: frozenset[str]) -> dict[str, Reason]:
@@ -92,10 +94,11 @@ def useless_adds(module: fx.GraphModule, asked: set[str], keep: set[str], fused_
 
 
 def _why_useless(add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> Reason | None:
-    if not any(producer(side) in int8 for side in add.args[:2] if isinstance(side, fx.Node)):
+    sides = Binary.of(add).sides
+    if not any(producer(side) in int8 for side in sides if isinstance(side, fx.Node)):
         return Cause.NO_PRODUCER()
     if not any(reader in int8 for reader in consumers(add)):
         return Cause.NO_READER()
-    if fused_add and not any(is_fused_side(add, side, int8, fused_add) for side in add.args[:2]):
+    if fused_add and not any(is_fused_side(add, side, int8, fused_add) for side in sides):
         return Cause.NOT_FUSABLE()
     return None

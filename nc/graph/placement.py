@@ -18,8 +18,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, first_input, input_node, kind_of_node, op_name
+from nc.graph.catalogue import BINARY, MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
+from nc.graph.views import Binary, Weighted
 from nc.plan import Plan
 from nc.spec import Capabilities, TensorSpec
 from nc.spec.reasons import Cause
@@ -73,13 +74,13 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
     if works_in_place(module):
         for node in (n for n in order if n in int8):
             operator = node.meta["operator"]
-            for index in (0, 1) if kind_of_node(node) in ("matmul", "add") else (0,):
-                edges[node, index] = Edge(node, index, node.args[index], node.args[index], specs[operator].input(index), operator)
+            for index, source in enumerate(_activations(node)):
+                edges[node, index] = Edge(node, index, source, source, specs[operator].input(index), operator)
         return list(edges.values())
     for node in (n for n in order if n in int8):
         operator = node.meta["operator"]
-        for index in _activation_inputs(node, int8, depth, capabilities.fused_add):
-            source = node.args[index]
+        for index in _quantized_inputs(node, int8, depth, capabilities.fused_add):
+            source = _activations(node)[index]
             _add_edge(edges, pools, Edge(node, index, source, origin(source, pools), specs[operator].input(index), operator))
     given_up = {d.operator for d in plan.decisions if d.stays_for(Cause.NO_READER)}
     for node in (n for n in order if n.meta.get("operator") in given_up):
@@ -92,10 +93,11 @@ def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set
 
     So the last block of a network without a head leaves the block before it wholly in int8, instead of asking it for fp32 values too.
     """
-    for index in (0, 1):
-        side = add.args[1 - index]
+    sides = Binary.of(add).sides
+    for index, other in enumerate(sides):
+        side = sides[1 - index]
         if isinstance(side, fx.Node) and is_fused_side(add, side, int8, fused_add) and (kind_of_node(side) or "").startswith("conv"):
-            shared = next((e for e in edges.values() if e.source is add.args[index]), None)
+            shared = next((e for e in edges.values() if e.source is other), None)
             if shared is not None:
                 edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
 
@@ -110,17 +112,19 @@ def _add_edge(edges: dict[tuple[fx.Node, int], Edge], pools: set[fx.Node], edge:
         node = source
 
 
-def _activation_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, int], fused_add: frozenset[str]) -> list[int]:
-    kind = kind_of_node(node)
-    if kind not in ("matmul", "add"):
-        return [0]
-    if kind == "matmul":
-        return [0, 1]
-    anchors = [i for i in (0, 1) if is_fused_side(node, node.args[i], int8, fused_add)]
+def _activations(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The activations that an integer operator reads, at the positions that they have among its arguments."""
+    return Binary.of(node).sides if kind_of_node(node) in BINARY else (Weighted.of(node).input,)
+
+
+def _quantized_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, int], fused_add: frozenset[str]) -> list[int]:
+    """Positions of the activations that an operator reads as codes."""
+    inputs = _activations(node)
+    anchors = [i for i, side in enumerate(inputs) if is_fused_side(node, side, int8, fused_add)] if kind_of_node(node) == "add" else []
     if not anchors:
-        return [0, 1]
+        return list(range(len(inputs)))
     # of two candidates the longer branch: fusers know the residual block whose shortcut, not its main path, is quantized
-    fused = max(anchors, key=lambda i: depth[input_node(node, i)])
+    fused = max(anchors, key=lambda i: depth[inputs[i]])
     return [1 - fused]
 
 

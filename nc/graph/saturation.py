@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import WEIGHTED, groups_of, input_node, kind_of_node, weight_axis
+from nc.graph.catalogue import BINARY, WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, drop_unused, fqn_of
 from nc.graph.qdq import QDQGraph
-from nc.graph.views import Dequantize, Quantize
+from nc.graph.views import Binary, Dequantize, Quantize, set_argument
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.weights import pairs_fit, quantize_weight
@@ -78,9 +78,9 @@ def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple
 def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether no input whatever can make the sums of an operator saturate."""
     weights = _weights(node)
-    highest = _highest_code(node.args[0])
+    highest = _highest_code(first_input(node))
     if not weights:
-        return len(node.args) < 2 or 2 * highest * _largest_size(node.args[1]) <= _LARGEST
+        return kind_of_node(node) not in BINARY or 2 * highest * _largest_size(Binary.of(node).right) <= _LARGEST
     return all(pairs_fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights)
 
 
@@ -147,7 +147,7 @@ def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: in
 
 def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
     """Give a matmul codes of its second input in 7 bits, for the same range of values; others that read the old codes keep them."""
-    right, graph = input_node(node, 1), node.graph
+    right, graph = Binary.of(node).right, node.graph
     old = Dequantize.of(right).codes
     if (old, spec) not in done:
         view = Quantize.of(old)
@@ -165,7 +165,7 @@ def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
         operator, arguments = done[old, spec]
         value = call_operator(graph, operator, *arguments)
     value.meta["val"] = right.meta.get("val")
-    node.update_arg(1, value)
+    set_argument(node, "right", value)
 
 
 def _drop_unused(module: fx.GraphModule) -> None:

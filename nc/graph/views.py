@@ -12,7 +12,7 @@ from torch import fx
 from nc.graph.catalogue import schema_arguments
 
 #: Other names that schemas have for a field.
-_ALSO = {"input": ("self", "x", "codes"), "other": ("mat2",), "codes": ("x",)}
+_ALSO = {"input": ("self", "x", "codes"), "left": ("self", "input"), "right": ("other", "mat2")}
 View = TypeVar("View")
 
 
@@ -36,14 +36,39 @@ class _View:
         return cls(**values)
 
 
+def options(node: fx.Node) -> tuple[Any, ...]:
+    """All arguments of a call but the first, in the order of its schema: two calls that agree in them treat their inputs alike."""
+    return tuple(schema_arguments(node).values())[1:]
+
+
+def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position and by name, as `fx.Node` has them; by position also those that the graph gives by name where it could."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    for argument in schema.arguments[len(args) :] if schema is not None else ():
+        if argument.kwarg_only or argument.name not in kwargs:
+            break
+        args.append(kwargs.pop(argument.name))
+    return tuple(args), kwargs
+
+
+def returned(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph returns: nodes, and other values."""
+    (values,) = next(iter(reversed(module.graph.nodes))).args
+    return tuple(values)
+
+
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Give an operator another argument, by its schema's name."""
+    """Give an operator another argument, by its name in a view or in the operator's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    index = [a.name for a in node.target._schema.arguments].index(name)
+    arguments = node.target._schema.arguments
+    index, argument = next((i, a) for i, a in enumerate(arguments) if a.name in (name, *_ALSO.get(name, ())))
     if index < len(node.args):
         node.update_arg(index, value)
+    elif index == len(node.args) and not argument.kwarg_only and argument.name not in node.kwargs:
+        node.args = (*node.args, value)
     else:
-        node.update_kwarg(name, value)
+        node.update_kwarg(argument.name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,48 +110,41 @@ class Weighted(_View):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Binary(_View):
-    """An addition or a product of two tensors; a side may be a number."""
+    """A product, sum, difference or quotient of two tensors; a side may be a number."""
 
-    input: Any
-    other: Any
+    left: Any
+    right: Any
     alpha: float = 1
+    rounding_mode: str | None = None
 
-
-def _numbers(scale: float | fx.Node, zero_point: int | fx.Node | None) -> tuple[float, int]:
-    assert not isinstance(scale, fx.Node)
-    assert isinstance(zero_point, int)
-    return scale, zero_point
+    @property
+    def sides(self) -> tuple[Any, Any]:
+        """Left and right."""
+        return self.left, self.right
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quantize(_View):
-    """A quantize node; `axis` and `group_size` where it has them."""
+class Softmax(_View):
+    """A softmax along one dimension."""
 
     input: fx.Node
-    scale: float | fx.Node
-    zero_point: int | fx.Node | None
-    quant_min: int
-    quant_max: int
-    dtype: torch.dtype
-    axis: int | None = None
-    group_size: int | None = None
-
-    @property
-    def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
-        """Scale and zero point: equal where a dequantize node reads these codes as they are meant."""
-        return self.scale, self.zero_point
-
-    @property
-    def numbers(self) -> tuple[float, int]:
-        """Scale and zero point of a node with one of each for the whole tensor."""
-        return _numbers(self.scale, self.zero_point)
+    dim: int
+    dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dequantize(_View):
-    """A dequantize node; `axis` and `group_size` where it has them."""
+class Transpose(_View):
+    """An exchange of two dimensions."""
 
-    codes: fx.Node
+    input: fx.Node
+    dim0: int
+    dim1: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Affine(_View):
+    """What quantize and dequantize nodes have in common; `axis` and `group_size` where they have them."""
+
     scale: float | fx.Node
     zero_point: int | fx.Node | None
     dtype: torch.dtype
@@ -135,13 +153,31 @@ class Dequantize(_View):
 
     @property
     def qparams(self) -> tuple[float | fx.Node, int | fx.Node | None]:
-        """Scale and zero point."""
+        """Scale and zero point: equal where a dequantize node reads the codes of a quantize node as they are meant."""
         return self.scale, self.zero_point
 
     @property
     def numbers(self) -> tuple[float, int]:
         """Scale and zero point of a node with one of each for the whole tensor."""
-        return _numbers(self.scale, self.zero_point)
+        assert not isinstance(self.scale, fx.Node)
+        assert isinstance(self.zero_point, int)
+        return self.scale, self.zero_point
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quantize(_Affine):
+    """A quantize node."""
+
+    input: fx.Node
+    quant_min: int
+    quant_max: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dequantize(_Affine):
+    """A dequantize node."""
+
+    codes: fx.Node
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

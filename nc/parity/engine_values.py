@@ -18,6 +18,7 @@ from nc.backends import engine_options
 from nc.backends.base import Backend
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.qdq import QDQGraph
+from nc.graph.views import options, returned
 from nc.ops import quantize_per_tensor
 from nc.parity.intermediates import outputs_of, with_outputs
 
@@ -41,7 +42,7 @@ def read(
         Node → value; of quantize nodes the codes.
     """
     alone = list(run(inputs))
-    leaves = list(graph.module.graph.nodes)[-1].args[0]
+    leaves = returned(graph.module)
     wanted = set(outputs_of(graph.module))
     found = {leaf: value for leaf, value in zip(leaves, alone, strict=True) if isinstance(leaf, fx.Node) and leaf in wanted}
     groups = _apart(places)
@@ -82,7 +83,7 @@ def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], 
 
 def _value(node: fx.Node, value: torch.Tensor) -> torch.Tensor:
     """Codes of a quantize node's dequantized values; other values as they are."""
-    return node.target(value, *node.args[1:]) if node.target is quantize_per_tensor else value
+    return node.target(value, *options(node)) if node.target is quantize_per_tensor else value
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from nc.graph.catalogue import is_float_tensor, kind_of_node
+from nc.graph.catalogue import first_input, input_node, is_float_tensor, kind_of_node
 from nc.graph.fx_utils import call_operator, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
-from nc.graph.views import Quantize
+from nc.graph.views import Quantize, returned
 from nc.ops import RECURRENT, dequantize_per_tensor, quantize_dequantize_dynamic, quantize_per_tensor
 
 #: Calls that quantize inside.
@@ -45,7 +45,7 @@ class Point:
 
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     """The computed tensors that a graph returns, each once, in the order of its outputs."""
-    leaves = dict.fromkeys(leaf for leaf in list(module.graph.nodes)[-1].args[0] if isinstance(leaf, fx.Node))
+    leaves = dict.fromkeys(leaf for leaf in returned(module) if isinstance(leaf, fx.Node))
     return tuple(n for n in leaves if n.op == "call_function" and isinstance(n.meta.get("val"), TENSORS))
 
 
@@ -61,7 +61,7 @@ def places_of(module: fx.GraphModule, quantized: frozenset[str]) -> tuple[fx.Nod
     if not works_in_place(module):  # else a value depends on when it is read
         for node in (n for n in nodes if n.meta.get("operator") in quantized or n.target in _RECURRENT):
             chosen.update(_results(node))
-        chosen.update(n.args[0] for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT)
+        chosen.update(input_node(n) for n in nodes if n.target is quantize_dequantize_dynamic or n.target in _RECURRENT)
     chosen -= {*outputs_of(module)}
     return tuple(n for n in nodes if n in chosen and n.op == "call_function")
 
@@ -100,7 +100,7 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
                 node = call_operator(copy.graph, dequantize_per_tensor, node, *codes.qparams, codes.dtype)
                 node.meta["val"] = place.meta.get("val")
             values.append(node)
-    output.args = ((*output.args[0], *values),)
+    output.args = ((*returned(copy), *values),)
     copy.graph.lint()
     copy.recompile()
     return copy
@@ -110,7 +110,8 @@ def _results(node: fx.Node) -> list[fx.Node]:
     """The fp32 tensors in which the result of an int8 operator is first kept in memory; none where it is kept as codes."""
     if node.target in _RECURRENT:
         return list(node.users)
-    if isinstance(node.args[0], fx.Node) and node.args[0].target is quantize_dequantize_dynamic:
+    source = first_input(node)
+    if source is not None and source.target is quantize_dequantize_dynamic:
         return [node]
     while len(node.users) == 1 and is_float_tensor(user := next(iter(node.users))):
         if user.target is quantize_per_tensor:
@@ -124,10 +125,10 @@ def _how(node: fx.Node) -> str:
         return "codes"
     if not is_float_tensor(node):
         return "exact"
-    first = node.args[0] if node.args else None
-    if isinstance(first, fx.Node) and first.target in _RECURRENT:
+    first = first_input(node)
+    if first is not None and first.target in _RECURRENT:
         return "recurrent"
-    if kind_of_node(node) == "linear" and isinstance(first, fx.Node) and first.target is quantize_dequantize_dynamic:
+    if kind_of_node(node) == "linear" and first is not None and first.target is quantize_dequantize_dynamic:
         return "dynamic"
     return "fp32"
 

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, WEIGHTED, input_node, kind_of_node, op_name
-from nc.graph.views import Dequantize, DynamicQDQ, Quantize
+from nc.graph.views import Binary, Dequantize, DynamicQDQ, Quantize, Softmax, called_with
 from nc.numerics import affine
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_dequantize_dynamic, quantize_per_tensor, to_bf16
 
@@ -90,9 +90,10 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
             return slacks[source] if source in slacks else pytree.tree_map(_none_of, env[source])
         return source
 
-    target, name, first = node.target, op_name(node), node.args[0]
+    target, name = node.target, op_name(node)
     assert not isinstance(target, str), "only calls of operators have slack"
-    read: Any = fx.map_arg((node.args[1:], node.kwargs), env.__getitem__)  # values in the place of nodes
+    (first, *others), named = called_with(node)
+    read: Any = fx.map_arg((others, named), env.__getitem__)  # values in the place of nodes
     rest, options = read
     if node.target is dequantize_per_tensor:
         return slack(first) * Dequantize.of(node).numbers[0]
@@ -105,16 +106,16 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
     if kind_of_node(node) in WEIGHTED:
         return target(slack(first), rest[0].abs(), None, *rest[2:], **options)
     if name in ("add", "sub"):
-        terms = [slack(side) for side in node.args[:2] if isinstance(side, fx.Node)]
+        terms = [slack(side) for side in Binary.of(node).sides if isinstance(side, fx.Node)]
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[input_node(node)], rest[0])]
-        reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, node.args, strict=False)]
+        reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
         return target(*reach) - target(*sizes)
-    if name == "div" and node.args[1] not in slacks and not options.get("rounding_mode"):
+    if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":
-        return value * torch.expm1(2 * slack(first).amax(rest[0], keepdim=True))
+        return value * torch.expm1(2 * slack(first).amax(Softmax.of(node).dim, keepdim=True))
     return pytree.tree_map(_no_bound, value)
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
+from nc.graph.views import Weighted
 from nc.spec import DynamicCost
 from nc.spec.reasons import Cause, Reason
 
@@ -30,14 +31,14 @@ class Sizes:
 
     def weight(self, op: Operator) -> tuple[int, ...]:
         """Shape of an operator's constant weight."""
-        return tuple(next(n for n in self._graph.module.graph.nodes if n.name == op.node).args[1].meta["val"].shape)
+        node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
+        return tuple(Weighted.of(node).weight.meta["val"].shape)
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; None where it would not."""
         if op.kind != "linear" or cost is None:
             return None
-        node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
-        outputs, inner = node.args[1].meta["val"].shape
+        outputs, inner = self.weight(op)
         rows = math.prod(self._outputs[op.node][:-1])
         saved = cost.saved * (rows * inner * outputs / cost.macs + 4 * inner * outputs / cost.weight_bytes)
         if saved > cost.call[granularity] + cost.element[granularity] * rows * (inner + outputs):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.catalogue import input_node
 from nc.graph.fx_utils import constant_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
 from nc.ops import DEQUANTIZE, QUANTIZE, RECURRENT, dequantize_per_channel, dequantize_per_tensor, from_bf16, to_bf16
@@ -89,7 +90,7 @@ def check_codes(module: fx.GraphModule) -> None:
         if node.target is to_bf16 and not all(user.target is from_bf16 for user in node.users):
             msg = f"node {node.name!r}: only from_bf16 reads bf16"
             raise ValueError(msg)
-        if node.target is from_bf16 and _dtype(module, node.args[0]) is not torch.bfloat16:
+        if node.target is from_bf16 and _dtype(module, input_node(node)) is not torch.bfloat16:
             msg = f"node {node.name!r} does not read bf16"
             raise ValueError(msg)
         if node.target in DEQUANTIZE:

@@ -23,6 +23,7 @@ from nc.graph.catalogue import decide_kinds
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
+from nc.graph.views import returned
 from nc.plan import Applied, Plan
 from nc.storage import allowlist, arguments, json_values, pytree_json
 from nc.storage.arguments import check_codes
@@ -117,13 +118,12 @@ def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
 
 
 def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple[torch.Tensor, ...]) -> None:
-    nodes = list(module.graph.nodes)
-    inputs = sum(n.op == "placeholder" for n in nodes)
+    inputs = sum(n.op == "placeholder" for n in module.graph.nodes)
     counts = {
         "leaves": (len(signature.leaves), signature.in_spec.num_leaves),
         "inputs": (sum(leaf.used for leaf in signature.leaves), inputs),
         "example inputs": (len(example), inputs),
-        "outputs": (len(nodes[-1].args[0]), signature.out_spec.num_leaves + len(signature.reads)),
+        "outputs": (len(returned(module)), signature.out_spec.num_leaves + len(signature.reads)),
     }
     for what, (got, expected) in counts.items():
         if got != expected:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from nc.graph.catalogue import MOVES, climb, kind_of_node, op_name
+from nc.graph.catalogue import BINARY, MOVES, WEIGHTED, climb, kind_of_node, op_name
+from nc.graph.views import Binary, Weighted
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
@@ -12,10 +13,18 @@ def patterns(module: fx.GraphModule) -> frozenset[str]:
     """For each int8 operator: what made its inputs, its kind, and what reads its result up to the next quantize."""
     found = set()
     for node in module.graph.nodes:
-        if kind_of_node(node) and any(_is_dequantize(a) for a in node.args):
-            sources = ",".join(_source(a) for a in node.args[:2] if isinstance(a, fx.Node))
+        read = _read(node)
+        if any(map(_is_dequantize, read)):
+            sources = ",".join(_source(a) for a in read if isinstance(a, fx.Node))
             found.add(f"{sources} > {kind_of_node(node)} > {'/'.join(sorted(_readers(node)))}")
     return frozenset(found)
+
+
+def _read(node: fx.Node) -> tuple[object, ...]:
+    """What an operator that can be int8 reads: two activations, or an activation and a weight."""
+    if kind_of_node(node) in BINARY:
+        return Binary.of(node).sides
+    return (Weighted.of(node).input, Weighted.of(node).weight) if kind_of_node(node) in WEIGHTED else ()
 
 
 def _is_dequantize(node: object) -> bool:

@@ -6,17 +6,18 @@ IPEX is archived: none of these will be fixed. Each pass has a name, which the r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends import cpu
 from nc.backends.passes import Pass
-from nc.graph.catalogue import MOVES, climb, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import BINARY, MOVES, climb, first_input, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
 from nc.graph.fx_utils import add_constant, call_operator
 from nc.graph.tensor_meta import strided
-from nc.graph.views import Conv, Quantize
+from nc.graph.views import Binary, Conv, Quantize, options, set_argument
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
@@ -31,10 +32,10 @@ def same_tensor_twice(module: fx.GraphModule) -> list[str]:
     """`matmul(y, y)`, `r + r`: the pass that splits shared dequantize nodes never ends. The second side gets codes of its own."""
     changed = []
     for node in list(module.graph.nodes):
-        if kind_of_node(node) in ("matmul", "add"):
-            left, right = _codes(node.args[0]), _codes(node.args[1])
+        if kind_of_node(node) in BINARY:
+            left, right = map(_codes, Binary.of(node).sides)
             if left is not None and left is right:
-                _own_codes(node, 1)
+                _own_codes(node, "right")
                 changed.append(node.meta["operator"])
     return changed
 
@@ -45,10 +46,10 @@ def operand_is_source(module: fx.GraphModule) -> list[str]:
     for node in list(module.graph.nodes):
         if kind_of_node(node) != "add":
             continue
-        for index in (0, 1):
-            other, side = node.args[1 - index], _codes(node.args[index])
-            if side is not None and kind_of_node(other) and side is _codes(other.args[0]):
-                _own_codes(node, index)
+        for name, side, other in _sides(node):
+            codes = _codes(side)
+            if codes is not None and kind_of_node(other) and codes is _codes(first_input(other)):
+                _own_codes(node, name)
                 changed.append(node.meta["operator"])
     return changed
 
@@ -60,15 +61,14 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
     """
     changed = []
     for add in [n for n in module.graph.nodes if op_name(n) in ("add", "add_")]:
-        for index in (0, 1):
-            side, other = add.args[index], add.args[1 - index]
+        for name, side, other in _sides(add):
             if not is_float_tensor(side) or side.target is dequantize_per_tensor or not is_float_tensor(other):
                 continue
             if kind_of_node(producer(other)) and _is_read_elsewhere(side, add):
                 with module.graph.inserting_before(add):
                     copy = module.graph.call_function(torch.ops.aten.clone.default, (side,))
                 copy.meta["val"] = side.meta.get("val")
-                add.update_arg(index, copy)
+                set_argument(add, name, copy)
                 changed.append(add.meta.get("operator", add.name))
     return changed
 
@@ -86,7 +86,7 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
             with module.graph.inserting_before(reader):
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (Quantize.of(reader).input,))
             copy.meta["val"] = Quantize.of(reader).input.meta.get("val")
-            reader.update_arg(0, copy)
+            set_argument(reader, "input", copy)
             changed.append(node.meta.get("operator", node.name))
     return changed
 
@@ -113,11 +113,11 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
                 val = strided(val, val.dim() - dims + i, stride)
                 value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
             value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
-            again = call_operator(module.graph, quantize_per_tensor, value, *codes.args[1:])
-            back = call_operator(module.graph, dequantize_per_tensor, again, *dequantize.args[1:])
+            again = call_operator(module.graph, quantize_per_tensor, value, *options(codes))
+            back = call_operator(module.graph, dequantize_per_tensor, again, *options(dequantize))
         value.meta["val"] = again.meta["val"] = back.meta["val"] = val
-        node.update_arg(0, back)
-        node.update_arg(3, [1] * dims)
+        set_argument(node, "input", back)
+        set_argument(node, "stride", [1] * dims)
         changed.append(node.meta["operator"])
     return changed
 
@@ -180,7 +180,8 @@ def maximum_with_indices(module: fx.GraphModule) -> list[str]:
         calls = [(target, (a["self"], a["dim"], a["keepdim"])) for target in _EXTREMES[node.target]]
         for user in list(node.users):
             with module.graph.inserting_before(user):
-                part = module.graph.call_function(*calls[user.args[1]])
+                _, index = user.args
+                part = module.graph.call_function(*calls[index])
             part.meta = dict(user.meta)
             user.replace_all_uses_with(part)
             module.graph.erase_node(user)
@@ -208,13 +209,19 @@ def _codes(node: object) -> fx.Node | None:
     return source if source.target is quantize_per_tensor else None
 
 
-def _own_codes(node: fx.Node, index: int) -> None:
+def _sides(node: fx.Node) -> tuple[tuple[str, Any, Any], ...]:
+    """Both sides of an operator on two tensors: name, value and the other's value."""
+    left, right = Binary.of(node).sides
+    return ("left", left, right), ("right", right, left)
+
+
+def _own_codes(node: fx.Node, name: str) -> None:
     """Give one input of an operator a quantize/dequantize pair that no other shares, with a scale that differs enough to stay apart."""
-    dequantize = input_node(node, index)
+    dequantize: fx.Node = getattr(Binary.of(node), name)
     old, graph = Quantize.of(input_node(dequantize)), node.graph
     scale = old.numbers[0] * _NUDGE
     with graph.inserting_before(node):
         codes = call_operator(graph, quantize_per_tensor, old.input, scale, old.zero_point, old.quant_min, old.quant_max, old.dtype)
         value = call_operator(graph, dequantize_per_tensor, codes, scale, old.zero_point, old.dtype)
     codes.meta["val"] = value.meta["val"] = dequantize.meta.get("val")
-    node.update_arg(index, value)
+    set_argument(node, name, value)

@@ -8,12 +8,12 @@ from typing import TypeGuard
 import torch
 from torch import fx
 
-from nc.graph.catalogue import input_node, is_float_tensor, op_name, schema_arguments
+from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import take_over
 from nc.graph.placement import works_in_place
+from nc.graph.views import Binary, Softmax, Transpose
 
 _aten = torch.ops.aten
-_PRODUCTS = ("matmul", "bmm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,55 +62,56 @@ def recompose(module: fx.GraphModule) -> None:
 
 def attention_of(node: fx.Node) -> Attention | None:
     """The attention whose last product a node is; None when it is none, or something else reads its scores."""
-    if op_name(node) not in _PRODUCTS or not _is_4d(node) or not _is_own(node.args[0], "softmax"):
+    if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
-    softmax, value = input_node(node), input_node(node, 1)
-    options = schema_arguments(softmax)
-    if options["dim"] not in (-1, 3) or options.get("dtype") not in (None, torch.float32):
+    softmax, value = Binary.of(node).sides
+    if not _is_own(softmax, "softmax") or Softmax.of(softmax).dim not in (-1, 3) or Softmax.of(softmax).dtype not in (None, torch.float32):
         return None
     factor, inner = 1.0, [softmax]
     biases: list[fx.Node] = []
-    scores: object = softmax.args[0]
+    scores: object = Softmax.of(softmax).input
     while _is_own(scores, "add", "mul", "div"):
         inner.append(scores)
-        left, right = scores.args[:2]
+        view = Binary.of(scores)
+        left, right = view.sides
         if op_name(scores) != "add":
-            if not isinstance(right, (int, float)) or scores.kwargs:
+            if not isinstance(right, (int, float)) or view.rounding_mode is not None:
                 return None  # a factor that depends on the inputs, or a division that rounds
             factor = factor * right if op_name(scores) == "mul" else factor / right
             scores = left
-        elif factor != 1.0 or scores.kwargs.get("alpha", 1) != 1:
+        elif factor != 1.0 or view.alpha != 1:
             return None  # the factor would hold for the bias too
         else:
             scores, bias = (left, right) if _holds_product(left) else (right, left)
             if not isinstance(bias, fx.Node):
                 return None
             biases.append(bias)
-    if not _is_own(scores, *_PRODUCTS) or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
+    if not _is_own(scores, "matmul") or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
         return None
     if str(tuple(scores.meta["val"].shape)) != str(tuple(softmax.meta["val"].shape)):
         return None  # a bias with more rows or heads than the scores
-    query, key = input_node(scores), input_node(scores, 1)
-    if op_name(key) != "transpose" or not _is_4d(key) or {dim % 4 for dim in key.args[1:] if isinstance(dim, int)} != {2, 3}:
+    query, key = Binary.of(scores).sides
+    if op_name(key) != "transpose" or not _is_4d(key) or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}:
         return None
     if len({str(tuple(side.meta["val"].shape[:2])) for side in (query, key, value)}) > 1 or not (_is_4d(query) and _is_4d(value)):
         return None  # `matmul` repeats what is missing, the one call does not
     inner += [scores, key] if len(key.users) == 1 else [scores]
-    return Attention(query, input_node(key), value, factor, tuple(biases), tuple(inner))
+    return Attention(query, Transpose.of(key).input, value, factor, tuple(biases), tuple(inner))
 
 
 def _holds_product(node: object) -> bool:
     """Whether a side of an addition leads back to the scores rather than to a mask."""
     while _is_own(node, "add", "mul", "div"):
+        left, right = Binary.of(node).sides
         if op_name(node) == "add":
-            return any(_holds_product(side) for side in node.args[:2])
-        node = node.args[0]
-    return _is_own(node, *_PRODUCTS)
+            return _holds_product(left) or _holds_product(right)
+        node = left
+    return _is_own(node, "matmul")
 
 
 def _is_own(node: object, *names: str) -> TypeGuard[fx.Node]:
-    """Whether a node is one of these operators, and only one other reads it."""
-    return isinstance(node, fx.Node) and op_name(node) in names and len(node.users) == 1
+    """Whether a node is one of these kinds or operators, and only one other reads it."""
+    return isinstance(node, fx.Node) and (kind_of_node(node) or op_name(node)) in names and len(node.users) == 1
 
 
 def _is_4d(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from nc.graph.catalogue import PRODUCTS, is_float_tensor, kind_of_node
+from nc.graph.catalogue import PRODUCTS, input_node, is_float_tensor, kind_of_node
 from nc.ops import from_bf16, to_bf16
 
 
@@ -15,7 +15,7 @@ def compute_in_bf16(module: fx.GraphModule) -> None:
             continue
         for source in node.all_input_nodes:
             if source.target is from_bf16:
-                node.replace_input_with(source, source.args[0])
+                node.replace_input_with(source, input_node(source))
         (result,) = node.users
         result.replace_all_uses_with(node)
         module.graph.erase_node(result)
@@ -36,8 +36,8 @@ def why_not_bf16(node: fx.Node) -> str:
 def drop_round_trips(module: fx.GraphModule) -> None:
     """bf16 → fp32 → bf16 changes nothing; conversions that nobody reads go."""
     for node in list(module.graph.nodes):
-        if node.target is to_bf16 and node.args[0].target is from_bf16:
-            node.replace_all_uses_with(node.args[0].args[0])
+        if node.target is to_bf16 and (source := input_node(node)).target is from_bf16:
+            node.replace_all_uses_with(input_node(source))
     for node in reversed(list(module.graph.nodes)):
         if node.target in (to_bf16, from_bf16) and not node.users:
             module.graph.erase_node(node)

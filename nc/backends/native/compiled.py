@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import SUM, functional_sum
+from nc.backends.native.operators import ACCUMULATOR, SUM, functional_sum
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.errors import BackendError, BackendUnavailableError
+from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import inline
+from nc.graph.views import set_argument
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
@@ -86,7 +88,7 @@ _FREEZING = _Freezing()
 def functional(module: fx.GraphModule) -> None:
     """Let sums return a new tensor: compilers can't follow an operator with packed weights that changes its arguments."""
     for node in [n for n in module.graph.nodes if n.target is SUM]:
-        accumulator = node.args[6]
-        node.update_arg(6, accumulator.args[0])  # not the copy, or the layout, that was made for this node alone
+        accumulator = schema_arguments(node)[ACCUMULATOR]
+        set_argument(node, ACCUMULATOR, input_node(accumulator))  # not the copy, or the layout, that was made for this node alone
         node.target = functional_sum()
         module.graph.erase_node(accumulator)

@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.backends.native.operators import prepack
-from nc.graph.catalogue import RECURRENT, input_node, kind_of_node, op_name, schema_arguments
+from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of
 from nc.graph.tensor_meta import TENSORS
-from nc.graph.views import Conv, Dequantize, Linear, Quantize, Weighted
+from nc.graph.views import Binary, Conv, Dequantize, Linear, Quantize, Weighted, options
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 onednn = torch.ops.onednn
@@ -106,7 +106,8 @@ def region_of(anchor: fx.Node) -> Region:
     other: fx.Node | None = None
     user = _only_user(anchor)
     if user is not None and _is_sum(user, anchor) and kind in ("linear", "conv2d"):
-        other = input_node(user, 1 if user.args[0] is anchor else 0)
+        left, right = Binary.of(user).sides
+        other = right if left is anchor else left
         nodes.append(user)
         known = frozenset({"relu"})
     activation = Activation()
@@ -177,7 +178,7 @@ def _why_no_codes(node: fx.Node) -> str:
 
 def _why_not_added(add: fx.Node) -> str:
     """Why no kernel computed an addition as its post-operation, once all kernels have been put in."""
-    sides = [side for side in add.args[:2] if isinstance(side, fx.Node) and is_kernel(side)]
+    sides = [side for side in Binary.of(add).sides if isinstance(side, fx.Node) and is_kernel(side)]
     if not sides:
         return "no int8 kernel of a linear or conv2d stands directly in front of it, to do it as a post-operation"
     for side in sides:
@@ -202,9 +203,9 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _is_sum(node: fx.Node, side: fx.Node) -> bool:
     """Whether a node adds another tensor of the same shape."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+    if node.target is not torch.ops.aten.add.Tensor or Binary.of(node).alpha != 1:
         return False
-    a, b = node.args[:2]
+    a, b = Binary.of(node).sides
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return False
     shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)]
@@ -214,7 +215,7 @@ def _is_sum(node: fx.Node, side: fx.Node) -> bool:
 
 def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
     """Scale and zero point of the codes that all users read; None when some read fp32, or other codes."""
-    found = {user.args[1:] if user.target is quantize_per_tensor else None for user in node.users}
+    found = {options(user) if user.target is quantize_per_tensor else None for user in node.users}
     if len(found) != 1 or None in found:
         return None
     codes = Quantize.of(next(iter(node.users)))

@@ -6,13 +6,12 @@ import itertools
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator, constant_of
 from nc.graph.placement import works_in_place
-from nc.graph.views import Linear
+from nc.graph.views import Dequantize, Linear
 from nc.ops import dequantize_per_channel, to_bf16
 
 _aten = torch.ops.aten
@@ -25,12 +24,12 @@ def merge(module: fx.GraphModule) -> None:
     """
     if works_in_place(module):
         return
-    groups: dict[tuple[tuple[Argument, ...], bool], list[fx.Node]] = {}
+    groups: dict[tuple[Dequantize, bool], list[fx.Node]] = {}
     for node in module.graph.nodes:
         if kind_of_node(node) == "linear" and reads_codes(node):
             region = region_of(node)
             if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
-                groups.setdefault((Linear.of(node).input.args, region.bf16), []).append(node)
+                groups.setdefault((Dequantize.of(Linear.of(node).input), region.bf16), []).append(node)
     for (_, bf16), nodes in groups.items():
         if len(nodes) > 1:
             _merge(module, nodes, bf16)

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.catalogue import schema_arguments
+from nc.graph.views import set_argument
+
 _onednn = torch.ops.onednn
 SUM = _onednn.qconv2d_pointwise.binary
-#: Where its arguments have the tensor that it adds to.
-_ACCUMULATOR = 6
+#: Its argument for the tensor that it adds to, and where that stands.
+ACCUMULATOR = "qaccum"
+_POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
 
 
 @functools.cache
@@ -45,12 +49,12 @@ def in_place(graph: fx.Graph) -> None:
     """Replace sums that return a new tensor by the kernel, which adds in place: to a copy, or to what only it reads."""
     target = functional_sum()
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target is target]:
-        accumulator = node.args[_ACCUMULATOR]
+        accumulator = schema_arguments(node)[ACCUMULATOR]
         if len(accumulator.users) > 1 or not _is_convolution(accumulator):
             with graph.inserting_before(node):
                 copy = graph.call_function(torch.ops.aten.clone.default, (accumulator,), {"memory_format": torch.channels_last})
             copy.meta.update(accumulator.meta)
-            node.update_arg(_ACCUMULATOR, copy)
+            set_argument(node, ACCUMULATOR, copy)
         node.target = SUM
 
 
@@ -72,10 +76,10 @@ def _packed(weight: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _sum(*arguments: Any) -> torch.Tensor:
-    own = arguments[_ACCUMULATOR].clone(memory_format=torch.channels_last)
-    total: torch.Tensor = SUM(*arguments[:_ACCUMULATOR], own, *arguments[_ACCUMULATOR + 1 :])
+    own = arguments[_POSITION].clone(memory_format=torch.channels_last)
+    total: torch.Tensor = SUM(*arguments[:_POSITION], own, *arguments[_POSITION + 1 :])
     return total
 
 
 def _like_accumulator(*arguments: Any) -> torch.Tensor:
-    return torch.empty_like(arguments[_ACCUMULATOR], memory_format=torch.channels_last)
+    return torch.empty_like(arguments[_POSITION], memory_format=torch.channels_last)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.graph.catalogue import JOINS, MOVES, is_float_tensor, joined_inputs, op_name, schema_arguments
+from nc.graph.catalogue import JOINS, MOVES, first_input, is_float_tensor, joined_inputs, op_name, schema_arguments
 from nc.graph.fx_utils import call_operator
 from nc.graph.placement import works_in_place
-from nc.graph.views import Dequantize, Quantize
+from nc.graph.views import Dequantize, Quantize, options
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
 #: int8 codes and their zero points, as uint8.
@@ -54,13 +54,13 @@ def hoist(module: fx.GraphModule) -> None:
     for node in reversed(list(module.graph.nodes)):
         if not _keeps_values(node) or not is_float_tensor(node):
             continue
-        found = {(user.target, *user.args[1:]) if user.target in _NARROW else None for user in node.users}
+        found = {(user.target, *options(user)) if user.target in _NARROW else None for user in node.users}
         first = next(iter(found), None)
         if len(found) != 1 or first is None:
             continue
         operator, *qparams = first
         assert isinstance(operator, torch._ops.OpOverload)
-        inputs = joined_inputs(node) if op_name(node) in JOINS else node.args[:1]
+        inputs = joined_inputs(node) if op_name(node) in JOINS else [first_input(node)]
         sources = [source for source in inputs if isinstance(source, fx.Node) and is_float_tensor(source)]
         if not sources or len(sources) < len(inputs):
             continue
@@ -89,9 +89,9 @@ def _keeps_values(node: fx.Node) -> bool:
 def pool_codes(module: fx.GraphModule) -> None:
     """Maximum pools between two quantizations with one scale work on the codes themselves."""
     for node in [n for n in module.graph.nodes if op_name(n) == "max_pool2d"]:
-        source, users = node.args[0], list(node.users)
+        source, users = first_input(node), list(node.users)
         if (
-            not isinstance(source, fx.Node)
+            source is None
             or source.target is not dequantize_per_tensor
             or not all(u.target is quantize_per_tensor and Quantize.of(u).qparams == Dequantize.of(source).qparams for u in users)
         ):

@@ -12,6 +12,7 @@ from torch import fx
 
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.graph.catalogue import first_input
 
 
 class _Clock(fx.Interpreter):
@@ -86,10 +87,10 @@ def _operators(node: fx.Node) -> tuple[str, ...]:
 
 def _served(node: fx.Node, converters: Set[object]) -> str:
     """The operator whose kernel made what a conversion reads; failing that, whose kernel reads what it makes."""
-    source: Any = node.args[0]
-    while isinstance(source, fx.Node) and source.op == "call_function" and source.target not in converters and not _operators(source):
-        source = source.args[0] if source.args else None  # a move
-    if isinstance(source, fx.Node) and source.meta.get("operators"):
+    source = first_input(node)
+    while source is not None and source.op == "call_function" and source.target not in converters and not _operators(source):
+        source = first_input(source)  # of a move
+    if source is not None and source.meta.get("operators"):
         return _operators(source)[0]
     waiting = list(node.users)
     for user in waiting:  # which grows
