@@ -47,60 +47,56 @@ def _dequantize(codes: torch.Tensor, scale: float, zero_point: int, dtype: torch
     return affine.dequantize(codes, scale, zero_point)
 
 
-def _quantize_tensor(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, quant_min: int, quant_max: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=_block_size(x, scale))
+# The operators with several scales have the same arguments but for those that say how large a block is.
+def _quantize_tensor(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *codes: Any) -> torch.Tensor:
+    return _quantize_blocks(_block_size(x, scale), x, scale, zero_point, *codes)
 
 
-def _dequantize_tensor(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001
-    return affine.dequantize(codes, scale, _or_zero(zero_point), _block_size(codes, scale))
-
-
-def _quantize_per_channel(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, quant_min: int, quant_max: int, dtype: torch.dtype
-) -> torch.Tensor:
-    block_size = per_channel(axis).block_size(x.shape)
-    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=block_size)
-
-
-def _dequantize_per_channel(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    axis: int,
-    dtype: torch.dtype,  # noqa: ARG001
-) -> torch.Tensor:
-    return affine.dequantize(codes, scale, _or_zero(zero_point), per_channel(axis).block_size(codes.shape))
+def _quantize_per_channel(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *codes: Any) -> torch.Tensor:
+    return _quantize_blocks(per_channel(axis).block_size(x.shape), x, scale, zero_point, *codes)
 
 
 def _quantize_per_group(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, group_size: int, *codes: Any
+) -> torch.Tensor:
+    return _quantize_blocks(per_group(axis, group_size).block_size(x.shape), x, scale, zero_point, *codes)
+
+
+def _dequantize_tensor(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, *_: Any) -> torch.Tensor:
+    return _dequantize_blocks(_block_size(codes, scale), codes, scale, zero_point)
+
+
+def _dequantize_per_channel(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, *_: Any) -> torch.Tensor:
+    return _dequantize_blocks(per_channel(axis).block_size(codes.shape), codes, scale, zero_point)
+
+
+def _dequantize_per_group(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, axis: int, group_size: int, *_: Any
+) -> torch.Tensor:
+    return _dequantize_blocks(per_group(axis, group_size).block_size(codes.shape), codes, scale, zero_point)
+
+
+def _quantize_blocks(
+    block_size: Sequence[int] | None,
     x: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
-    axis: int,
-    group_size: int,
     quant_min: int,
     quant_max: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    block_size = per_group(axis, group_size).block_size(x.shape)
-    return affine.quantize(x, scale, _or_zero(zero_point), quant_min, quant_max, dtype=dtype, block_size=block_size)
+    if not x.numel():
+        return torch.empty_like(x, dtype=dtype)  # it has no blocks
+    zero_points = 0 if zero_point is None else zero_point
+    return affine.quantize(x, scale, zero_points, quant_min, quant_max, dtype=dtype, block_size=block_size)
 
 
-def _dequantize_per_group(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    axis: int,
-    group_size: int,
-    dtype: torch.dtype,  # noqa: ARG001
+def _dequantize_blocks(
+    block_size: Sequence[int] | None, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
 ) -> torch.Tensor:
-    return affine.dequantize(codes, scale, _or_zero(zero_point), per_group(axis, group_size).block_size(codes.shape))
-
-
-def _or_zero(zero_point: torch.Tensor | None) -> torch.Tensor | int:
-    return 0 if zero_point is None else zero_point
+    if not codes.numel():
+        return _values(codes)
+    return affine.dequantize(codes, scale, 0 if zero_point is None else zero_point, block_size)
 
 
 def _block_size(x: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...] | None:
@@ -139,9 +135,10 @@ def _fake_recurrent(
 ) -> tuple[torch.Tensor, ...]:
     states = [hx] if isinstance(hx, torch.Tensor) else hx
     hidden, directions = params[1].shape[1], 1 + bidirectional
-    batch = x.shape[0 if batch_first else 1]
+    steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
     last = tuple(x.new_empty((num_layers * directions, batch, hidden)) for _ in states)
-    return x.new_empty((*x.shape[:-1], hidden * directions)), *last
+    output = x.new_empty((steps, batch, hidden * directions))  # in memory the steps come first
+    return output.transpose(0, 1) if batch_first else output, *last
 
 
 quantize_per_tensor = _operator(
