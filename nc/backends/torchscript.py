@@ -19,7 +19,7 @@ from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, first_input, input_node, is_float_tensor, is_transposed, op_name
 from nc.graph.fx_utils import copy_module
 from nc.graph.placement import works_in_place
-from nc.graph.views import Conv, Dequantize, Quantize, returned, set_argument
+from nc.graph.views import Conv, Dequantize, Quantize, called_with, returned, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: Arithmetic on sizes and its TorchScript spelling.
@@ -191,7 +191,8 @@ def _call(
         if not hasattr(root, attribute):
             root.register_buffer(attribute, quantized_weight(module, node))
         return f"self.{attribute}.dequantize()"
-    arguments = [_text(a, names) for a in node.args]
+    args, kwargs = called_with(node)
+    arguments = [_text(a, names) for a in args]
     form = None if isinstance(node.target, str) else _SIZE_OPS.get(node.target) or spelling.get(node.target)
     if form is not None:
         return form.format(*arguments)
@@ -203,7 +204,7 @@ def _call(
     for i, argument in enumerate(node.target._schema.arguments[: len(arguments)]):
         if argument.type.annotation_str == _SCALARS:
             arguments[i] = f"torch.jit.annotate({_SCALARS}, {arguments[i]})"  # or it would be a list of floats
-    arguments += [f"{k}={_text(v, names)}" for k, v in node.kwargs.items()]
+    arguments += [f"{k}={_text(v, names)}" for k, v in kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same
         x = f"{arguments[0]}.contiguous()" if _is_strided(input_node(node)) else arguments[0]

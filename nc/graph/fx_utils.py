@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import schema_arguments
+from nc.graph.views import set_argument
 from nc.ops import REFERENCE
 
 
@@ -81,13 +82,10 @@ def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torc
 def replace_constant(module: fx.GraphModule, node: fx.Node, argument: str, value: torch.Tensor) -> None:
     """Give an operator a new constant as "weight" or "bias"; the old one goes where nobody else reads it."""
     arguments = schema_arguments(node)
-    old, index = arguments[argument], list(arguments).index(argument)
+    old = arguments[argument]
     name = fqn_of(old) if old is not None else f"{fqn_of(arguments['weight']).removesuffix('weight')}bias"
     constant = add_constant(module, node, f"{node.name}_{argument}", value, name)
-    if index < len(node.args):
-        node.update_arg(index, constant)
-    else:
-        node.args, node.kwargs = tuple({**arguments, argument: constant}.values()), {}
+    set_argument(node, argument, constant)
     if old is not None and not old.users:
         module.graph.erase_node(old)
         if not any(n.op == "get_attr" and n.target == old.target for n in module.graph.nodes):
