@@ -23,6 +23,7 @@ import minilm
 import torch
 
 import nc
+from nc.graph.catalogue import input_node
 from nc.numerics.histogram import edges
 from nc.observers import ALGORITHMS
 from nc.observers.base import State
@@ -42,7 +43,7 @@ def histogram_of(operator: str) -> tuple[State, Decision]:
     prepared = nc.prepare(model, config, example_inputs=data[0], backend="reference")
     for batch in data:
         prepared(**batch)
-    source = next(n for n in prepared.graph.module.graph.nodes if n.meta.get("operator") == operator).args[0]
+    source = input_node(next(n for n in prepared.graph.module.graph.nodes if n.meta.get("operator") == operator))
     return prepared.observers[source.name, HISTOGRAM.name].state, prepared.plan[operator]
 
 

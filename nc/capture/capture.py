@@ -61,13 +61,13 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
     Args:
         model: any module in any mode; captured in eval mode, its flags are restored.
         example_inputs: a tensor, a tuple or list (positional), or a dict (keywords).
-        dynamic_shapes: as `torch.export.export` takes it, by argument name; None frees every dimension that the model leaves free, but not
-            height and width of images for models with tokens (layer norm, attention, embeddings).
+        dynamic_shapes: as for `torch.export.export`, by argument name. With None every dimension is free that the model allows to be free.
+            Height and width of images stay fixed for models with tokens (layer norm, attention, embeddings).
         share_weights: use the model's own tensors as constants instead of copies.
 
     Raises:
         InputError: example_inputs are missing, do not fit `forward`, or are not on the CPU.
-        CaptureError: torch.export can't express the model; names the user's line.
+        CaptureError: torch.export cannot express the model. The message names the user's line.
     """
     caches.register()
     values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
@@ -120,10 +120,12 @@ def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, fai
 
 
 def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
-    """From all dimensions free to none; every one is checked against the model before it is accepted.
+    """The ways to export, in the order in which they are tried: first with all dimensions free, at last with none.
 
-    A batch of 1 is repeated for tracing: export treats a size of 1 as a constant, and where it is told not to (`oblivious`), some
-    models (Llama, DistilBert) come out with the batch baked into an `expand` all the same.
+    A result is accepted only if it computes what the model computes.
+
+    An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a constant. `oblivious` makes export
+    treat it as free. But in some models (Llama, DistilBert) the batch then still becomes a constant argument of `expand`.
     """
     repeated = with_batch(values, 7)
     if dynamic_shapes is not None:
@@ -183,10 +185,10 @@ def _attempt(
 
 
 def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any], expected: Any) -> None:
-    """The graph must compute what the model computes, also for another batch size.
+    """Check that the graph computes what the model computes, also for another batch size.
 
     Raises:
-        RuntimeError: it does not; the caller tries another way to export.
+        RuntimeError: it computes something else. The caller then tries another way to export.
     """
     picks = sorted({op_name(node) for node in graph.module.graph.nodes} & _PICKS)
     _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))), picks)
@@ -195,16 +197,16 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
         return
     try:
         other = _run(model, graph.signature.parameters, resized)
-    except Exception:  # noqa: BLE001 - the model itself can't take this batch; nothing to compare
+    except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
         return
     _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
 
 
 def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments in a batch of 3, or of 5 where they are 3 already: the example's own size would prove nothing.
+    """The arguments in another batch size than the example's: 3, or 5 where the example has 3. None where there is no first dimension.
 
-    Where the tensors do not share a first dimension, each is twice as long. Every second copy is the other way round, so that no part of
-    the batch equals another one by construction. None where there is no first dimension.
+    If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped. Otherwise all parts of the
+    batch would be equal, and mixing them up would not show.
     """
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     if not all(t.dim() and t.shape[0] for t in tensors):
@@ -235,9 +237,9 @@ def _batch_is_free(graph: Graph) -> bool:
     return all(isinstance(leaf.dims[0], str) for leaf in graph.signature.leaves if leaf.used)
 
 
-#: What pytree and `nc.graph.caches` say of an output that holds something else than tensors.
+#: Part of the message of pytree and `nc.graph.caches` about an output that holds other values than tensors.
 _UNKNOWN = "not a known type"
-#: The package's own files; no frame in them is the user's.
+#: Where the package's own files are. No frame in them is the user's code.
 _HERE = str(Path(__file__).parents[1])
 
 
@@ -265,7 +267,7 @@ def _telling(failures: Sequence[Exception]) -> Exception:
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to rounding, which is relative to a tensor's largest value: sums of large terms can end near 0."""
+    """Whether two tensors are equal but for rounding. It is relative to the largest value, because sums of large terms can end near 0."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
@@ -288,9 +290,9 @@ def _shown(value: Any) -> str:
 
 
 def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
-    """The model's own outputs, also of layer norms over several dimensions.
+    """The model's own outputs.
 
-    IPEX, once imported, computes garbage for those, unless gradients are recorded (docs/ipex.md).
+    Once IPEX is imported, it computes wrong values for layer norms over several dimensions, unless gradients are recorded (docs/ipex.md).
     """
     args, kwargs = _split_call(parameters, pytree.tree_map(_copy, values))
     risky = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
@@ -355,7 +357,7 @@ def _check_examples(values: dict[str, Any]) -> None:
 
 
 def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call arguments: keywords where possible; positions only as far as a variadic or positional-only parameter needs them."""
+    """The arguments of a call: by keyword where possible, by position where a variadic or positional-only parameter needs it."""
     last = max((i for i, p in enumerate(parameters) if p.captured and not p.keyword), default=-1)
     args: list[Any] = []
     for parameter in parameters[: last + 1]:
@@ -366,7 +368,7 @@ def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tu
 
 
 def _auto_dims(leaf: Any, images: bool, lengths: frozenset[int]) -> Any:
-    """Every dimension free; of images and videos only the batch, unless `images`. A mask over `lengths` is no image."""
+    """Every dimension free. Of images and videos only the batch is free, unless `images` is set. A mask over `lengths` is not an image."""
     if not isinstance(leaf, torch.Tensor):
         return None
     free = leaf.dim() < 4 or images or set(leaf.shape[-2:]) <= lengths
@@ -380,7 +382,7 @@ def _lengths(values: dict[str, Any]) -> frozenset[int]:
 
 
 def _takes_any_image(model: torch.nn.Module) -> bool:
-    """Whether a model looks convolutional throughout. Models that cut images into tokens fix the size, or cost export minutes (Swin)."""
+    """Whether a model has convolutions and no tokens. Models that cut images into tokens fix the image size, or take minutes to export."""
     tokens = (torch.nn.LayerNorm, torch.nn.MultiheadAttention, torch.nn.Embedding)
     return not any(isinstance(m, tokens) for m in model.modules())
 
@@ -406,7 +408,7 @@ def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None])
 
 
 def _dim(size: Any) -> int | str:
-    """A size that the model fixed, or the name of a free one; export notes fixed sizes apart from the shape."""
+    """A size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
     if isinstance(size, int):
         return size
     expression = size.node.shape_env.replace(size.node.expr)

@@ -17,7 +17,7 @@ Shape = tuple[int | torch.SymInt, ...]
 
 
 def decompose_attention(module: fx.GraphModule) -> None:
-    """Rewrite every attention whose head size is fixed; masks shared by several layers are converted once."""
+    """Rewrite every attention whose head size is fixed. A mask that several layers share is converted once."""
     masks: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     for node in list(module.graph.nodes):
         if op_name(node) != "scaled_dot_product_attention":
@@ -41,7 +41,7 @@ class _Builder:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
         if shape is not None:
-            # the result's shape is stated rather than traced: fake tensors of free sizes refuse some composite operators
+            # the shape is given here, not traced: some composite operators refuse fake tensors with free sizes
             node.meta["val"] = self.origin.meta["val"].new_empty(shape)
         return node
 
@@ -67,7 +67,7 @@ def _attention(
     square = (*q[:-1], k[-2])
     scores = call(square, aten.matmul.default, query, call((*k[:-2], k[-1], k[-2]), aten.transpose.int, key, -2, -1))
     if factor != 1.0:
-        # a division is what the fusers look for; 1/factor is exact whenever the head size is a power of 4
+        # fusers look for a division. 1/factor is exact if the head size is a power of 4
         scores = call(square, aten.div.Tensor, scores, 1.0 / factor)
     if is_causal:
         scores = call(square, aten.add.Tensor, scores, _causal_bias(call, query, key, square[-2:]))
@@ -83,7 +83,7 @@ def _attention(
 
 
 def _repeats(call: _Builder, query: fx.Node, grouped: fx.Node) -> int | fx.Node:
-    """How many heads of the query share one of the key or value; computed in the graph where heads are free."""
+    """How many heads of the query share one head of the key or value. The graph computes it if the number of heads is free."""
     sizes = [n.meta["val"].shape[-3] for n in (query, grouped)]
     if all(isinstance(size, int) for size in sizes):
         return int(sizes[0] // sizes[1])
@@ -99,7 +99,7 @@ def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: Shape) -> 
 
 
 def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The mask as something to add, and for boolean masks 1/0 per row: attention gives 0 where a row may attend to nothing."""
+    """The mask as a term to add, and a factor for the result: 0 for rows that attend to nothing, else 1. None if all rows attend."""
     val = mask.meta["val"]
     shape = tuple(val.shape)
     if val.dtype != torch.bool:
@@ -112,7 +112,7 @@ def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.Node]:
-    """A float mask with -inf: finite, so that a row which hides everything gives no NaN, and that row's 0."""
+    """A float mask with -inf as `_bias` gives it. It becomes finite, because a row of -inf alone would give NaN."""
     row = (*shape[:-1], 1)
     visible = call(shape, aten.gt.Scalar, mask, torch.finfo(torch.float32).min)
     attended = call(row, aten.to.dtype, call(row, aten.any.dim, visible, -1, True), torch.float32)
@@ -120,7 +120,10 @@ def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.No
 
 
 def _holds_minus_infinity(mask: fx.Node, depth: int = 12) -> bool:
-    """Whether a mask may hold -inf: given, or made with it here (torch's own are; Hugging Face's hold the lowest finite number)."""
+    """Whether a mask may hold -inf: it is an input, or the graph makes it with -inf.
+
+    torch's own masks hold -inf. Those of Hugging Face hold the lowest finite number.
+    """
     if depth == 0 or not isinstance(mask, fx.Node):
         return False
     if mask.op == "placeholder":

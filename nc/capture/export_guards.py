@@ -1,4 +1,4 @@
-"""Process-wide settings during the export of a model, restored afterwards; callers hold `nc.global_lock.LOCK`."""
+"""Process-wide settings for the export of a model. They are restored afterwards. Callers hold `nc.global_lock.LOCK`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Every submodule in eval mode inside; its own flag, and the buffers that forward changed, as before afterwards."""
+    """Put every submodule in eval mode. Afterwards each has its own mode again, and the buffers have the values that they had before."""
     flags = [(m, m.training) for m in model.modules()]
     owners = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
@@ -44,13 +44,13 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exportable(oblivious: bool) -> Iterator[None]:
-    """Process-wide switches that export needs, each put back afterwards (callers hold the lock).
+    """Set the process-wide switches that export needs, and put each back afterwards. Callers hold the lock.
 
-    * `oblivious`: sizes 0 and 1 of the example stay symbols, so that a batch of 1 does not fix the batch;
-    * the fused fast path of `nn.MultiheadAttention` hides its linears in one operator;
-    * transformers 4 builds causal masks with vmap, which torch 2.8 can't export: broadcasting gives the same mask;
-    * torchvision chooses by the number of boxes between two ways to the same result of non-maximum suppression, and export does not know
-      that number: the way for few boxes takes any number.
+    * `oblivious`: sizes 0 and 1 of the example stay symbols. So a batch of 1 does not fix the batch size.
+    * The fast path of `nn.MultiheadAttention` is off, because it hides the linears in one operator.
+    * transformers 4 builds causal masks with vmap, which torch 2.8 cannot export. Broadcasting replaces it and gives the same mask.
+    * torchvision has two ways to the same result of non-maximum suppression, and chooses by the number of boxes, which export does not know.
+      Only the way for few boxes is used, because it takes any number.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
@@ -62,7 +62,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
         stack.enter_context(_broadcast_masks())
         stack.enter_context(_one_way_of_nms())
         stack.enter_context(contextlib.redirect_stderr(_OtherThreads(sys.stderr)))
-        for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails; the last failure is raised instead
+        for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails, and nc raises an error if all fail
             logger = logging.getLogger(name)
             stack.callback(setattr, logger, "disabled", logger.disabled)
             logger.disabled = True
@@ -71,7 +71,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Parameters of their own for arguments that `forward` collects in `**kwargs`: torch 2.8 frees no dimension of those."""
+    """Let `forward` have a parameter for each argument that it collects in `**kwargs`: torch 2.8 frees no dimension of those otherwise."""
     signature = inspect.signature(model.forward)
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     extra = [name for name in names if name not in signature.parameters]
@@ -97,7 +97,7 @@ def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[Non
 
 
 class _OtherThreads(io.TextIOBase):
-    """Standard error for all threads but this one: export prints the whole graph there whenever an attempt fails."""
+    """Standard error for all other threads. This one is silent, because export prints the whole graph whenever an attempt fails."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._muted = stream, threading.get_ident()
@@ -123,7 +123,7 @@ def _broadcast_masks() -> Iterator[None]:
 
         return mask
 
-    # makes indexing something that vmap understands: torch 2.13 exports that as a control-flow operator
+    # it turns indexing into what vmap understands, which torch 2.13 exports as a control-flow operator
     indexing = getattr(masks, "TransformGetItemToIndex", contextlib.nullcontext)
     masks._vmap_for_bhqkv, masks.TransformGetItemToIndex = broadcast, contextlib.nullcontext
     try:

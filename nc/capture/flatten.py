@@ -49,7 +49,7 @@ def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModu
 
 
 def own_constants(module: fx.GraphModule, program: torch.export.ExportedProgram) -> None:
-    """Copy the constants that still are the model's own tensors; those that a rewrite has replaced never were copied."""
+    """Copy the constants that are still the model's own tensors. Those that a rewrite made are new already."""
     theirs = {t.untyped_storage().data_ptr() for t in (*program.state_dict.values(), *program.constants.values()) if _has_storage(t)}
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     for name, value in list(module.named_buffers(remove_duplicate=False)):
@@ -64,7 +64,7 @@ def _has_storage(value: object) -> bool:
 
 
 class Unused:
-    """Stands for the placeholder of a tensor that the model never reads: keeps its shape, has no users."""
+    """In the place of the placeholder of a tensor that the model never reads: it has a shape and no users."""
 
     def __init__(self, node: fx.Node) -> None:
         self.meta = node.meta
@@ -83,7 +83,7 @@ def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torc
 
 
 def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]) -> None:
-    """Copy one node; regions of grad mode and of disabled autocast are copied inline."""
+    """Copy one node. Of a region with its own grad mode, or with autocast switched off, copy the nodes inside."""
     name = getattr(node.target, "__name__", "")
     if node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), fx.GraphModule):
         return

@@ -21,14 +21,14 @@ class Operator:
     """One named operator of a captured graph.
 
     Attributes:
-        name: unique; "encoder.layer.0.attention.self.query", "layer1.0.add", "block.matmul_1", "shared@1" for a second call.
+        name: unique. "encoder.layer.0.attention.self.query", "layer1.0.add", "block.matmul_1"; "shared@1" for a second call of a module.
         module_name: the name without call number ("shared"), which rules match too.
         kind: catalogue kind of a quantizable operator, else the ATen name.
         module_type: qualified class name of the innermost module that it runs in.
         node: name of its fx node.
         quantizable: whether some integer kernel exists for its kind.
-        why: why it can't be quantized; None when it can.
-        followed_by: what reads its result and nothing else does, one after the other: ("add", "relu").
+        why: why it cannot be quantized; None if it can.
+        followed_by: the operators behind it, as long as each is the only one that reads the result in front of it: ("add", "relu").
     """
 
     name: str
@@ -61,7 +61,7 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
             continue
         why = catalogue.FLOAT_OPS.get(op) if kind is None else _why_not(node, kind, activations, varying)
         if kind == "add" and why is not None:
-            continue  # an addition of a constant or of a mask is no operator that a user would look for
+            continue  # users do not look for additions of a constant or of a mask
         path, owned, module_type = _owner(node, shown, modules)
         base = path if owned else ".".join(filter(None, (path, shown)))
         count = seen[base]
@@ -95,7 +95,7 @@ def _activations(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _varying(module: fx.GraphModule) -> set[fx.Node]:
-    """What depends on the values of an input, not on constants and sizes alone."""
+    """Nodes that depend on the values of an input, not on constants and sizes alone."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder" or any(n in found for n in node.all_input_nodes if catalogue.op_name(n) != "sym_size"):

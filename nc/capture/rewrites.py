@@ -37,10 +37,10 @@ def drop_checks(module: fx.GraphModule) -> None:
 
 
 def own_inputs(module: fx.GraphModule) -> None:
-    """An input that the model changes in place is copied first: the caller's tensor stays as it was.
+    """Copy an input that the model changes in place, so that the caller's tensor stays as it was.
 
     Raises:
-        CaptureError: the model changes a buffer of its own; a graph without state can't.
+        CaptureError: the model changes its own buffer. A graph has no state, so it cannot.
     """
     for node in list(module.graph.nodes):
         if not _is_in_place(node):
@@ -63,7 +63,7 @@ def own_inputs(module: fx.GraphModule) -> None:
 
 
 def _is_lifted(node: fx.Node) -> bool:
-    """A constant that `forward` writes down (`torch.tensor(0.0)`), made anew at each call."""
+    """Whether a constant is written in `forward` (`torch.tensor(0.0)`): each call makes a new one."""
     return str(node.meta.get("fqn", "")).startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
 
 
@@ -72,14 +72,14 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def views(module: fx.GraphModule) -> None:
-    """`view` becomes `reshape`: the strides that a view was traced with need not survive the rewrites below."""
+    """`view` becomes `reshape`, because the rewrites below may change the strides that `view` needs."""
     for node in module.graph.nodes:
         if node.target is aten.view.default:
             node.target = aten.reshape.default
 
 
 def flattens(module: fx.GraphModule) -> None:
-    """`flatten` becomes `reshape`, whose sizes are read from the inputs: fusers look through the one and not through the other."""
+    """`flatten` becomes `reshape` with sizes that are read from the inputs. Fusers look through `reshape` and not through `flatten`."""
     for node in [n for n in module.graph.nodes if n.target is aten.flatten.using_ints]:
         a = schema_arguments(node)
         shape = list(a["self"].meta["val"].shape)
@@ -95,7 +95,7 @@ def flattens(module: fx.GraphModule) -> None:
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
-    """A size as an argument: a number, or a node that reads it from an input; None when no input has it."""
+    """A size as an argument: a number, or a node that reads it from an input. None if no input has this size."""
     if isinstance(size, int):
         return size
     inputs = [n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
@@ -110,9 +110,9 @@ def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | N
 
 
 def flat_layer_norms(module: fx.GraphModule) -> None:
-    """A layer norm over several dimensions becomes one over their product: engines know that form, and none other is safe in all of them.
+    """A layer norm over several dimensions becomes one over a single dimension of that size: only this form is right in every engine.
 
-    It is done here and not by a backend, because calibration runs this graph with the engine's own kernels for fp32.
+    Capture does this, not a backend, because calibration runs the captured graph with the engine's own fp32 kernels.
     """
     for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default]:
         a = schema_arguments(node)
@@ -138,16 +138,16 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
 
 
 def pool_strides(module: fx.GraphModule) -> None:
-    """A pool without a stride steps by its window; written out, so that every reader finds numbers."""
+    """Give a pool without a stride the one that it has by default, its window, so that all later stages find numbers."""
     for node in module.graph.nodes:
         if op_name(node) in POOLS and schema_arguments(node).get("stride") == []:
             set_argument(node, "stride", schema_arguments(node)["kernel_size"])
 
 
 def drop_identities(module: fx.GraphModule) -> None:
-    """Remove dropout, detach, conversions to the dtype that a tensor has already, and copies of a tensor to itself.
+    """Remove dropout, detach, conversions to the dtype that a tensor already has, and copies of a tensor to itself.
 
-    Export writes the last where `forward` assigns a buffer anew: `self.table = self.table.to(x.device)`.
+    Export makes such a copy where `forward` assigns a buffer to itself: `self.table = self.table.to(x.device)`.
     """
     for node in list(module.graph.nodes):
         if op_name(node) in IDENTITIES or _is_same_dtype_cast(node) or _is_copy_to_itself(node):
@@ -167,7 +167,7 @@ def _is_same_dtype_cast(node: fx.Node) -> bool:
 
 
 def functionalise(module: fx.GraphModule) -> None:
-    """`x.relu_()` → `relu(x)`, where x is a fresh value that nothing else looks into; other mutations stay as they are."""
+    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists. Other operators in place stay as they are."""
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     for node in list(module.graph.nodes):
         functional = _functional_overload(node)
@@ -176,7 +176,7 @@ def functionalise(module: fx.GraphModule) -> None:
         target = first_input(node)
         if target is None or target.op in ("placeholder", "get_attr") or _is_view(target):
             continue
-        # a mutation that was left in place gives memory that others look into
+        # the result of an operator that stays in place is memory that others read too
         if _is_in_place(target) or any(_is_view(user) for user in target.users):
             continue
         node.target = functional
@@ -205,7 +205,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def linears(module: fx.GraphModule) -> None:
-    """`addmm`, `mm` and `matmul` with a constant matrix become `linear`; weights computed from constants are folded."""
+    """`addmm`, `mm` and `matmul` with a constant matrix become `linear`. A weight that is computed from constants becomes a constant."""
     for node in list(module.graph.nodes):
         name = op_name(node)
         if name == "addmm":
@@ -243,7 +243,7 @@ def batched_matmul(module: fx.GraphModule) -> None:
 
 
 def tensor_limits(module: fx.GraphModule) -> None:
-    """`clamp` to limits that are tensors becomes `maximum` and `minimum`: it is no function of one value, as activations are."""
+    """`clamp` with tensors as limits becomes `maximum` and `minimum`, because later stages take `clamp` for a function of one value."""
     for node in [n for n in module.graph.nodes if n.target is aten.clamp.Tensor]:
         a = schema_arguments(node)
         result = a["self"]
@@ -256,7 +256,7 @@ def tensor_limits(module: fx.GraphModule) -> None:
 
 
 def batched_convolutions(module: fx.GraphModule) -> None:
-    """A convolution without a batch gets one of 1: kernels know no other."""
+    """A convolution without a batch dimension gets one of size 1, which kernels need."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
         x = Weighted.of(node).input
         if x.meta["val"].dim() != Weighted.of(node).weight.meta["val"].dim() - 1:
@@ -273,7 +273,7 @@ def batched_convolutions(module: fx.GraphModule) -> None:
 
 
 def explicit_padding(module: fx.GraphModule) -> None:
-    """`padding="same"` and "valid" become numbers, with a padding in front where the sides differ: the kernels take numbers only."""
+    """`padding="same"` and "valid" become numbers, which kernels need. If the two sides differ, a padding is put in front."""
     for node in module.graph.nodes:
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "padding":
@@ -283,7 +283,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
         dilation = list(arguments["dilation"])
         dilation = dilation * len(kernel) if len(dilation) == 1 else dilation
         totals = [0 if arguments["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        if any(t % 2 for t in totals):  # the larger half goes behind, and `pad` lists the last dimension first
+        if any(t % 2 for t in totals):  # the end gets the larger half. `pad` lists the last dimension first
             with module.graph.inserting_before(node):
                 x, ends = arguments["input"], [end for t in reversed(totals) for end in (t // 2, t - t // 2)]
                 arguments["input"] = module.graph.call_function(aten.constant_pad_nd.default, (x, ends, 0.0))
@@ -295,7 +295,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
 
 
 def fold_padding(module: fx.GraphModule) -> None:
-    """A zero padding that only one convolution reads, equal on both sides, becomes that convolution's own padding."""
+    """A padding with zeros that is equal on both sides becomes the padding of the convolution that reads it, if nothing else does."""
     for node in list(module.graph.nodes):
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":
@@ -368,7 +368,7 @@ def _sweep(module: fx.GraphModule) -> None:
     drop_unused(module)
 
 
-#: Order matters: views are found before mutations are undone, weights are constants before batch norm is folded into them.
+#: The order matters: `functionalise` looks for views, and `fold_batch_norm` needs constant weights.
 REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     drop_checks,
     drop_identities,
