@@ -120,9 +120,7 @@ def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, fai
 
 
 def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
-    """The ways to export, in the order in which they are tried: first with all dimensions free, at last with none.
-
-    A result is accepted only if it computes what the model computes.
+    """The ways to export, in order: first with all dimensions free, at last with none. Each result is checked against the model.
 
     An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a constant. `oblivious` makes export
     treat it as free. But in some models (Llama, DistilBert) the batch then still becomes a constant argument of `expand`.
