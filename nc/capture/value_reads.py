@@ -20,8 +20,9 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from nc.graph.catalogue import kind_of_node, op_name
+from nc.graph.catalogue import decide_kinds, kind_of_node, op_name
 from nc.graph.signature import ValueRead
+from nc.graph.views import returned
 
 #: More values that can change are a loop over data, not a path.
 MOST_READS = 64
@@ -100,9 +101,8 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
     Raises:
         UnfitReadError: a value comes out of a layer, whose int8 form may give another one; or more than `MOST_READS` can change.
     """
-    node = next(iter(reversed(module.graph.nodes)))
-    outputs = node.args[0]
-    assert isinstance(outputs, (list, tuple))
+    decide_kinds(module)  # once more after the rewrites, which change operators
+    node, outputs = next(iter(reversed(module.graph.nodes))), returned(module)
     own, kept = list(outputs[: len(outputs) - len(reads)]), []
     for read, output in zip(reads, outputs[len(own) :], strict=True):
         sources = _sources(output) if isinstance(output, fx.Node) else set()

@@ -160,6 +160,8 @@ def decide_kinds(module: fx.GraphModule) -> None:
         kind = _OTHER_NAMES.get(name, name)
         if kind in KINDS:
             node.meta["kind"] = kind
+        else:
+            node.meta.pop("kind", None)  # a rewrite of capture may have copied it from another node
 
 
 def kind_of_node(node: object) -> str | None:
