@@ -49,8 +49,8 @@ def exportable(oblivious: bool) -> Iterator[None]:
     * `oblivious`: sizes 0 and 1 of the example stay symbols. So a batch of 1 does not fix the batch size.
     * The fast path of `nn.MultiheadAttention` is off, because it hides the linears in one operator.
     * transformers 4 builds causal masks with vmap, which torch 2.8 cannot export. Broadcasting replaces it and gives the same mask.
-    * torchvision has two ways to the same result of non-maximum suppression, and chooses by the number of boxes, which export does not know.
-      Only the way for few boxes is used, because it takes any number.
+    * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which export does not know. Only
+      the way for few boxes is used. It takes any number and gives the same result.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
