@@ -24,7 +24,7 @@ class Branching(nn.Module):
 
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-FULL, PADDED = torch.ones(2, 5), torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2])
+FULL, PADDED = torch.ones(2, 5, dtype=torch.long), torch.tensor([[1] * 5, [1] * 3 + [0] * 2])
 
 
 def quantized(model, *inputs, backend="reference"):
@@ -93,7 +93,10 @@ def test_values_that_can_not_change_are_not_checked():
     assert graph.signature.reads == ()
 
 
-def test_values_of_layers_and_fractions_are_refused():
+def test_values_of_data_are_refused():
+    def by_input(self, x):
+        return self.layer(x) * 2 if x.sum() > 0 else self.layer(x)
+
     def by_layer(self, x):
         y = self.layer(x)
         return y * 2 if (y > 0).any() else y
@@ -101,8 +104,12 @@ def test_values_of_layers_and_fractions_are_refused():
     def fraction(self, x):
         return self.layer(x) * (2 if x.max().item() > 0 else 3)
 
-    for forward, why in ((by_layer, "reads a value that its layers compute"), (fraction, "reads a floating-point value")):
-        with pytest.raises(nc.CaptureError, match=rf"{why}, at test_value_reads.py:\d+(.|\n)*depends on tensor values"):
+    for forward, why in (
+        (by_input, "reads a value that depends on floating-point inputs"),
+        (by_layer, "reads a value that its layers compute"),
+        (fraction, "reads a floating-point value"),
+    ):
+        with pytest.raises(nc.CaptureError, match=rf"depends on tensor values(.|\n)*{why}, at test_value_reads.py:\d+"):
             nc.prepare(Function(forward, layer=nn.Linear(8, 8)).eval(), nc.StaticQuantConfig(), example_inputs=X, backend="reference")
 
 

@@ -89,7 +89,8 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
                 warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
             return graph
     telling = _telling(failures)
-    raise CaptureError(_capture_message(model, telling)) from telling
+    unfit = next((f"\nThe path that the example takes can't be captured: {f}." for f in failures if isinstance(f, UnfitReadError)), "")
+    raise CaptureError(_capture_message(model, telling) + unfit) from telling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ def _same_outputs(expected: Any, got: Any, picks: Sequence[str]) -> None:
 
 def _telling(failures: Sequence[Exception]) -> Exception:
     """The failure that says most: of an attempt that got far, or else the first."""
-    return next((f for f in reversed(failures) if isinstance(f, (_OtherOutputError, UnfitReadError))), failures[0])
+    return next((f for f in reversed(failures) if isinstance(f, _OtherOutputError)), failures[0])
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 `torch.export` can't follow them: the path through the code depends on values that it does not have. Here the path that the example takes
 is captured, and every value that was read becomes one more output of the graph. Each call compares these outputs with what was read for
 the example (`Signature.unflatten`), so that a call for which the model would take another path fails instead of giving wrong numbers.
+That is of use where values are about the form of the inputs (masks, lengths, sizes); a path that depends on data is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from nc.graph.catalogue import decide_kinds, kind_of_node, op_name
+from nc.graph.catalogue import decide_kinds, is_float_tensor, kind_of_node, op_name
 from nc.graph.signature import ValueRead
 from nc.graph.views import returned
 
@@ -99,7 +100,8 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
     """Take the outputs out of a graph that can't change from call to call; the reads of those that stay.
 
     Raises:
-        UnfitReadError: a value comes out of a layer, whose int8 form may give another one; or more than `MOST_READS` can change.
+        UnfitReadError: a value comes from a floating-point input, so that nearly every call has another one; or out of a layer, whose int8
+            form may give another one; or more than `MOST_READS` can change.
     """
     decide_kinds(module)  # once more after the rewrites, which change operators
     node, outputs = next(iter(reversed(module.graph.nodes))), returned(module)
@@ -109,7 +111,11 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
         if any(kind_of_node(source) not in (None, "add") for source in sources):
             msg = f"the model reads a value that its layers compute, at {read.where}"
             raise UnfitReadError(msg)
-        if any(source.op == "placeholder" for source in sources):
+        inputs = [source for source in sources if source.op == "placeholder"]
+        if any(is_float_tensor(source) for source in inputs):
+            msg = f"the model reads a value that depends on floating-point inputs, at {read.where}"
+            raise UnfitReadError(msg)
+        if inputs or any(_is_free_size(source) for source in sources):
             kept.append((read, output))
     if len(kept) > MOST_READS:
         msg = f"the model reads {len(kept)} values, the last at {kept[-1][0].where}"
@@ -119,24 +125,27 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """All nodes that a value is computed from. A free size counts as an input, and not as what the sized tensor is computed from."""
+    """All nodes that a value is computed from; of a size, not what the sized tensor is computed from."""
     seen, waiting = {node}, [node]
     while waiting:
         node = waiting.pop()
-        if op_name(node).startswith("sym_"):
-            seen.update(node.graph.find_nodes(op="placeholder") if _is_free(node.meta.get("val")) else ())
-            continue
-        waiting += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
+        if not op_name(node).startswith("sym_"):
+            waiting += [n for n in node.all_input_nodes if n not in seen]
+            seen.update(node.all_input_nodes)
     return seen
 
 
-def _is_free(size: object) -> bool:
-    """Whether a size may change; export notes fixed ones apart from the graph."""
-    return isinstance(size, torch.SymInt) and not size.node.shape_env.replace(size.node.expr).is_number
+def _is_free_size(node: fx.Node) -> bool:
+    """Whether a node is a size that may change; export notes fixed ones apart from the graph."""
+    size = node.meta.get("val")
+    return op_name(node).startswith("sym_") and isinstance(size, torch.SymInt) and not _is_fixed(size)
 
 
-class _Reader(TorchFunctionMode):  # type: ignore[misc] # untyped in torch
+def _is_fixed(size: torch.SymInt) -> bool:
+    return bool(size.node.shape_env.replace(size.node.expr).is_number)
+
+
+class _Reader(TorchFunctionMode):
     """Hands each tensor whose value Python reads to `read`, also where torch reads it from an argument that is a size."""
 
     def read(self, tensor: torch.Tensor) -> Any:
