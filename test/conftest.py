@@ -8,6 +8,8 @@ import zlib
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"  # read when transformers is imported
+# Read when torch is imported. By default idle OpenMP threads spin, and several test processes on few cores take each other's time so.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest.register_assert_rewrite("models", "suites")
 
