@@ -1,0 +1,350 @@
+"""Break the package on purpose, one place at a time, and see whether the short suite notices.
+
+    python test/mutations.py [NAME…] [--list]
+
+`make mutations` runs it in both environments: what needs IPEX in .venv, the rest in .venv-native. Each mutation is made in a copy of the
+repository. First the test files run that should notice it; if they do not, the whole short suite. A mutation that no test notices is a
+guarantee without a test: write that test. A text that is no longer in its file is an error: the code has moved on, so must this list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from nc import available_backends
+
+ROOT = Path(__file__).parents[1]
+_LEFT_OUT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: for the command line and the table.
+        guarantee: what no longer holds.
+        file: where, below nc/.
+        text: what stands there, exactly once.
+        fault: what to put there instead.
+        tests: names of test files, without "test_", that should notice it.
+        ipex: only IPEX can notice it.
+    """
+
+    name: str
+    guarantee: str
+    file: str
+    text: str
+    fault: str
+    tests: tuple[str, ...]
+    ipex: bool = False
+
+
+MUTATIONS = (
+    Mutation(
+        "batch-norm-fold",
+        "a captured model computes what the model computes",
+        "capture/rewrites.py",
+        "new_bias = (shift * factor +",
+        "new_bias = (shift +",
+        ("capture",),
+    ),
+    Mutation(
+        "causal-mask",
+        "attention that is taken apart computes the same",
+        "capture/decompose.py",
+        "aten.triu.default, lowest, 1)",
+        "aten.triu.default, lowest, 2)",
+        ("capture",),
+    ),
+    Mutation(
+        "rule-order",
+        "of equally specific rules the last one declared wins",
+        "planning/rules.py",
+        "_has_kernel(m.config, row), i)",
+        "_has_kernel(m.config, row), -i)",
+        ("rules",),
+    ),
+    Mutation(
+        "observer-range",
+        "ranges cover all calibration batches, not only the last",
+        "observers/minmax.py",
+        '"high": torch.maximum(state["high"], high)}',
+        '"high": high}',
+        ("observers",),
+    ),
+    Mutation(
+        "merged-ranges",
+        "ranges merged over ranks are those of all the data",
+        "observers/minmax.py",
+        "high=torch.maximum)",
+        "high=torch.minimum)",
+        ("observers", "statistics"),
+    ),
+    Mutation(
+        "histogram-coarsening",
+        "histograms depend on the values alone, not on batches or their order",
+        "numerics/histogram.py",
+        'rounding_mode="trunc")',
+        'rounding_mode="floor")',
+        ("histogram",),
+    ),
+    Mutation(
+        "scale",
+        "a symmetric range clips at neither end",
+        "numerics/affine.py",
+        "amax / min(quant_max - middle",
+        "amax / max(quant_max - middle",
+        ("numerics",),
+    ),
+    Mutation(
+        "rounding",
+        "codes are rounded half to even",
+        "numerics/affine.py",
+        "(values / scales).round_()",
+        "(values / scales).add_(0.5).floor_()",
+        ("numerics",),
+    ),
+    Mutation(
+        "channel-axis",
+        "transposed convolutions have a scale per output channel",
+        "graph/catalogue.py",
+        "return 1 if groups_of(node) == 1 else None",
+        "return 0 if groups_of(node) == 1 else None",
+        ("qdq",),
+    ),
+    Mutation(
+        "placement",
+        "of a residual sum the longer branch stays fp32, for the engine to fuse",
+        "graph/placement.py",
+        "fused = max(anchors",
+        "fused = min(anchors",
+        ("qdq", "native"),
+    ),
+    Mutation(
+        "pair-limit",
+        "no pair of products overflows 16 bits",
+        "numerics/int16_pairs.py",
+        "PAIR_LIMIT = 128",
+        "PAIR_LIMIT = 129",
+        ("int16_pairs",),
+    ),
+    Mutation(
+        "seven-bits",
+        "the second input of a matmul takes 7 bits where sums have 16",
+        "graph/saturation.py",
+        "2 * highest * _largest_size(",
+        "highest * _largest_size(",
+        ("saturation",),
+    ),
+    Mutation(
+        "native-zero-point",
+        "signed activations run on kernels of unsigned ones",
+        "backends/native/qdq_rewrites.py",
+        "zero_point = old.numbers[1] + _SHIFT",
+        "zero_point = old.numbers[1]",
+        ("native",),
+    ),
+    Mutation(
+        "native-bias",
+        "convolution kernels add the bias",
+        "backends/native/fuse.py",
+        "arguments = (x.codes, *x.qparams, *w, conv.bias,",
+        "arguments = (x.codes, *x.qparams, *w, None,",
+        ("native",),
+    ),
+    Mutation(
+        "native-relu",
+        "what is fused behind a sum is what a kernel does there",
+        "backends/native/fuse.py",
+        'Activation("hardtanh", (0.0, 6.0))',
+        'Activation("hardtanh", (0.0, 5.5))',
+        ("native",),
+    ),
+    Mutation(
+        "verification-threshold",
+        "an engine that differs from the reference is an error",
+        "backends/verify.py",
+        "TOLERANCE_DB = 20.0",
+        "TOLERANCE_DB = 8.0",
+        ("native", "backend_tables", "errors"),
+    ),
+    Mutation(
+        "auto",
+        'backend="auto" goes on when an engine can not compute the model',
+        "backends/__init__.py",
+        "except (BackendError, UnsupportedError) as error:",
+        "except UnsupportedError as error:",
+        ("auto",),
+    ),
+    Mutation(
+        "checksum",
+        "a byte changed in an artefact is noticed",
+        "storage/store.py",
+        "if expected != got:",
+        'if expected["size"] != got["size"]:',
+        ("artefact",),
+    ),
+    Mutation(
+        "signature",
+        "inputs of another size than captured are refused",
+        "graph/signature.py",
+        "if size != expected:",
+        "if size > expected:",
+        ("signature",),
+    ),
+    Mutation(
+        "verdict",
+        "operators that cost more than they gain are named, others not",
+        "backends/profiling/verdict.py",
+        "> max(least, _TENTH * c.fp32_ms)",
+        "> min(least, _TENTH * c.fp32_ms)",
+        ("verdict",),
+    ),
+    Mutation(
+        "report-count",
+        "the report counts as int8 what ran int8",
+        "report.py",
+        'sum(op.asked == "int8" and op.ran == "int8" for',
+        'sum(op.asked == "int8" for',
+        ("native", "errors", "qdq"),
+    ),
+    Mutation(
+        "dynamic",
+        "dynamic ranges are per token where that is asked",
+        "numerics/dynamic.py",
+        "if per_token else",
+        "if per_token and x.dim() > 2 else",
+        ("dynamic",),
+    ),
+    Mutation(
+        "smooth-quant",
+        "SmoothQuant's scales are those of the paper's equation 4",
+        "numerics/smoothing.py",
+        "x**alpha / w ** (1 - alpha)",
+        "x**alpha / w**alpha",
+        ("smooth_quant",),
+    ),
+    Mutation(
+        "bias-correction",
+        "bias correction removes the mean error",
+        "algorithms/bias_correction.py",
+        "- mean).float()",
+        "- mean).float() * 0.5",
+        ("qdq",),
+    ),
+    Mutation(
+        "command-line",
+        "positional arrays reach the model in their order",
+        "cli/inputs.py",
+        'sorted(tensors, key=lambda name: int(name.removeprefix("arr_")))',
+        "sorted(tensors, reverse=True)",
+        ("cli",),
+    ),
+    Mutation(
+        "ipex-workaround",
+        "patterns that IPEX computes wrongly are rewritten",
+        "backends/ipex/workarounds.py",
+        "weight[1] % 16 != 0)",
+        "weight[1] % 8 != 0)",
+        ("ipex",),
+        ipex=True,
+    ),
+    Mutation(
+        "ipex-proof",
+        "what the report calls int8 reads codes in the executed graph",
+        "backends/ipex/executed_graph.py",
+        "if (inside and _reads_codes(node)) or",
+        "if inside or",
+        ("ipex",),
+        ipex=True,
+    ),
+)
+
+
+def mutate(folder: Path, mutation: Mutation) -> str:
+    """Put a fault into a copy; returns the file's content before.
+
+    Raises:
+        SystemExit: the text is not there exactly once.
+    """
+    path = folder / "nc" / mutation.file
+    before = path.read_text(encoding="utf-8")
+    found = before.count(mutation.text)
+    if found != 1:
+        sys.exit(f"{mutation.name}: nc/{mutation.file} has {mutation.text!r} {found} times, not once. Bring test/mutations.py up to date.")
+    path.write_text(before.replace(mutation.text, mutation.fault), encoding="utf-8")
+    return before
+
+
+def failure(folder: Path, files: list[str], jobs: int) -> str:
+    """The first test that fails in a copy; "" when all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not exhaustive"]
+    command += ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode != 1 or failed is None:
+        sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return failed.group(1)
+
+
+def main() -> None:
+    """Run the mutations that this environment can notice, and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--list", action="store_true", help="print the list and check its texts, run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
+    options = parser.parse_args()
+    here = "ipex" if not available_backends()["ipex"] else "native"
+    chosen = [m for m in MUTATIONS if m.name in options.names or (not options.names and (options.list or m.ipex == (here == "ipex")))]
+    unknown = set(options.names) - {m.name for m in MUTATIONS}
+    if unknown:
+        sys.exit(f"There is no mutation {', '.join(sorted(unknown))}.")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = shutil.copytree(ROOT, Path(temporary) / "copy", ignore=shutil.ignore_patterns(*_LEFT_OUT))
+        for mutation in chosen:  # before any of the long runs
+            before = mutate(folder, mutation)
+            (folder / "nc" / mutation.file).write_text(before, encoding="utf-8")
+            if options.list:
+                print(f"{mutation.name:24} nc/{mutation.file}: {mutation.guarantee}")
+        if options.list:
+            return
+        files = sorted({f"test/test_{name}.py" for m in chosen for name in m.tests})
+        broken = failure(folder, files, options.jobs)
+        if broken:
+            sys.exit(f"{broken} fails without any mutation; make the suite pass first.")
+        survivors = [m.name for m in chosen if not _try(folder, m, options.jobs)]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations caught" + (f"; not caught: {', '.join(survivors)}" * bool(survivors)))
+    sys.exit(bool(survivors))
+
+
+def _try(folder: Path, mutation: Mutation, jobs: int) -> bool:
+    start = time.monotonic()
+    before = mutate(folder, mutation)
+    files = [f"test/test_{name}.py" for name in mutation.tests]
+    caught = failure(folder, files, jobs if len(files) > 1 else 1)
+    beside = "" if caught else " (whole short suite)"
+    caught = caught or failure(folder, [], jobs)
+    (folder / "nc" / mutation.file).write_text(before, encoding="utf-8")
+    seconds = time.monotonic() - start
+    print(
+        f"{mutation.name:24} {'caught by ' + caught + beside if caught else 'NOT CAUGHT':90} {seconds:4.0f} s  {mutation.guarantee}",
+        flush=True,
+    )
+    return bool(caught)
+
+
+if __name__ == "__main__":
+    main()
