@@ -1,6 +1,9 @@
-# make demo | test | test-fast | lint | bench | setup      with the last IPEX and its torch, in .venv
+# make demo | test | lint | bench | setup                  with the last IPEX and its torch, in .venv
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
 # make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
+# make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
+# make test-exhaustive                                     only what the short suite leaves out
+# make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make clean
@@ -32,7 +35,7 @@ setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-native demo-newest test test-native test-newest test-fast lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
+.PHONY: demo demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -49,20 +52,35 @@ demo-native: setup-native
 demo-newest: setup-newest
 	.venv-newest/bin/python examples/quickstart.py
 
-# Tests of one file stay in one process: they share models. Each process computes with its part of the cores.
-PYTEST = -m pytest -q -n $(JOBS) --dist loadfile --durations=10
+# Each process begins with one part of the tests in their order, and takes from the other's end when it is done: most tests of one file, and
+# the models that they share, stay in one process.
+PYTEST = -m pytest -q -n $(JOBS) --dist worksteal --durations=10
+SHORT = -m "not exhaustive"
 
 test: setup
-	.venv/bin/python $(PYTEST)
+	.venv/bin/python $(PYTEST) $(SHORT)
 
 test-native: setup-native
-	.venv-native/bin/python $(PYTEST) -rs
+	.venv-native/bin/python $(PYTEST) -rs $(SHORT)
 
 test-newest: setup-newest
+	.venv-newest/bin/python $(PYTEST) -rs $(SHORT)
+
+test-all: setup
+	.venv/bin/python $(PYTEST)
+
+test-all-native: setup-native
+	.venv-native/bin/python $(PYTEST) -rs
+
+test-all-newest: setup-newest
 	.venv-newest/bin/python $(PYTEST) -rs
 
-test-fast: setup
-	.venv/bin/python $(PYTEST) -m "not slow"
+test-exhaustive: setup
+	.venv/bin/python $(PYTEST) -m exhaustive
+
+mutations: setup setup-native
+	.venv-native/bin/python test/mutations.py --jobs $(JOBS)
+	.venv/bin/python test/mutations.py --jobs $(JOBS)
 
 lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .

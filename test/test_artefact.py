@@ -336,7 +336,6 @@ def run_python(source, *args, **env):
     return done.stdout.strip()
 
 
-@pytest.mark.slow
 def test_a_fresh_process_needs_no_model_class_and_unpickles_nothing(cnn, saved):
     expected = cnn(torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8))
     # other tests may have imported IPEX here, which brings kernels of its own for fp32: they may round another way
@@ -357,7 +356,6 @@ print(*heavy, type(out).__qualname__, type(model(input_ids=ids)).__qualname__)
 """
 
 
-@pytest.mark.slow
 def test_loading_imports_neither_tracers_nor_transformers_whose_class_comes_with_it(tmp_path):
     """They would take longer than all else of a cold start."""
     save(quantized(transformers.BertModel(transformers.BertConfig(**TINY)), {"input_ids": torch.arange(12).reshape(2, 6)}), tmp_path / "m")
@@ -377,14 +375,12 @@ nc.save(q, sys.argv[1])
 """
 
 
-@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(tmp_path):
     for seed in ("1", "2"):
         run_python(BUILD, tmp_path / seed, PYTHONHASHSEED=seed)
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
-@pytest.mark.slow
 @pytest.mark.ipex
 def test_ipex_saves_loads_and_exports(tmp_path):
     x = torch.randn(2, 3, 16, 16)

@@ -224,7 +224,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.ipex
-@pytest.mark.parametrize("isolate", ["always", "never"])
+@pytest.mark.parametrize("isolate", [pytest.param("always", marks=pytest.mark.exhaustive), "never"])
 def test_multi_head_attention_is_computed_on_every_cpu(isolate):
     x = torch.randn(2, 16, 32)
     prepared = prepared_for(Attention(), x, backend="auto")

@@ -366,7 +366,6 @@ def test_bench_names_what_it_times(run):
     assert row.endswith("simulation in eager PyTorch (not the fp32 model)")
 
 
-@pytest.mark.slow
 @pytest.mark.ipex
 def test_bench_compares_the_engine_with_the_simulation(run):
     assert run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "out").exit_code == 0

@@ -43,7 +43,6 @@ def numbers(pattern, text):
     return [float(group) for group in re.search(pattern, text).groups()]
 
 
-@pytest.mark.slow
 @pytest.mark.ipex
 def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     text = run(tmp_path, "quickstart.py", "--evaluate", "64")
@@ -62,7 +61,7 @@ def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     assert "Loaded in a new process, 64 paragraphs: the same numbers" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ipex
 def test_resnet50_prints_which_rule_decided(tmp_path):
     text = run(tmp_path, "resnet50.py")
@@ -77,7 +76,7 @@ def test_resnet50_prints_which_rule_decided(tmp_path):
     assert "Loaded in a new process: the same numbers" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ipex
 def test_serve_torchscript_needs_torch_and_ipex_only(tmp_path):
     text = run(tmp_path, "serve_torchscript.py")
@@ -85,7 +84,7 @@ def test_serve_torchscript_needs_torch_and_ipex_only(tmp_path):
     assert "the same numbers" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ipex
 def test_distributed_calibration_starts_its_own_processes(tmp_path):
     text = run(tmp_path, "distributed_calibration.py")
@@ -155,7 +154,7 @@ def test_other_numbers_end_an_example_with_an_error(example, capsys):
     assert "OTHER NUMBERS" in capsys.readouterr().out
 
 
-SLOW = (pytest.mark.slow, pytest.mark.ipex)
+SLOW = (pytest.mark.exhaustive, pytest.mark.ipex)
 DOCUMENTS = [
     pytest.param("README.md", marks=SLOW),
     pytest.param("docs/quickstart.md", marks=SLOW),
@@ -165,7 +164,7 @@ DOCUMENTS = [
     pytest.param("docs/calibration.md", marks=pytest.mark.ipex),
     pytest.param("docs/dynamic.md", marks=pytest.mark.ipex),
     pytest.param("docs/smooth_quant.md", marks=SLOW),
-    pytest.param("docs/backends.md", marks=pytest.mark.slow),
+    pytest.param("docs/backends.md", marks=pytest.mark.exhaustive),
     "docs/equalization.md",
     "docs/extending.md",
     "docs/artefact.md",

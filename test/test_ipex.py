@@ -308,25 +308,18 @@ def test_an_output_of_garbage_without_an_operator_to_blame(monkeypatch):
 # ---- the first run in a child process ----
 
 
-@pytest.mark.slow
-def test_a_run_in_a_child_process_first():
-    x = torch.randn(4, 16)
-    q = convert(prepared_for(MLP(), x, backend="ipex"), isolate="always")
-    assert worst_db(q.reference(x), q(x)) > 30
-
-
-@pytest.mark.slow
 def test_nothing_that_lies_in_the_working_directory_runs(tmp_path, monkeypatch):
     """It may be the folder of somebody's artefact."""
     for name in ("torch", "fractions", "nc"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="always")
+    x = torch.randn(4, 16)
+    q = convert(prepared_for(MLP(), x, backend="ipex"), isolate="always")
     assert not (tmp_path / "ran").exists()
+    assert worst_db(q.reference(x), q(x)) > 30
 
 
-@pytest.mark.slow
 def test_a_hang_of_the_engine_ends_in_an_error(monkeypatch):
     """`r + r` without its lint never ends: the child does."""
     monkeypatch.setattr("nc.backends.ipex.passes.WORKAROUNDS", ())
@@ -353,7 +346,6 @@ convert(prepared, isolate="always")
 """
 
 
-@pytest.mark.slow
 def test_a_hanging_child_ends_with_its_parent(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", HANGS], cwd=tmp_path, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)})
     children, limit = [], time.monotonic() + 100

@@ -27,14 +27,14 @@ class Case:
         inputs: batch size → inputs; the second argument is a sequence length for models that have one.
         decibels: lower bound of quantized against fp32.
         fp32: operators that were asked to run int8 and need not on IPEX, with why.
-        slow: marks the test.
+        exhaustive: marks the test.
     """
 
     build: Callable[[], torch.nn.Module]
     inputs: Callable[..., Any]
     decibels: float
     fp32: dict[str, str] = dataclasses.field(default_factory=dict)
-    slow: bool = False
+    exhaustive: bool = False
 
 
 def vision(name, **options):
@@ -78,10 +78,10 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "i
 
 CASES = {
     "resnet18": Case(vision("resnet18"), image, 32.0),
-    "resnet50": Case(vision("resnet50"), image, 29.0, slow=True),
-    "mobilenet_v2": Case(vision("mobilenet_v2"), image, 33.0, slow=True),
-    "efficientnet_b0": Case(vision("efficientnet_b0"), image, 33.0, slow=True),
-    "vit_b_16": Case(vision("vit_b_16", image_size=64), image, 24.0, slow=True),
+    "resnet50": Case(vision("resnet50"), image, 29.0, exhaustive=True),
+    "mobilenet_v2": Case(vision("mobilenet_v2"), image, 33.0, exhaustive=True),
+    "efficientnet_b0": Case(vision("efficientnet_b0"), image, 33.0, exhaustive=True),
+    "vit_b_16": Case(vision("vit_b_16", image_size=64), image, 24.0, exhaustive=True),
     "bert": Case(language("BertModel", "BertConfig", **SMALL, **TEXT), text, 33.0),
     "distilbert": Case(
         language("DistilBertModel", "DistilBertConfig", n_layers=2, dim=32, n_heads=4, hidden_dim=64, **TEXT), text, 58.0
@@ -109,7 +109,7 @@ CASES = {
         ), mel, 60.0
     ),
 }  # fmt: skip
-PARAMETERS = [pytest.param(name, marks=pytest.mark.slow if case.slow else ()) for name, case in CASES.items()]
+PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if case.exhaustive else ()) for name, case in CASES.items()]
 
 
 @pytest.fixture
@@ -174,9 +174,8 @@ def test_ipex(case, model):
 LARGE_FOR_IPEX = ("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", [name for name in ("ipex", "native") if not available_backends()[name]])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("bert", "resnet") else pytest.mark.exhaustive) for name in CASES])
 def test_no_operator_disagrees(name, case, model, engine):
     """Tensor by tensor, at another size than the engine was warmed up with."""
     if engine == "ipex" and name in LARGE_FOR_IPEX and not os.environ.get("NC_LARGE"):

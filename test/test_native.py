@@ -470,8 +470,7 @@ class Encoder(nn.Module):
         return self.head(self.layer(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "shape"), [(ResidualCNN, (2, 3, 8, 8)), (Encoder, (2, 5, 32))])
+@pytest.mark.parametrize(("make", "shape"), [(ResidualCNN, (2, 3, 8, 8)), pytest.param(Encoder, (2, 5, 32), marks=pytest.mark.exhaustive)])
 def test_compiled_is_the_same_model(make, shape, tmp_path):
     model, x = make().eval(), torch.randn(shape)
     prepared = prepare(model, StaticQuantConfig(), example_inputs=x, backend="native")

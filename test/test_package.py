@@ -67,8 +67,7 @@ def run(path, *inputs):
     return torch._inductor.aoti_load_package(str(path))(*inputs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "convolutions" else pytest.mark.exhaustive) for case in CASES])
 def test_the_program_computes_the_quantized_graph(tmp_path, case):
     make, config, shape, kernels = CASES[case]
     why = get_backend("native").capabilities().why_no_bf16
@@ -84,8 +83,7 @@ def test_the_program_computes_the_quantized_graph(tmp_path, case):
     assert calls(tmp_path / "new" / "m.pt2") == kernels
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["linears", "convolutions"])
+@pytest.mark.parametrize("case", ["linears", pytest.param("convolutions", marks=pytest.mark.exhaustive)])
 def test_sizes_stay_free_where_that_was_asked(tmp_path, case):
     make, config, shape, kernels = CASES[case]
     q = quantized(make().eval(), torch.randn(1, *shape[1:]), config, "native")
@@ -96,7 +94,6 @@ def test_sizes_stay_free_where_that_was_asked(tmp_path, case):
         assert worst_db([q.reference(x)], [run(tmp_path / "m.pt2", x)]) > 35
 
 
-@pytest.mark.slow
 def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     model = Function(lambda self, x: {"y": self.a(x), "none": None, "both": (self.b(x), 3)}, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     x = torch.randn(2, 8)
@@ -107,7 +104,6 @@ def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     assert worst_db([q(x)["y"], q(x)["both"][0]], [y, b]) > 35
 
 
-@pytest.mark.slow
 def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     real = passes.fuse
 

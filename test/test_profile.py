@@ -170,7 +170,7 @@ def test_the_stream_goes_nowhere_else(leaves_nothing):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", [ResidualCNN, MLP])
+@pytest.mark.parametrize("model", [ResidualCNN, pytest.param(MLP, marks=pytest.mark.exhaustive)])
 def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leaves_nothing):
     x = torch.randn_like(IMAGE if model is ResidualCNN else ROWS)
     q = quantized(model(), x, backend=backend)
@@ -205,7 +205,14 @@ def test_a_group_of_several_int8_operators_counts_once():
     assert 0 < sum(op.share or 0 for op in report.ops) <= 1
 
 
-@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("reference", marks=pytest.mark.exhaustive),
+        pytest.param("native", marks=native),
+        pytest.param("ipex", marks=[pytest.mark.ipex, pytest.mark.exhaustive]),
+    ],
+)
 def test_other_inputs_than_the_examples(backend):
     model = Function(lambda self, x, scale: self.fc2(self.fc1(x) * scale), fc1=torch.nn.Linear(16, 8), fc2=torch.nn.Linear(8, 4))
     example = {"x": torch.randn(4, 16), "scale": torch.randn(4, 1)}
@@ -221,7 +228,9 @@ def test_other_inputs_than_the_examples(backend):
 
 
 @native
-@pytest.mark.parametrize("redirect", ["<&-", ">&-", ">/dev/null", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    "redirect", [*(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("<&-", ">&-", ">/dev/null")), ">&- 2>&- <&-"]
+)
 def test_a_process_without_standard_streams(redirect, tmp_path):
     code = f"""
 import sys

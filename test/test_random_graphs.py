@@ -77,7 +77,7 @@ def test_native_agrees(config):
 
 
 @pytest.mark.ipex
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ipex_agrees_or_says_what_to_do():
     """Half of all odd graphs are too odd for IPEX's fuser; what it takes, it must compute."""
     outcomes = []
