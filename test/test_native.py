@@ -261,6 +261,18 @@ def test_activations_behind_convolutions_of_other_ranks(act, dims):
     assert worst_db([q.reference(x)], [q(x)]) > 100
 
 
+@pytest.mark.parametrize("act", [F.relu6, F.hardswish, F.hardtanh, lambda x: x.clamp(-2, 3)])
+def test_activations_end_where_they_should(act):
+    """With many values beyond their limits."""
+    model = Function(lambda self, x: self.b(act(self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    x = 20 * torch.randn(32, 8)
+    q = quantized(model.eval(), x, None, "native")
+    y = model.a(x)
+    assert y.min() < -6
+    assert y.max() > 6
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["read again", "read once"])
 def test_what_is_added_to_in_place_is_not_lost(same, monkeypatch):
     def forward(self, x):
