@@ -154,16 +154,15 @@ def test_other_numbers_end_an_example_with_an_error(example, capsys):
     assert "OTHER NUMBERS" in capsys.readouterr().out
 
 
-SLOW = (pytest.mark.exhaustive, pytest.mark.ipex)
 DOCUMENTS = [
-    pytest.param("README.md", marks=SLOW),
-    pytest.param("docs/quickstart.md", marks=SLOW),
-    pytest.param("docs/report.md", marks=SLOW),
-    pytest.param("docs/migration.md", marks=SLOW),
+    pytest.param("README.md", marks=pytest.mark.ipex),
+    pytest.param("docs/quickstart.md", marks=pytest.mark.ipex),
+    pytest.param("docs/report.md", marks=pytest.mark.ipex),
+    pytest.param("docs/migration.md", marks=pytest.mark.ipex),
     pytest.param("docs/rules.md", marks=pytest.mark.ipex),
     pytest.param("docs/calibration.md", marks=pytest.mark.ipex),
     pytest.param("docs/dynamic.md", marks=pytest.mark.ipex),
-    pytest.param("docs/smooth_quant.md", marks=SLOW),
+    pytest.param("docs/smooth_quant.md", marks=pytest.mark.ipex),
     pytest.param("docs/backends.md", marks=pytest.mark.exhaustive),
     "docs/equalization.md",
     "docs/extending.md",

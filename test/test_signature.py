@@ -93,12 +93,14 @@ def test_rank(prepared):
 
 
 def test_fixed_size(prepared):
+    refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 1)))  # would broadcast, or crash a kernel
     text = refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 5)))
     assert "the model fixes it" in text
     assert "(2, 3, 5)" in text
 
 
 def test_sizes_that_must_be_equal(prepared):
+    refused(prepared, "'y': expected size 2 in dimension 0", **good(y=torch.randn(1, 3, 4)))
     text = refused(prepared, "'y': expected size 2 in dimension 0, as another input has", **good(y=torch.randn(5, 3, 4)))
     assert "(5, 3, 4)" in text
 
