@@ -217,7 +217,7 @@ MUTATIONS = (
         "report.py",
         'sum(op.asked == "int8" and op.ran == "int8" for',
         'sum(op.asked == "int8" for',
-        ("native", "errors", "qdq"),
+        ("reference",),
     ),
     Mutation(
         "dynamic",
