@@ -125,11 +125,11 @@ MUTATIONS = (
     ),
     Mutation(
         "placement",
-        "of a residual sum the longer branch stays fp32, for the engine to fuse",
+        "of a residual sum the shortcut is quantized, and the main path fused",
         "graph/placement.py",
         "fused = max(anchors",
         "fused = min(anchors",
-        ("qdq", "native"),
+        ("qdq",),
     ),
     Mutation(
         "pair-limit",
@@ -137,7 +137,7 @@ MUTATIONS = (
         "numerics/int16_pairs.py",
         "PAIR_LIMIT = 128",
         "PAIR_LIMIT = 129",
-        ("int16_pairs",),
+        ("int16_pairs", "saturation"),
     ),
     Mutation(
         "seven-bits",

@@ -160,6 +160,19 @@ def test_the_last_sum_reads_codes_that_exist_anyway():
     assert reads(asked, "add") == ["conv2d", "relu"]
 
 
+@pytest.mark.parametrize("main_first", [True, False])
+def test_of_two_convolutions_in_front_of_a_sum_the_shortcut_is_quantized(main_first):
+    """As in each first block of a ResNet: fusers know no other form, whichever side is written first."""
+
+    def forward(self, x):
+        sides = self.second(F.relu(self.first(x))), self.shortcut(x)
+        return self.head(F.relu(sides[0] + sides[1] if main_first else sides[1] + sides[0]))
+
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "second": nn.Conv2d(8, 8, 3, padding=1), "shortcut": nn.Conv2d(3, 8, 1)}
+    q = quantized(Function(forward, **layers, head=nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8), BARE)
+    assert reads(q, "add") == (["conv2d", "q"] if main_first else ["q", "conv2d"])
+
+
 def test_shortcut_and_next_convolution_share_their_codes():
     q = quantized(ResidualCNN(), torch.randn(4, 3, 8, 8), BARE)
     add, conv = (next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == name) for name in ("add", "conv1"))
