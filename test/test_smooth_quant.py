@@ -58,7 +58,7 @@ def quantized(model, config, batches, backend="reference", **options):
     prepared = prepare(model, config, example_inputs=batches[0], backend=backend, **options)
     for batch in batches:
         call(prepared, batch)
-    return convert(prepared)
+    return convert(prepared, **({} if backend == "reference" else {"isolate": "never"}))
 
 
 def smoothed(model, x, **options):
