@@ -208,8 +208,8 @@ def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
     pictures = [n for n in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if n in parameters]
     sets = [
         [*required, *main, *pictures[:1], *text],
-        [*required, *main],
         [*required, *main, "attention_mask"],
+        [*required, *main],
         [*required, *main, "attention_mask", "decoder_input_ids"],
         [*required, *main, "decoder_input_ids"],
         text,
@@ -237,7 +237,11 @@ def _variants(names: frozenset[str], config: Any) -> Iterator[Inputs]:
         for form in range(3 if names & {"pixel_values", "input_features", "input_values", "pixel_values_videos", "past_values"} else 1):
 
             def make(batch: int, size: int = size, form: int = form) -> dict[str, torch.Tensor]:
-                return {name: _tensor(name, batch, config, size, form) for name in sorted(names)}
+                made = {name: _tensor(name, batch, config, size, form) for name in sorted(names)}
+                if "attention_mask" in names and "input_features" in names and "input_ids" not in names:  # a mask over frames
+                    frames = made["input_features"].shape[-1 if form == 0 else -2]
+                    made["attention_mask"] = torch.ones(batch, frames, dtype=torch.long)
+                return made
 
             yield make
 

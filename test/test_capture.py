@@ -893,6 +893,29 @@ def test_a_buffer_that_is_assigned_to_itself_is_no_state():
     assert_close(call(model, x), run_graph(graph_of(model, x), x), 1e-6)
 
 
+def test_masks_that_transformers_builds_with_vmap():
+    masks = pytest.importorskip("transformers.masking_utils")
+    expansion = getattr(masks, "_vmap_expansion_sdpa", None) or masks._vmap_for_bhqkv
+
+    def near(batch, head, query, key):
+        return (query - key).abs() < 2
+
+    def forward(self, x):
+        name = "_vmap_expansion_sdpa" if hasattr(masks, "_vmap_expansion_sdpa") else "_vmap_for_bhqkv"
+        places = [torch.arange(size) for size in (x.shape[0], 1, x.shape[1], x.shape[1])]
+        with masks.TransformGetItemToIndex():
+            mask = getattr(masks, name)(near)(*places)
+        return self.fc(mask[:, 0].to(x.dtype) @ x)
+
+    model = Function(forward, fc=nn.Linear(4, 4)).eval()
+    x, longer = torch.randn(2, 5, 4), torch.randn(3, 7, 4)
+    graph = graph_of(model, x)
+    for given in (x, longer):
+        assert_close(call(model, given), run_graph(graph, given), 1e-6)
+    after = getattr(masks, "_vmap_expansion_sdpa", None) or masks._vmap_for_bhqkv
+    assert after is expansion
+
+
 def test_a_model_with_random_numbers_is_refused():
     with pytest.raises(CaptureError, match="draws random numbers") as caught:
         graph_of(Function(lambda self, x: self.fc(x) + torch.randn(4), fc=nn.Linear(4, 4)), torch.ones(2, 4))

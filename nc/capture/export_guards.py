@@ -48,7 +48,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
 
     * `oblivious`: sizes 0 and 1 of the example stay symbols. So a batch of 1 does not fix the batch size.
     * The fast path of `nn.MultiheadAttention` is off, because it hides the linears in one operator.
-    * transformers 4 builds causal masks with vmap, which torch 2.8 cannot export. Broadcasting replaces it and gives the same mask.
+    * transformers builds some masks with vmap, which torch cannot export, or only as control flow. Broadcasting gives the same mask.
     * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which export does not know. Only
       the way for few boxes is used. It takes any number and gives the same result.
     """
@@ -109,10 +109,11 @@ class _OtherThreads(io.TextIOBase):
 @contextlib.contextmanager
 def _broadcast_masks() -> Iterator[None]:
     masks: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masks, "_vmap_for_bhqkv", None)
-    if original is None:
+    name = next((name for name in ("_vmap_for_bhqkv", "_vmap_expansion_sdpa") if hasattr(masks, name)), None)  # transformers 4 and 5
+    if name is None:
         yield
         return
+    original = getattr(masks, name)
 
     def broadcast(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Any:
         def mask(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -125,12 +126,13 @@ def _broadcast_masks() -> Iterator[None]:
 
     # it turns indexing into what vmap understands, which torch 2.13 exports as a control-flow operator
     indexing = getattr(masks, "TransformGetItemToIndex", contextlib.nullcontext)
-    masks._vmap_for_bhqkv, masks.TransformGetItemToIndex = broadcast, contextlib.nullcontext
+    setattr(masks, name, broadcast)
+    masks.TransformGetItemToIndex = contextlib.nullcontext
     try:
         yield
     finally:
         masks.TransformGetItemToIndex = indexing
-        masks._vmap_for_bhqkv = original
+        setattr(masks, name, original)
 
 
 @contextlib.contextmanager
