@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from nc.numerics import weight_mse
+from nc.numerics import affine, weight_mse
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 from nc.numerics.histogram import BINS, MIN_EXPONENT, SIDE, centres, coarsen, count, edges, exponent_for, magnitudes, quantile
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.histogram import HISTOGRAM
 from nc.observers.kl import divergence
-from nc.spec import INT8, TensorSpec
+from nc.spec import TensorSpec
 
 LIMIT = float(torch.finfo(torch.float32).max)
 floats = st.floats(-LIMIT, LIMIT, width=32, allow_subnormal=True)
@@ -310,7 +310,13 @@ def test_weight_ranges_are_the_best_of_the_grid():
     rows = torch.randn(5, 4096)
     rows[2, 3] = 12.0
     rows[4] = 0.0
-    low, high = weight_mse.best_range(rows, quant_min=-127, quant_max=127, dtype=INT8)
+
+    def rounded(limit):
+        scale, zero_point = affine.choose_qparams(-limit, limit, quant_min=-127, quant_max=127, symmetric=True)
+        codes = affine.quantize(rows, scale, zero_point, -127, 127, dtype=torch.int8, block_size=(1, rows.shape[1]))
+        return affine.dequantize(codes, scale, zero_point, (1, rows.shape[1]))
+
+    low, high = weight_mse.best_range(rows, rounded)
     for row, limit in zip(rows.double(), high.double(), strict=True):
         amax = float(row.abs().max())
         errors = {}

@@ -14,12 +14,11 @@ from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.qdq import QDQGraph
-from nc.ops import DEQUANTIZE, QUANTIZE, quantize_dequantize_dynamic
+from nc.ops import CONVERTERS
 from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
-_CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_dequantize_dynamic}
 _WEIGHT_ONLY = tuple(name for name, dtype in DTYPES.items() if dtype.signed)
 _NOTE = "simulated: integers are dequantized and computed in fp32"
 
@@ -68,7 +67,7 @@ class ReferenceBackend:
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
-        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, graph.module, _CONVERTERS))
+        return EngineModel(run=run, report=report, profile=functools.partial(profile_nodes, graph.module, graph.module, CONVERTERS))
 
 
 def _simulated(decision: Decision) -> str:

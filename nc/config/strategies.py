@@ -10,6 +10,7 @@ from nc.checks import require
 from nc.config.base import QuantConfig, check_excluded
 from nc.config.fields import Field, flag, group_size, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
 from nc.errors import ConfigError
+from nc.spec import DTYPES
 
 _WEIGHTS = {
     "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),
@@ -164,7 +165,8 @@ class WeightOnlyConfig(QuantConfig):
     Weights are rounded to nearest. So far only backend "reference" supports this, as a simulation; there is no fast kernel yet.
 
     Args:
-        w_dtype: "int2" to "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
+        w_dtype: "int2" to "int8", a floating-point format ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "nf4"), "fp32" to
+            leave the operator alone, or "bf16" to compute it in bf16.
         group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
         w_algo: "minmax" or "mse".
         act_dtype: "fp32"; "bf16" together with w_dtype="bf16".
@@ -178,7 +180,7 @@ class WeightOnlyConfig(QuantConfig):
 
     algorithm, alias, family = "weight_only", "weight_only", "weight_only"
     FIELDS = {
-        "w_dtype": Field("int4", one_of(*(f"int{bits}" for bits in range(2, 9)), "fp32", "bf16")),
+        "w_dtype": Field("int4", one_of(*(name for name, dtype in DTYPES.items() if dtype.signed), "fp32", "bf16")),
         "group_size": Field(32, group_size),
         "w_algo": _WEIGHTS["w_algo"],
         "act_dtype": Field("fp32", one_of("fp32", "bf16")),

@@ -17,6 +17,7 @@ from nc.graph.views import Recurrent, Weighted, set_argument
 from nc.numerics.weights import quantize_weight
 from nc.ops import (
     RECURRENT,
+    dequantize_float,
     dequantize_per_channel,
     dequantize_per_group,
     dequantize_per_tensor,
@@ -196,12 +197,16 @@ def _quantized(
         first = next(iter(module.graph.nodes))
         fqn = weight.meta.get("fqn", name)
         codes_node = add_constant(module, first, f"{name}_{spec.dtype}", codes, fqn)
-        scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if scale.dim() else None
+        # operators for integers take one scale as a number
+        is_constant = scale.dim() > 0 or spec.dtype.kind == "float"
+        scale_node = add_constant(module, first, f"{name}_scale", scale, f"{fqn}.scale") if is_constant else None
         done[key] = (codes_node, scale_node, float(scale) if scale_node is None else 0.0)
     codes_node, scale_node, scalar = done[key]
     with module.graph.inserting_before(reader):
         if scale_node is None:
             dequantized = call_operator(module.graph, dequantize_per_tensor, codes_node, scalar, 0, _storage(spec))
+        elif spec.dtype.kind == "float":
+            dequantized = call_operator(module.graph, dequantize_float, codes_node, scale_node, str(spec.dtype))
         elif spec.granularity.name == "per_group":
             groups_along = (spec.granularity.axis, spec.granularity.shape[0])
             dequantized = call_operator(module.graph, dequantize_per_group, codes_node, scale_node, None, *groups_along, _storage(spec))

@@ -96,7 +96,7 @@ def quantize(
     Returns:
         Codes of the shape of `x`.
     """
-    values, scales, zero_points = _blocks(x.float(), scale, zero_point, block_size)
+    values, scales, zero_points = in_blocks(x.float(), scale, zero_point, block_size)
     codes = (values / scales).round_().add_(zero_points).clamp_(quant_min, quant_max)
     return codes.to(dtype).reshape(x.shape)
 
@@ -105,7 +105,7 @@ def dequantize(
     q: torch.Tensor, scale: torch.Tensor | float, zero_point: torch.Tensor | int, block_size: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Real fp32 values of codes `q`; arguments as in `quantize`."""
-    values, scales, zero_points = _blocks(q.to(torch.float32), scale, zero_point, block_size)
+    values, scales, zero_points = in_blocks(q.to(torch.float32), scale, zero_point, block_size)
     # a code minus its zero point is exact in fp32
     return (values - zero_points).mul_(scales).reshape(q.shape)
 
@@ -113,10 +113,10 @@ def dequantize(
 _Number = torch.Tensor | float
 
 
-def _blocks(
+def in_blocks(
     x: torch.Tensor, scale: _Number, zero_point: _Number, block_size: Sequence[int] | None
 ) -> tuple[torch.Tensor, _Number, _Number]:
-    """`x`, scale and zero point shaped so that they broadcast."""
+    """`x`, scale and zero point shaped so that they broadcast; arguments as in `quantize`."""
     if block_size is None or all(part == size for part, size in zip(block_size, x.shape, strict=True)):
         return x, _one(scale), _one(zero_point)
     counts = [size // part for size, part in zip(x.shape, block_size, strict=True)]

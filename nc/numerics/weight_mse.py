@@ -6,32 +6,27 @@ GPTQ's reference code, arXiv 2210.17323; ranges as in OMSE, arXiv 1902.06822).
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from nc.numerics.affine import choose_qparams, dequantize, quantize
-from nc.spec import DType
+import torch
 
 NORM = 2.4
 #: Ranges as parts of the whole one.
 SHRINK = tuple(1 - step / 100 for step in range(80))
 
 
-def best_range(rows: torch.Tensor, *, quant_min: int, quant_max: int, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
+def best_range(rows: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(low, high) of each row for symmetric codes, fp32, shape [rows].
 
     Args:
         rows: fp32, shape [rows, elements].
-        quant_min: lowest code.
-        quant_max: highest code.
-        dtype: of the codes.
+        rounded: limits, shape [rows] → a new tensor with the values that `rows` get in the ranges [-limit, limit].
     """
-    amax, block = rows.abs().amax(1), (1, rows.shape[1])
+    amax = rows.abs().amax(1)
     best, least = amax.clone(), torch.full_like(amax, float("inf"))
     for part in SHRINK:
         limit = amax * part
-        scale, zero_point = choose_qparams(-limit, limit, quant_min=quant_min, quant_max=quant_max, symmetric=True)
-        codes = quantize(rows, scale, zero_point, quant_min, quant_max, dtype=dtype.storage, block_size=block)
-        error = dequantize(codes, scale, zero_point, block).sub_(rows).abs_().pow_(NORM).sum(1)
+        error = rounded(limit).sub_(rows).abs_().pow_(NORM).sum(1)
         better = error < least
         best, least = torch.where(better, limit, best), torch.where(better, error, least)
     return -best, best

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.numerics import affine, int16_pairs, weight_mse
+from nc.numerics import affine, formats, int16_pairs, weight_mse
 from nc.spec import TensorSpec
 
 
@@ -15,14 +15,14 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
 
     Args:
         weight: any float tensor.
-        spec: symmetric integers.
+        spec: symmetric, of any dtype.
         axis: output channel axis; None forces one scale for the whole tensor where `spec` is per channel: that of a transposed convolution
             in groups.
         groups: of a transposed convolution.
 
     Returns:
         Codes of the weight's shape; scale fp32: shape [] per tensor, [channels] per channel, else one number per block, of the shape of
-        the grid of blocks.
+        the grid of blocks. Floating-point formats have that shape per channel too.
 
     Raises:
         ConfigError: groups or blocks do not cover the weight.
@@ -32,12 +32,29 @@ def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, gr
         return _paired(weight.detach().float(), spec, axis, groups, per_channel)
     block = spec.granularity.block_size(weight.shape, axis)
     low, high = _weight_range(weight.detach().float(), spec, block)
-    scale, zero_point = affine.choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
-    limits = spec.quant_min, spec.quant_max
-    codes = affine.quantize(weight, scale, zero_point, *limits, dtype=spec.dtype.storage, block_size=block)
-    if per_channel:
+    codes, scale = _codes(weight, low, high, spec, block)
+    if per_channel and spec.dtype.kind == "integer":
         return codes, scale.flatten()
     return codes, scale.reshape(()) if block == tuple(weight.shape) else scale
+
+
+def _codes(
+    weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, spec: TensorSpec, block: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales for given ranges of the blocks; scales of the shape of the ranges."""
+    if spec.dtype.kind == "float":
+        scale = formats.choose_scale(low, high, spec.dtype)
+        return formats.quantize(weight.detach(), scale, spec.dtype, block), scale
+    limits = spec.quant_min, spec.quant_max
+    scale, zero_point = affine.choose_qparams(low, high, quant_min=limits[0], quant_max=limits[1], symmetric=spec.symmetric)
+    return affine.quantize(weight, scale, zero_point, *limits, dtype=spec.dtype.storage, block_size=block), scale
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, block: Sequence[int]) -> torch.Tensor:
+    """What codes of a weight stand for."""
+    if spec.dtype.kind == "float":
+        return formats.dequantize(codes, scale, spec.dtype, block)
+    return affine.dequantize(codes, scale, 0, block)
 
 
 def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = int16_pairs.PAIR_LIMIT) -> bool:
@@ -75,5 +92,6 @@ def _weight_range(weight: torch.Tensor, spec: TensorSpec, block: Sequence[int]) 
     if spec.algo != "mse":
         return affine.block_range(weight, block)
     rows, grid = affine.block_rows(weight, block)
-    low, high = weight_mse.best_range(rows, quant_min=spec.quant_min, quant_max=spec.quant_max, dtype=spec.dtype)
+    row = (1, rows.shape[1])
+    low, high = weight_mse.best_range(rows, lambda limit: _values(*_codes(rows, -limit, limit, spec, row), spec, row))
     return low.reshape(grid), high.reshape(grid)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from nc.numerics import affine, dynamic, recurrent
+from nc.numerics import affine, dynamic, formats, recurrent
+from nc.spec import dtype as named
 from nc.spec import per_channel, per_group
 
 _LIBRARY = torch.library.Library("nc", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
@@ -99,6 +100,14 @@ def _dequantize_blocks(
     return affine.dequantize(codes, scale, 0 if zero_point is None else zero_point, block_size)
 
 
+def _quantize_float(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    return formats.quantize(x, scale, named(dtype), _block_size(x, scale))
+
+
+def _dequantize_float(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    return formats.dequantize(codes, scale, named(dtype), _block_size(codes, scale))
+
+
 def _block_size(x: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...] | None:
     """The size of the block in `x` that each element of a scale is for."""
     return tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True)) if scale.dim() else None
@@ -181,6 +190,14 @@ dequantize_per_group = _operator(
     _dequantize_per_group,
     _values,
 )
+#: Floating-point formats, by the name of their `nc.spec.DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
+#: are for every granularity.
+quantize_float = _operator(
+    "quantize_float(Tensor x, Tensor scale, str dtype) -> Tensor",
+    _quantize_float,
+    lambda x, scale, dtype: torch.empty_like(x, dtype=named(dtype).storage),  # noqa: ARG005 - the names of the schema
+)
+dequantize_float = _operator("dequantize_float(Tensor codes, Tensor scale, str dtype) -> Tensor", _dequantize_float, _values)
 quantize_dequantize_dynamic = _operator(
     "quantize_dequantize_dynamic(Tensor x, bool per_token, int quant_min, int quant_max, bool symmetric, ScalarType dtype) -> Tensor",
     _quantize_dequantize_dynamic,
@@ -203,7 +220,10 @@ lstm_dynamic = _operator(
 )
 gru_dynamic = _operator(f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor)", _gru, _fake_recurrent)
 
+#: Of integers.
 QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})
 DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group})
+#: All operators that only convert between codes and values.
+CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_float, dequantize_float, quantize_dequantize_dynamic}
 #: What a node calls instead of a recurrent ATen operator, by that one's name.
 RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic}

@@ -217,9 +217,9 @@ def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     if algorithm == "weight_only":
         size = values["group_size"]
         blocks = PER_CHANNEL if size == -1 else per_group(-1, size)
-        return OpSpec(
-            weight=TensorSpec(dtype=dtype(values["w_dtype"]), symmetric=True, granularity=blocks, algo=values["w_algo"], narrow=True)
-        )
+        codes = dtype(values["w_dtype"])
+        narrow = codes.kind == "integer"
+        return OpSpec(weight=TensorSpec(dtype=codes, symmetric=True, granularity=blocks, algo=values["w_algo"], narrow=narrow))
     weight = TensorSpec(
         dtype=dtype(values["w_dtype"]),
         symmetric=values["w_sym"],

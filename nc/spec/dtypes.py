@@ -1,9 +1,16 @@
-"""The dtypes that tensors can be quantized to, as values."""
+"""The dtypes that tensors can be quantized to, as values.
+
+Sources of the floating-point formats:
+
+* fp4_e2m1, fp6_e2m3 and fp6_e3m2: OCP Microscaling Formats (MX) Specification 1.0, section 5.3. They have no infinities and no NaN.
+* nf4: QLoRA, arXiv 2305.14314, appendix E.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,9 +26,10 @@ class DType:
         name: as configurations, reports and artefacts write it, e.g. "int4".
         bits: of one code.
         kind: "integer" (a code minus the zero point is a whole number of scales) or "float" (a code stands for a value of the format).
-        quant_min: of integers the lowest code, of floats the lowest finite value.
-        quant_max: of integers the highest code, of floats the highest finite value.
+        quant_min: lowest code.
+        quant_max: highest code.
         storage: the torch dtype of a tensor of codes, one element per code.
+        values: of floats the value of each code, in the order of the codes; codes of NaN and infinities have those. Empty for integers.
     """
 
     name: str
@@ -30,11 +38,17 @@ class DType:
     quant_min: int
     quant_max: int
     storage: torch.dtype
+    values: tuple[float, ...] = field(default=(), compare=False, repr=False)  # the name says which they are
 
     @property
     def signed(self) -> bool:
-        """Whether there are codes below 0."""
-        return self.quant_min < 0
+        """Whether it has values below 0 without a zero point."""
+        return self.kind == "float" or self.quant_min < 0
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value of a code with zero point 0; a symmetric scale is the largest weight divided by this."""
+        return max(filter(math.isfinite, self.values), default=self.quant_max)
 
     def __str__(self) -> str:
         """Its name."""
@@ -47,8 +61,38 @@ def _integer(bits: int, *, signed: bool) -> DType:
     return DType(f"{'int' if signed else 'uint'}{bits}", bits, "integer", low, low + 2**bits - 1, storage)
 
 
+def _table(name: str, values: tuple[float, ...], storage: torch.dtype = torch.uint8) -> DType:
+    return DType(name, (len(values) - 1).bit_length(), "float", 0, len(values) - 1, storage, values)
+
+
+def _float(exponent: int, mantissa: int) -> DType:
+    """A format of one sign bit, then the bits of the exponent, then those of the mantissa. All codes are finite."""
+    bias, steps = 2 ** (exponent - 1) - 1, 2**mantissa
+    # exponent 0 is subnormal: the same step as exponent 1, without the leading 1
+    positive = [(m + steps * (e > 0)) / steps * 2.0 ** (max(e, 1) - bias) for e in range(2**exponent) for m in range(steps)]
+    return _table(f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}", (*positive, *(-value for value in positive)))
+
+
+_NF4 = _table(
+    "nf4",
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+)
+
+_ALL = (
+    *(_integer(bits, signed=signed) for signed in (False, True) for bits in range(2, 9)),
+    _float(2, 1),
+    _float(2, 3),
+    _float(3, 2),
+    _NF4,
+)
+
 #: All dtypes by name. An entry here makes a dtype known; which operators take it is in the capability tables of backends.
-DTYPES: dict[str, DType] = {d.name: d for d in (_integer(bits, signed=signed) for signed in (False, True) for bits in range(2, 9))}
+DTYPES: dict[str, DType] = {d.name: d for d in _ALL}
 
 INT8, UINT8 = DTYPES["int8"], DTYPES["uint8"]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from nc.errors import ConfigError
 from nc.spec.dtypes import DType, dtype
 from nc.spec.granularities import PER_TENSOR, Granularity, granularity
 
@@ -43,11 +44,14 @@ class TensorSpec:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        """Look up what was given by name; raises ConfigError for names that do not exist."""
+        """Look up what was given by name; raises ConfigError for names that do not exist, and for floats with a zero point."""
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", dtype(self.dtype))
         if isinstance(self.granularity, str):
             object.__setattr__(self, "granularity", granularity(self.granularity))
+        if self.dtype.kind == "float" and (not self.symmetric or self.narrow or self.reduce_range or self.paired):
+            msg = f"{self.dtype} is a floating-point format: it is symmetric and uses all codes, so {self} is not possible."
+            raise ConfigError(msg)
 
     @property
     def quant_min(self) -> int:

@@ -11,10 +11,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import input_node
+from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
-from nc.ops import DEQUANTIZE, QUANTIZE, RECURRENT, dequantize_per_channel, dequantize_per_tensor, from_bf16, to_bf16
+from nc.ops import (
+    DEQUANTIZE,
+    QUANTIZE,
+    RECURRENT,
+    dequantize_float,
+    dequantize_per_channel,
+    dequantize_per_tensor,
+    from_bf16,
+    quantize_float,
+    to_bf16,
+)
+from nc.spec import DTYPES
 
 #: Types of a schema whose values JSON says by a tag.
 _TAGGED: dict[str, type] = {
@@ -87,6 +98,11 @@ def check_codes(module: fx.GraphModule) -> None:
         if node.target in QUANTIZE and not all(user.target in DEQUANTIZE for user in node.users):
             msg = f"node {node.name!r}: only dequantize nodes read codes"
             raise ValueError(msg)
+        if node.target is quantize_float and not all(
+            user.target is dequantize_float and user.args[2] == node.args[2] for user in node.users
+        ):
+            msg = f"node {node.name!r}: only dequantize nodes of the same dtype read codes"
+            raise ValueError(msg)
         if node.target is to_bf16 and not all(user.target is from_bf16 for user in node.users):
             msg = f"node {node.name!r}: only from_bf16 reads bf16"
             raise ValueError(msg)
@@ -95,6 +111,8 @@ def check_codes(module: fx.GraphModule) -> None:
             raise ValueError(msg)
         if node.target in DEQUANTIZE:
             _check_dequantize(module, node)
+        if node.target is dequantize_float:
+            _check_dequantize_float(module, node)
         if node.target in RECURRENT.values():
             _check_recurrent(module, node)
 
@@ -143,6 +161,24 @@ def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
     )
     if not fits:
         msg = f"node {node.name!r}: expected constant codes, and a constant fp32 scale for each index of axis {view.axis}"
+        raise ValueError(msg)
+
+
+def _check_dequantize_float(module: fx.GraphModule, node: fx.Node) -> None:
+    """Codes, if they are constant, are codes of the format; a scale, if it is, has one number for all of them or for each block."""
+    arguments = schema_arguments(node)
+    codes, scale, dtype = arguments["codes"], arguments["scale"], DTYPES[arguments["dtype"]]
+    if codes.op == "get_attr":
+        constant = constant_of(module, codes)
+        if constant.dtype is not dtype.storage or int(constant.view(torch.uint8).max()) > dtype.quant_max:
+            msg = f"node {node.name!r}: {codes.name!r} holds no codes of {dtype}"
+            raise ValueError(msg)
+        sizes = constant_of(module, scale).shape if scale.op == "get_attr" else ()
+        if sizes and (len(sizes) != constant.dim() or any(size % count for size, count in zip(constant.shape, sizes, strict=True))):
+            msg = f"node {node.name!r}: a scale of shape {tuple(sizes)} does not fit codes of shape {tuple(constant.shape)}"
+            raise ValueError(msg)
+    elif codes.target is not quantize_float:
+        msg = f"node {node.name!r}: {codes.name!r} gives no codes of {dtype}"
         raise ValueError(msg)
 
 
@@ -211,6 +247,11 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
+    if isinstance(given.get("dtype"), str):
+        if given["dtype"] not in DTYPES or DTYPES[given["dtype"]].kind != "float":
+            msg = f"{given['dtype']!r} is no floating-point format"
+            raise ValueError(msg)
+        return
     limits = _CODES.get(given["dtype"]) if "dtype" in given else None
     if "dtype" in given and limits is None:
         msg = f"codes are uint8 or int8, not {given['dtype']}"
