@@ -24,6 +24,8 @@ LIMITS = {
     "fp4_e2m1": (6.0, 1.0, 0.5),
     "fp6_e2m3": (7.5, 1.0, 0.125),
     "fp6_e3m2": (28.0, 0.25, 0.0625),
+    "fp8_e4m3": (448.0, 2**-6, 2**-9),
+    "fp8_e5m2": (57344.0, 2**-14, 2**-16),
 }
 
 
@@ -48,6 +50,20 @@ def test_fp4_and_nf4():
     nf4 = dtype("nf4").values
     assert (nf4[0], nf4[7], nf4[15]) == (-1.0, 0.0, 1.0)
     assert list(nf4) == sorted(nf4)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_is_what_torch_casts_to(name):
+    found = dtype(name)
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(
+        formats.dequantize(codes.view(found.storage), 1.0, found).nan_to_num(), codes.view(found.storage).float().nan_to_num()
+    )
+    torch.manual_seed(0)
+    x = torch.randn(100_000) * torch.logspace(-6, 5, 100_000)
+    x = torch.cat([x, (values := torch.tensor(sorted(v for v in found.values if math.isfinite(v))))[1:] / 2 + values[:-1] / 2])
+    wanted = x.clamp(-found.largest, found.largest).to(found.storage).float()  # torch itself does not saturate
+    assert torch.equal(formats.quantize(x, 1.0, found).float(), wanted)
 
 
 def brute_force(x, found):

@@ -2,6 +2,7 @@
 
 Sources of the floating-point formats:
 
+* fp8_e4m3 and fp8_e5m2: OCP 8-bit Floating Point Specification (OFP8) 1.0, arXiv 2209.05433. torch calls the first float8_e4m3fn.
 * fp4_e2m1, fp6_e2m3 and fp6_e3m2: OCP Microscaling Formats (MX) Specification 1.0, section 5.3. They have no infinities and no NaN.
 * nf4: QLoRA, arXiv 2305.14314, appendix E.
 """
@@ -65,12 +66,20 @@ def _table(name: str, values: tuple[float, ...], storage: torch.dtype = torch.ui
     return DType(name, (len(values) - 1).bit_length(), "float", 0, len(values) - 1, storage, values)
 
 
-def _float(exponent: int, mantissa: int) -> DType:
-    """A format of one sign bit, then the bits of the exponent, then those of the mantissa. All codes are finite."""
+def _float(exponent: int, mantissa: int, storage: torch.dtype = torch.uint8, special: tuple[float, ...] = ()) -> DType:
+    """A format of one sign bit, then the bits of the exponent, then those of the mantissa.
+
+    Args:
+        exponent: number of its bits.
+        mantissa: number of its bits.
+        storage: torch's dtype of the format, if it has one.
+        special: what the last positive codes stand for, and with the other sign the last negative ones: NaN or infinity.
+    """
     bias, steps = 2 ** (exponent - 1) - 1, 2**mantissa
     # exponent 0 is subnormal: the same step as exponent 1, without the leading 1
     positive = [(m + steps * (e > 0)) / steps * 2.0 ** (max(e, 1) - bias) for e in range(2**exponent) for m in range(steps)]
-    return _table(f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}", (*positive, *(-value for value in positive)))
+    positive[len(positive) - len(special) :] = special
+    return _table(f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}", (*positive, *(-value for value in positive)), storage)
 
 
 _NF4 = _table(
@@ -88,6 +97,8 @@ _ALL = (
     _float(2, 1),
     _float(2, 3),
     _float(3, 2),
+    _float(4, 3, torch.float8_e4m3fn, (math.nan,)),
+    _float(5, 2, torch.float8_e5m2, (math.inf, math.nan, math.nan, math.nan)),
     _NF4,
 )
 
