@@ -99,7 +99,7 @@ INSIDE = {
         ("nc.numerics.affine", "nc.numerics.histogram", "nc.numerics.metrics", "nc.numerics.int16_pairs"),
         ("nc.numerics.dynamic",),
         ("nc.numerics.recurrent",),
-        ("nc.numerics.weight_mse", "nc.numerics.smoothing"),
+        ("nc.numerics.formats", "nc.numerics.weight_mse", "nc.numerics.smoothing"),
         ("nc.numerics.weights",),
         ("nc.numerics",),
     ),

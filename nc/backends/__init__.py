@@ -25,11 +25,12 @@ def register_backend(backend: Backend) -> None:
     """Make a backend of your own known under its `name`; the protocol is `nc.backends.base.Backend`.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or a row of its capabilities names a dtype that does not exist.
     """
     if backend.name in (*BUILT_IN, "auto", *_REGISTERED):
         msg = f"A backend named {backend.name!r} exists already; choose another name."
         raise ConfigError(msg)
+    backend.capabilities()
     _REGISTERED[backend.name] = backend
 
 

@@ -20,7 +20,7 @@ from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
 _WEIGHT_ONLY = tuple(name for name, dtype in DTYPES.items() if dtype.signed)
-_NOTE = "simulated: integers are dequantized and computed in fp32"
+_NOTE = "simulated: codes are dequantized and computed in fp32"
 
 
 class ReferenceBackend:

@@ -165,7 +165,7 @@ class WeightOnlyConfig(QuantConfig):
     Weights are rounded to nearest. So far only backend "reference" supports this, as a simulation; there is no fast kernel yet.
 
     Args:
-        w_dtype: "int2" to "int8", a floating-point format ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "nf4"), "fp32" to
+        w_dtype: "int2" to "int8", a floating-point format such as "fp8_e4m3", "fp4_e2m1" or "nf4" (docs/backends.md lists them), "fp32" to
             leave the operator alone, or "bf16" to compute it in bf16.
         group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
         w_algo: "minmax" or "mse".

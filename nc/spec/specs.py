@@ -223,6 +223,9 @@ class OpSupport:
         weight_only: dtypes of weights that it takes while activations stay fp32 (empty: none).
         affine_only: as dynamic operator it takes affine activations only.
         note: limits in words, for readers of the table.
+
+    Raises:
+        ConfigError: a dtype or granularity that does not exist; names the nearest dtypes.
     """
 
     kind: str
@@ -232,6 +235,17 @@ class OpSupport:
     weight_only: tuple[str, ...] = ()
     affine_only: bool = False
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Check all names."""
+        try:
+            for name in (*self.activations, *self.weights, *self.weight_only):
+                dtype(name)
+            for text in self.dynamic:
+                granularity(text)
+        except ConfigError as error:
+            msg = f"Row for {self.kind!r} of a capability table: {error}"
+            raise ConfigError(msg) from error
 
     def supports(self, mode: Mode) -> bool:
         """Whether there is a kernel for one way to quantize."""
@@ -284,6 +298,12 @@ class Capabilities:
     bf16_isa: tuple[str, ...] = ()
     dynamic_cost: DynamicCost | None = None
     tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check all names; raises ConfigError for dtypes that do not exist."""
+        for _, name in self.narrow_sums:
+            if name != "dynamic":
+                dtype(name)
 
     def row(self, kind: str) -> OpSupport | None:
         """The row of one kind, or None when the backend has no integer kernel for it."""
