@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_computes, get_backend
+from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, NCError, NCWarning, StateError, UnsupportedError
@@ -109,7 +109,7 @@ def load(
     if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
         check()  # torch's kernels of these do not look at the sizes of what they read
     try:
-        (lowered_graph, lowered), name, chosen = first_that_computes(backend, first, attempt)
+        (lowered_graph, lowered), name, failed = first_that_can(backend, first, attempt)
         _run(lowered_graph, lowered.run)
     except Exception as error:
         check()  # a graph that can't run at all is the fault of the artefact
@@ -120,7 +120,7 @@ def load(
             'or save the model again. backend="reference" runs it.'
         )
         raise ArtefactError(msg) from error
-    return QuantizedModel(lowered_graph, lowered, name, chosen)
+    return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed))
 
 
 def _run(graph: QDQGraph, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class PreparedModel(torch.nn.Module):
         plan: the decisions; `print(prepared.plan)` shows them.
         backend: name of the backend that `convert` will use by default.
         asked: the `backend` argument of `prepare`, perhaps "auto".
+        failed: engines that "auto" passed over, because they lack what the configuration asks for, and why.
         quant_config: the configuration.
     """
 
@@ -52,6 +53,7 @@ class PreparedModel(torch.nn.Module):
         algorithms: Sequence[Algorithm] = (),
         *,
         asked: str = "",
+        failed: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self._algorithms = tuple(algorithms)
@@ -62,6 +64,7 @@ class PreparedModel(torch.nn.Module):
         self.capabilities = capabilities
         self.backend = backend
         self.asked = asked or backend
+        self.failed = dict(failed or {})
         self.quant_config = quant_config
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
         needs = all_needs(self._algorithms, graph.module, plan)

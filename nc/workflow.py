@@ -12,7 +12,7 @@ import torch
 
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
-from nc.backends import choose_backend, engine_options, first_that_computes
+from nc.backends import choose_backend, engine_options, first_that_can, get_backend, why_chosen
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
@@ -23,7 +23,7 @@ from nc.export import ExportedModel
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
-from nc.planning.rules import resolve
+from nc.planning.rules import check_rules, decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
 
@@ -46,8 +46,8 @@ def prepare(
         inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you train the model
             afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here. If that engine cannot
-            compute this model, `convert` tries the next one.
+        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here and has what
+            the configuration asks for. If that engine cannot compute this model, `convert` tries the next one.
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.
         strict: raise if a rule's name or pattern matches nothing; False gives a warning.
@@ -59,7 +59,7 @@ def prepare(
         InputError: example_inputs are missing or do not fit, or the model fails on them.
         CaptureError: the model cannot be captured as one graph.
         UnmatchedRuleError: a rule matches nothing.
-        UnsupportedError: the backend has no kernel for a requested dtype.
+        UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one.
         BackendUnavailableError: the backend cannot run here.
         StateError: the model is already prepared or converted.
     """
@@ -68,11 +68,15 @@ def prepare(
     engine = choose_backend(backend)
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
-    capabilities = engine.capabilities()
-    plan, algorithms = _with_algorithms(resolve(config, graph, capabilities, strict=strict), config)
+    check_rules(config, graph, strict=strict)
+    plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
+    if failed:
+        engine = get_backend(name)
+        engine.start()
+    plan, algorithms = _with_algorithms(plan, config)
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, capabilities, engine.name, config, algorithms, asked=backend)
+    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=backend, failed=failed)
 
 
 def convert(
@@ -117,16 +121,16 @@ def convert(
     if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
-    asked, first = (model.asked, model.backend) if backend is None else (backend, choose_backend(backend).name)
+    asked, first, before = (model.asked, model.backend, model.failed) if backend is None else (backend, choose_backend(backend).name, {})
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         engine.start()
         graph = model.quantized_graph(engine.capabilities())
         return graph, lower(engine, graph, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
-    (graph, lowered), name, chosen = first_that_computes(asked, first, attempt)
+    (graph, lowered), name, failed = first_that_can(asked, first, attempt, before)
     verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None
-    return QuantizedModel(graph, lowered, name, chosen, verdict)
+    return QuantizedModel(graph, lowered, name, why_chosen(asked, name, failed), verdict)
 
 
 def quantize(
@@ -180,7 +184,9 @@ def describe(
     _check_model(model)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
-    return _with_algorithms(resolve(config, graph, engine.capabilities(), strict=strict), config)[0]
+    check_rules(config, graph, strict=strict)
+    plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
+    return _with_algorithms(plan, config)[0]
 
 
 def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:

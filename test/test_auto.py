@@ -1,6 +1,8 @@
 """`backend="auto"`: the next engine takes a model that one can't compute, and the report says why."""
 
+import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from nc import (
     NCWarning,
     StateError,
     StaticQuantConfig,
+    UnmatchedTypeWarning,
     UnsupportedError,
     VerificationError,
     available_backends,
     convert,
+    describe,
     load,
     prepare,
     quantize,
@@ -134,6 +138,57 @@ def test_a_named_engine_raises(engines):
 
 
 UNABLE = UnsupportedError("no bf16")
+
+
+class NoBF16(Engine):
+    """Has every kernel, but nothing in bf16."""
+
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities(), why_no_bf16="it has no bf16 kernels", backend=self.name)
+
+
+LOW = StaticQuantConfig().set_local("2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+NO_BF16 = "Operator '2' can't compute in bf16 on backend 'first': it has no bf16 kernels"
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+
+
+def test_an_engine_without_what_the_configuration_asks_for_is_passed_over(engines):
+    first, second = engines(NoBF16("first"), Engine("second"))
+    prepared = prepare(mlp(), LOW, example_inputs=X)
+    assert (prepared.backend, prepared.asked, list(prepared.failed)) == ("second", "auto", ["first"])
+    prepared(X)
+    assert describe(mlp(), LOW, X)["2"].spec.bf16
+    for q in (convert(prepared), convert(prepared, backend="auto")):
+        assert q.backend == "second"
+        assert f"can run here and computes this model; first: {NO_BF16}" in q.report().chosen
+        assert q.report().chosen in q.report().summary().splitlines()
+    assert not first.graphs
+    assert len(second.graphs) == 2
+    for call in (lambda: prepare(mlp(), LOW, example_inputs=X, backend="first"), lambda: describe(mlp(), LOW, X, backend="first")):
+        with pytest.raises(UnsupportedError, match=f"^{re.escape(NO_BF16)}"):
+            call()
+
+
+def test_all_reasons_are_told_if_no_engine_is_left(engines):
+    engines(NoBF16("first"), Engine("second", WRONG))
+    prepared = prepare(mlp(), LOW, example_inputs=X)
+    prepared(X)
+    with pytest.raises(VerificationError, match=f"No engine computes this model. first: {re.escape(NO_BF16)}.* second: 3 dB"):
+        convert(prepared)
+    engines(NoBF16("first"))
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(NO_BF16)}"):
+        prepare(mlp(), LOW, example_inputs=X)
+
+
+def test_a_rule_that_matches_nothing_warns_once_whatever_engine_is_tried(engines):
+    engines(NoBF16("first"), Engine("second"))
+    config = copy.deepcopy(LOW).set_local("nothing", StaticQuantConfig())
+    with pytest.warns(UnmatchedTypeWarning) as caught:
+        prepare(mlp(), config, example_inputs=X, strict=False)
+    assert [w.filename for w in caught if w.category is UnmatchedTypeWarning] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -94,16 +94,19 @@ def choose_backend(name: str = "auto") -> Backend:
     raise BackendUnavailableError(msg)
 
 
-def first_that_computes(name: str, first: str, attempt: Callable[[Backend], _T]) -> tuple[_T, str, str]:
-    """Lower a model on a backend; for "auto" on the next one when that backend can't compute this model.
+def first_that_can(
+    name: str, first: str, attempt: Callable[[Backend], _T], failed: Mapping[str, str] | None = None
+) -> tuple[_T, str, dict[str, str]]:
+    """Plan or lower a model on a backend; for "auto" on the next one when that backend can't.
 
     Args:
         name: what the user asked for: a backend's name, or "auto".
         first: name of the backend to begin with.
         attempt: what to do with a backend.
+        failed: backends that could not compute the model in an earlier step, and why.
 
     Returns:
-        What `attempt` returned, the name of the backend that it returned for, and why that one was chosen ("" when it was asked for).
+        What `attempt` returned, the name of the backend that it returned for, and all backends that could not, with the reason.
 
     Raises:
         BackendError, UnsupportedError: the backend that was asked for fails, or for "auto" every backend from the first on that can run
@@ -111,22 +114,25 @@ def first_that_computes(name: str, first: str, attempt: Callable[[Backend], _T])
     """
     candidates = (*AUTO, *_REGISTERED)
     if name != "auto":
-        return attempt(get_backend(first)), first, ""
-    failed: dict[str, NCError] = {}
+        return attempt(get_backend(first)), first, {}
+    errors: dict[str, NCError] = {}
     for candidate in candidates[candidates.index(first) :]:
         backend = get_backend(candidate)
         if backend.why_unavailable():
             continue
         try:
-            return attempt(backend), candidate, why_chosen(name, candidate, {key: str(error) for key, error in failed.items()})
+            result = attempt(backend)
         except (BackendError, UnsupportedError) as error:
-            failed[candidate] = error
-    errors = list(failed.values())
-    if len(errors) == 1:
-        raise errors[0]
-    types = {type(error) for error in errors}
-    msg = "No engine computes this model. " + " ".join(f"{key}: {error}" for key, error in failed.items())
-    raise (types.pop() if len(types) == 1 else BackendError)(msg) from errors[-1]
+            errors[candidate] = error
+        else:
+            return result, candidate, {**(failed or {}), **{key: str(error) for key, error in errors.items()}}
+    found = list(errors.values())
+    if len(found) == 1 and not failed:
+        raise found[0]
+    types = {type(error) for error in found}
+    reasons = {**(failed or {}), **{key: str(error) for key, error in errors.items()}}
+    msg = "No engine computes this model. " + " ".join(f"{key}: {reason}" for key, reason in reasons.items())
+    raise (types.pop() if len(types) == 1 else BackendError)(msg) from found[-1]
 
 
 def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:

@@ -57,24 +57,42 @@ class _Match:
 
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
-    """Decide for every operator.
+    """`check_rules`, then `decide`."""
+    check_rules(config, graph, strict=strict)
+    return decide(config, graph, capabilities)
+
+
+def check_rules(config: AnyConfig, graph: Graph, *, strict: bool = True) -> None:
+    """Check a configuration against a model, whatever the backend.
 
     Args:
         config: the user's configuration with its local rules.
         graph: the captured model.
-        capabilities: what the backend can run.
         strict: a rule whose name matches nothing is an error; False makes it a warning.
 
     Raises:
         UnmatchedRuleError: a rule's name or pattern matches no operator.
-        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
-        ConfigError: fields of several levels contradict each other.
+        ConfigError: values that contradict each other.
     """
     for part in parts_of(config):
         for each in (part, *(rule.config for rule in part.rules)):
             each.check_values({**each.defaults(), **each.given})
         for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
             _check_matches(key, graph, strict)
+
+
+def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
+    """Decide for every operator.
+
+    Args:
+        config: the user's configuration with its local rules.
+        graph: the captured model.
+        capabilities: what the backend can run.
+
+    Raises:
+        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
+        ConfigError: fields of several levels contradict each other.
+    """
     sizes = Sizes(graph)
     modules = frozenset(graph.submodules)
     decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
