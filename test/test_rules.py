@@ -271,6 +271,17 @@ def test_names_in_capability_tables_are_checked():
         Capabilities(backend="x", ops=(), narrow_sums=frozenset({("linear", "int88")}))
 
 
+def test_granularity_of_a_grouped_transposed_convolution_is_that_of_the_kernel():
+    graph = graph_of(nn.ConvTranspose2d(4, 4, 3, groups=2), torch.randn(2, 4, 6, 6))
+    decision = resolve(StaticQuantConfig(), graph, ALL).quantized[0]
+    assert str(decision.spec.weight.granularity) == "per_tensor"
+    assert ("w_granularity", "per_tensor", "kernel") in decision.fields
+    rows = tuple(dataclasses.replace(row, grouped_weights=("per_channel",)) for row in ALL.ops)
+    decision = resolve(StaticQuantConfig(), graph, dataclasses.replace(ALL, ops=rows)).quantized[0]
+    assert str(decision.spec.weight.granularity) == "per_channel"
+    assert ("w_granularity", "per_channel", "default") in decision.fields
+
+
 # ---- decisions ----
 
 

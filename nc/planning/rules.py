@@ -27,7 +27,6 @@ from nc.spec import (
     BF16,
     FLOAT,
     PER_CHANNEL,
-    PER_TENSOR,
     Capabilities,
     OpSpec,
     OpSupport,
@@ -99,8 +98,8 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
     weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
-    mixed = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
-    decisions = [_one_weight_scale(d) if d.operator in mixed else d for d in decisions]
+    grouped = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
+    decisions = [_with_grouped_weight(d, capabilities.row(d.kind)) if d.operator in grouped else d for d in decisions]
     # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
     # a rule that names the operator or its type asks for it explicitly; only the global default gives way
@@ -331,13 +330,14 @@ def _unsmoothed(decision: Decision) -> Decision:
     return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
 
 
-def _one_weight_scale(decision: Decision) -> Decision:
-    """A transposed convolution in groups: its output channels lie across its weight, so no axis of that has a scale per channel."""
-    if decision.spec.weight is None or decision.spec.weight.granularity == PER_TENSOR:
+def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
+    """The granularity that the kernel has for a weight without an axis of output channels."""
+    weight = decision.spec.weight
+    if weight is None or row is None or str(weight.granularity) in row.grouped_weights:
         return decision
-    field = ("w_granularity", "per_tensor", "kernel")
-    fields = tuple(field if f[0] == field[0] else f for f in decision.fields)
-    weight = dataclasses.replace(decision.spec.weight, granularity=PER_TENSOR)
+    text = row.grouped_weights[0]
+    fields = tuple(("w_granularity", text, "kernel") if f[0] == "w_granularity" else f for f in decision.fields)
+    weight = dataclasses.replace(weight, granularity=granularity(text))
     return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, weight=weight), fields=fields)
 
 

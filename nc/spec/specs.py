@@ -222,6 +222,8 @@ class OpSupport:
         weights: dtypes that it takes as weight (empty: the operator has none).
         weight_only: dtypes of weights that it takes while activations stay fp32 (empty: none).
         affine_only: as dynamic operator it takes affine activations only.
+        grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
+            one first.
         note: limits in words, for readers of the table.
 
     Raises:
@@ -234,6 +236,7 @@ class OpSupport:
     dynamic: tuple[str, ...] = ()
     weight_only: tuple[str, ...] = ()
     affine_only: bool = False
+    grouped_weights: tuple[str, ...] = ("per_tensor",)
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -241,7 +244,7 @@ class OpSupport:
         try:
             for name in (*self.activations, *self.weights, *self.weight_only):
                 dtype(name)
-            for text in self.dynamic:
+            for text in (*self.dynamic, *self.grouped_weights):
                 granularity(text)
         except ConfigError as error:
             msg = f"Row for {self.kind!r} of a capability table: {error}"
