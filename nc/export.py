@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nc.backends import precautions
 from nc.capture.capture import Graph, capture
 from nc.global_lock import LOCK
 from nc.graph.fx_utils import copy_module
@@ -57,4 +58,4 @@ def export(model: torch.nn.Module, example_inputs: Any = None, dynamic_shapes: A
         (3, 4)
     """
     with LOCK:
-        return ExportedModel(capture(model, example_inputs, dynamic_shapes))
+        return ExportedModel(capture(model, example_inputs, dynamic_shapes, precautions=precautions()))

@@ -12,7 +12,7 @@ import torch
 
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
-from nc.backends import choose_backend, engine_options, first_that_can, get_backend, why_chosen
+from nc.backends import choose_backend, engine_options, first_that_can, get_backend, precautions, why_chosen
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
@@ -227,4 +227,4 @@ def _capture(
         if any(m.training for m in model.modules()):
             flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
             warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=3)
-        return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace)
+        return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

@@ -1,5 +1,6 @@
 """What backends declare: their options, the formats that they write, and passes that say why they leave something alone."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -90,3 +91,41 @@ def test_passes_run_in_order_and_the_first_refusal_counts():
     assert outcome.rewrites == (Rewrite("first", "0"),)
     refused = {("0", "int8"): "too small", ("1", "int8"): "no kernel", ("0", "bf16"): "no kernel", ("1", "bf16"): "no kernel"}
     assert outcome.refused == refused
+
+
+# ---- what an engine needs of capture ----
+
+
+class Careful(Own):
+    """Changes torch in the whole process, so to say."""
+
+    def __init__(self):
+        self.seen = []
+        self.capture_passes = (Pass("note", lambda module: self.seen.append("graph")),)
+
+    @contextlib.contextmanager
+    def around_model(self, model):
+        self.seen.append(type(model))
+        yield
+
+
+@pytest.mark.parametrize("backend", ["reference", "own", "auto"])
+def test_every_capture_takes_the_precautions_of_all_engines(monkeypatch, backend):
+    careful, model, x = Careful(), MLP().eval(), torch.randn(2, 16)
+    monkeypatch.setattr("nc.backends._REGISTERED", {"own": careful})
+    for call in (
+        lambda: nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x, backend=backend),
+        lambda: nc.describe(model, nc.StaticQuantConfig(), x, backend=backend),
+        lambda: nc.export.export(model, x),
+    ):
+        careful.seen.clear()
+        call()
+        # the model runs on the example and on another batch
+        assert careful.seen == [MLP, "graph", MLP]
+
+
+def test_graphs_are_alike_whether_ipex_is_installed_or_not():
+    model = nn.Sequential(nn.LayerNorm([4, 8]), nn.Linear(8, 8)).eval()
+    graph = nc.export.export(model, torch.randn(2, 5, 4, 8)).graph.module.graph
+    norm = next(n for n in graph.nodes if n.target is torch.ops.aten.layer_norm.default)
+    assert norm.args[1] == [32]

@@ -521,6 +521,26 @@ def test_two_conversions_of_one_calibration_are_equal_to_the_last_bit(tmp_path):
     assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr
 
 
+BESIDE = """
+import sys, torch, nc
+import intel_extension_for_pytorch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.LayerNorm([4, 8]), torch.nn.Linear(8, 8)).eval()
+torch.nn.init.normal_(model[0].weight)
+x = torch.randn(2, 5, 4, 8)
+expected = model(x).detach()
+q = nc.quantize(model, nc.StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend=sys.argv[1], measure=False)
+print(q.backend, bool((q(x) - expected).abs().max() < 0.1), bool((q.reference(x) - expected).abs().max() < 0.1))
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_other_backends_are_right_beside_ipex(backend, tmp_path):
+    """IPEX changes the layer norm of the whole process: a graph for another engine, calibration and the model itself run with it too."""
+    done = subprocess.run([sys.executable, "-c", BESIDE, backend], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout.strip(), done.returncode) == (f"{backend} True True", 0), done.stderr
+
+
 @pytest.mark.parametrize("shape", [[4, 8], [3, 8, 8]])
 @pytest.mark.parametrize("config", [StaticQuantConfig(), DynamicQuantConfig()], ids=["static", "dynamic"])
 def test_layer_norms_over_several_dimensions(shape, config):

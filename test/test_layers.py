@@ -54,7 +54,15 @@ INSIDE = {
         ("nc.graph.saturation",),
     ),
     "nc.capture": (
-        ("nc.capture.decompose", "nc.capture.export_guards", "nc.capture.flatten", "nc.capture.naming", "nc.capture.value_reads"),
+        (
+            "nc.capture.decompose",
+            "nc.capture.examples",
+            "nc.capture.export_guards",
+            "nc.capture.flatten",
+            "nc.capture.naming",
+            "nc.capture.precautions",
+            "nc.capture.value_reads",
+        ),
         ("nc.capture.rewrites",),
         ("nc.capture.capture",),
         ("nc.capture",),
@@ -135,6 +143,7 @@ INSIDE = {
         ("nc.backends.native.package",),
         ("nc.backends.native",),
         (
+            "nc.backends.ipex.capture_passes",
             "nc.backends.ipex.compile_gate",
             "nc.backends.ipex.layout",
             "nc.backends.ipex.quiet",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from nc.backends.base import Backend, Option, check_available, exports_of, options_of
+from nc.backends.base import Backend, Option, check_available, exports_of, options_of, precautions_for
 from nc.backends.reference import ReferenceBackend
+from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnknownBackendError, UnsupportedError
 
 _T = TypeVar("_T")
@@ -164,6 +165,11 @@ def _owners(option: str) -> dict[str, Option]:
     """The backends that have an option."""
     tables = {name: options_of(get_backend(name)) for name in backend_names()}
     return {name: table[option] for name, table in tables.items() if option in table}
+
+
+def precautions() -> Precautions:
+    """What capture has to do because of all known backends, whether they can run here or not: the same model gives the same graph."""
+    return precautions_for(map(get_backend, backend_names()))
 
 
 def exporting_backends(format: str) -> tuple[str, ...]:  # noqa: A002

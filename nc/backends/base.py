@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from nc.backends.passes import Rewrite
 from nc.backends.profiling.profile import Profile, Step
+from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities
@@ -125,6 +126,12 @@ class Backend(Protocol):
         name: how users call it.
         options: what `lower` takes beside `verify`, by name. A backend that leaves it out takes `isolate`.
         exports: what it can write, by name of the format. A backend that leaves it out writes the TorchScript program of its models.
+
+    An engine whose import changes torch's kernels in the whole process has two more attributes:
+
+    * `capture_passes`, a sequence of `Pass`: rewrites of a captured fp32 graph, so that these kernels compute it correctly. Every captured
+      graph gets them, whatever backend it is for, since any model of the process may run with these kernels.
+    * `around_model`: fp32 model → a context in which the model computes what torch alone would compute.
     """
 
     name: str
@@ -176,6 +183,14 @@ def options_of(backend: Backend) -> Mapping[str, Option]:
 def exports_of(backend: Backend) -> Mapping[str, Exporter]:
     """The formats that a backend declares. One without a declaration can write the TorchScript module that its models have."""
     return getattr(backend, "exports", {"torchscript": Exporter(write_script)})
+
+
+def precautions_for(backends: Iterable[Backend]) -> Precautions:
+    """What capture has to do because of these backends."""
+    backends = tuple(backends)
+    passes = [each for backend in backends for each in getattr(backend, "capture_passes", ())]
+    around = [backend.around_model for backend in backends if hasattr(backend, "around_model")]
+    return Precautions(tuple(each.run for each in passes), tuple(around))
 
 
 def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
+from nc.capture.examples import bind_examples
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
+from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.value_reads import UnfitReadError, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -55,7 +56,14 @@ class Graph:
         return next(op for op in self.operators if op.name == name)
 
 
-def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None, *, share_weights: bool = False) -> Graph:
+def capture(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    dynamic_shapes: Any = None,
+    *,
+    share_weights: bool = False,
+    precautions: Precautions = NO_PRECAUTIONS,
+) -> Graph:
     """Capture a model.
 
     Args:
@@ -64,6 +72,7 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
         dynamic_shapes: as for `torch.export.export`, by argument name. With None every dimension is free that the model allows to be free.
             Height and width of images stay fixed for models with tokens (layer norm, attention, embeddings).
         share_weights: use the model's own tensors as constants instead of copies.
+        precautions: what engines need that may be in this process.
 
     Raises:
         InputError: example_inputs are missing, do not fit `forward`, or are not on the CPU.
@@ -72,13 +81,14 @@ def capture(model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = N
     caches.register()
     values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
     parameters = parameters_of(model.forward, values)
+    run = functools.partial(_run, model, parameters, precautions)
     failures: list[Exception] = []
     with LOCK, eval_mode(model), torch.no_grad():
-        expected = _first_run(model, parameters, values)
+        expected = _first_run(model, run, values)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
-                graph = _attempt(model, parameters, values, attempt, share_weights)
-                check_captured(model, graph, values, expected)
+                graph = _attempt(model, parameters, values, attempt, share_weights, precautions)
+                check_captured(run, graph, values, expected)
             except CaptureError:
                 raise
             except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
@@ -163,9 +173,10 @@ def _attempt(
     values: dict[str, Any],
     attempt: _Attempt,
     share_weights: bool,
+    precautions: Precautions,
 ) -> Graph:
     args, kwargs = _split_call(parameters, attempt.values)
-    expected = reads_of(lambda: _run(model, parameters, attempt.values)) if attempt.reads else ()
+    expected = reads_of(lambda: _run(model, parameters, precautions, attempt.values)) if attempt.reads else ()
     reads: list[ValueRead] = []
     given = reading(model, expected, reads) if attempt.reads else contextlib.nullcontext()
     with exportable(attempt.oblivious), named_keywords(model, kwargs), given:
@@ -174,7 +185,7 @@ def _attempt(
     out_spec = children(program.call_spec.out_spec)[0] if attempt.reads else program.call_spec.out_spec
     leaves, in_spec = _leaves(attempt.values, placeholders)
     kept = keep_reads(module, reads)
-    rewrites.normalise(module)
+    rewrites.normalise(module, precautions.rewrites)
     if not share_weights:
         own_constants(module, program)
     operators = name_operators(module, model)
@@ -183,8 +194,14 @@ def _attempt(
     return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example)
 
 
-def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any], expected: Any) -> None:
+def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: dict[str, Any], expected: Any) -> None:
     """Check that the graph computes what the model computes, also for another batch size.
+
+    Args:
+        run: calls the model with arguments by name.
+        graph: the captured model.
+        values: the example's arguments.
+        expected: what the model gives for them.
 
     Raises:
         RuntimeError: it computes something else. The caller then tries another way to export.
@@ -195,7 +212,7 @@ def check_captured(model: torch.nn.Module, graph: Graph, values: dict[str, Any],
     if resized is None or not _batch_is_free(graph):
         return
     try:
-        other = _run(model, graph.signature.parameters, resized)
+        other = run(resized)
     except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
         return
     _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
@@ -273,9 +290,9 @@ def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
 
 
-def _first_run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
+def _first_run(model: torch.nn.Module, run: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> Any:
     try:
-        return _run(model, parameters, values)
+        return run(values)
     except Exception as error:
         if _UNKNOWN in str(error):
             raise CaptureError(_capture_message(model, error)) from error
@@ -288,71 +305,18 @@ def _shown(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], values: dict[str, Any]) -> Any:
-    """The model's own outputs.
-
-    Once IPEX is imported, it computes wrong values for layer norms over several dimensions, unless gradients are recorded (docs/ipex.md).
-    """
+def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], precautions: Precautions, values: dict[str, Any]) -> Any:
+    """The model's own outputs."""
     args, kwargs = _split_call(parameters, pytree.tree_map(_copy, values))
-    risky = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
-    with torch.set_grad_enabled(risky):
-        return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, model(*args, **kwargs))
+    with contextlib.ExitStack() as stack:
+        for around in precautions.around:
+            stack.enter_context(around(model))
+        outputs = model(*args, **kwargs)
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]:
-    """Example inputs by parameter name of `forward`, in its order; arguments that are None are left out."""
-    if example_inputs is None:
-        msg = (
-            "example_inputs is missing: the model is captured by running it once. Give one batch as a tensor, a tuple (positional) or a "
-            "dict (keywords)."
-        )
-        raise InputError(msg)
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
-    elif isinstance(example_inputs, (tuple, list)):
-        args = tuple(example_inputs)
-    elif isinstance(example_inputs, torch.Tensor):
-        args = (example_inputs,)
-    else:
-        msg = f"Expected example_inputs to be a tensor, a tuple, a list or a dict, but got {type(example_inputs).__name__}."
-        raise InputError(msg)
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        msg = f"example_inputs do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}."
-        raise InputError(msg) from error
-    values: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = inspect.signature(model.forward).parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            values.update(value)
-        elif value is not None:
-            values[name] = value
-    _check_examples(values)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _check_examples(values: dict[str, Any]) -> None:
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    if not tensors:
-        msg = "example_inputs hold no tensor; give one batch of real inputs."
-        raise InputError(msg)
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            msg = f"example_inputs hold a tensor on device {tensor.device}; this is quantization for CPUs, call .cpu() on it."
-            raise InputError(msg)
-        if not tensor.numel():
-            msg = f"example_inputs hold an empty tensor, of shape {tuple(tensor.shape)}: nothing could be verified on it."
-            raise InputError(msg)
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
-            raise InputError(msg)
 
 
 def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

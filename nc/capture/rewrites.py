@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -20,9 +20,9 @@ from nc.graph.views import Binary, Weighted, set_argument
 aten = torch.ops.aten
 
 
-def normalise(module: fx.GraphModule) -> None:
-    """All rewrites, in order; each leaves a valid graph."""
-    for rewrite in REWRITES:
+def normalise(module: fx.GraphModule, first: Sequence[Callable[[fx.GraphModule], object]] = ()) -> None:
+    """All rewrites, in order; each leaves a valid graph. Those in `first` come before the list of this module."""
+    for rewrite in (*first, *REWRITES):
         rewrite(module)
         _sweep(module)
     module.graph.lint()
@@ -107,34 +107,6 @@ def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | N
                 read.meta["val"] = size
                 return read
     return None
-
-
-def flat_layer_norms(module: fx.GraphModule) -> None:
-    """A layer norm over several dimensions becomes one over a single dimension of that size: only this form is right in every engine.
-
-    Capture does this, not a backend, because calibration runs the captured graph with the engine's own fp32 kernels.
-    """
-    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default]:
-        a = schema_arguments(node)
-        x, shape = a["input"], list(a["normalized_shape"])
-        if len(shape) == 1:
-            continue
-        with module.graph.inserting_before(node):
-            flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
-            weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
-        with module.graph.inserting_after(node):
-            back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
-        node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
-        node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
-        back.meta["val"] = node.meta["val"]
-        sizes = [*node.meta["val"].shape[: -len(shape)], math.prod(shape)]
-        flat.meta["val"] = node.meta["val"] = node.meta["val"].new_empty(sizes)
-        for weight in [w for w in weights if w is not None]:
-            weight.meta["val"] = input_node(weight).meta["val"].new_empty([math.prod(shape)])
-            value = constant_value(module, weight)
-            if value is not None:
-                fqn = fqn_of(weight)
-                weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
 
 
 def pool_strides(module: fx.GraphModule) -> None:
@@ -375,7 +347,6 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     own_inputs,
     functionalise,
     views,
-    flat_layer_norms,
     flattens,
     pool_strides,
     decompose_attention,

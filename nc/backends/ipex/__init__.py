@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, check_available, write_script
+from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
 
@@ -45,6 +46,8 @@ class IpexBackend:
     name = NAME
     options: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never"), protects=True)}
     exports: Mapping[str, Exporter] = {"torchscript": Exporter(write_script)}
+    capture_passes = CAPTURE_PASSES
+    around_model = staticmethod(right_layer_norms)
 
     def why_unavailable(self) -> str:
         """What is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""

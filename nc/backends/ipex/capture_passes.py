@@ -1,0 +1,56 @@
+"""What keeps captured graphs and models right in a process that has imported IPEX.
+
+IPEX replaces torch's layer norm for all models. Its own one is wrong over several dimensions, unless gradients are recorded: it reads past
+the end of the weights (docs/ipex.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+import re
+
+import torch
+from torch import fx
+
+from nc.backends.passes import Pass
+from nc.graph.catalogue import input_node, schema_arguments
+from nc.graph.fx_utils import add_constant, constant_value, fqn_of
+
+aten = torch.ops.aten
+
+
+def flat_layer_norms(module: fx.GraphModule) -> None:
+    """A layer norm over several dimensions becomes one over their product."""
+    for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default]:
+        a = schema_arguments(node)
+        x, shape = a["input"], list(a["normalized_shape"])
+        if len(shape) == 1:
+            continue
+        with module.graph.inserting_before(node):
+            flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
+            weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
+        with module.graph.inserting_after(node):
+            back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
+        node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
+        node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
+        back.meta["val"] = node.meta["val"]
+        sizes = [*node.meta["val"].shape[: -len(shape)], math.prod(shape)]
+        flat.meta["val"] = node.meta["val"] = node.meta["val"].new_empty(sizes)
+        for weight in [w for w in weights if w is not None]:
+            weight.meta["val"] = input_node(weight).meta["val"].new_empty([math.prod(shape)])
+            value = constant_value(module, weight)
+            if value is not None:
+                fqn = fqn_of(weight)
+                weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
+
+
+def right_layer_norms(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Records gradients while a model with such layer norms runs."""
+    wide = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
+    return torch.enable_grad() if wide else contextlib.nullcontext()
+
+
+CAPTURE_PASSES = (Pass("flat_layer_norms", flat_layer_norms, avoids="computes layer norms over several dimensions wrongly"),)
