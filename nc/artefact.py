@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from nc.graph.saturation import named, narrow
 from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import store
+from nc.storage.atomic import replaced
 
 
 def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
@@ -225,14 +225,8 @@ def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, 
 
 def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:
     """A file with its parents, replaced as a whole."""
-    target = Path(path).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
+    with replaced(path) as staged:
         staged.write_bytes(data)
-        staged.replace(target)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _checked(q_model: QuantizedModel, step: str) -> QuantizedModel:

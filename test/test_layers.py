@@ -29,7 +29,8 @@ LEVELS = (
         "nc.graph.saturation",
     ),
     ("nc.observers", "nc.capture"),
-    ("nc.calibration", "nc.storage"),
+    ("nc.storage",),
+    ("nc.calibration",),
     ("nc.algorithms",),
     ("nc.config",),
     ("nc.planning",),
@@ -73,7 +74,7 @@ INSIDE = {
         ("nc.calibration",),
     ),
     "nc.storage": (
-        ("nc.storage.json_values", "nc.storage.allowlist", "nc.storage.schema_1", "nc.storage.arguments"),
+        ("nc.storage.atomic", "nc.storage.json_values", "nc.storage.allowlist", "nc.storage.schema_1", "nc.storage.arguments"),
         ("nc.storage.pytree_json",),
         ("nc.storage.graph_json",),
         ("nc.storage.store",),

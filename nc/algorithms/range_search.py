@@ -18,6 +18,7 @@ from torch import fx
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage
 from nc.calibration.qparams import Key, qparams_of
 from nc.errors import StateError
+from nc.graph.fx_utils import run_with
 from nc.graph.placement import Edge, edge_key
 from nc.numerics.affine import dequantize, quantize
 from nc.observers.auto import AUTO, CANDIDATES
@@ -79,21 +80,20 @@ def choose_ranges(
     Returns:
         Edge key → name of the algorithm.
     """
-    trial = _Trial(module, [e for e in edges if edge_key(e) in candidates], candidates)
+    trial = _Trial([e for e in edges if edge_key(e) in candidates], candidates)
     rows = 0
     for batch in batches:
-        trial.run(*batch)
+        run_with(module, batch, trial.see)
         rows += batch[0].shape[0] if batch[0].dim() else 1
         if rows >= _ROWS:
             break
     return {key: min(found, key=found.__getitem__) for key, found in trial.totals().items()}
 
 
-class _Trial(fx.Interpreter):
-    """Runs a graph and tries, at each reader, what every candidate would do to its result."""
+class _Trial:
+    """Tries, at each reader, what every candidate would do to its result."""
 
-    def __init__(self, module: fx.GraphModule, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]]) -> None:
-        super().__init__(module)
+    def __init__(self, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]]) -> None:
         self._candidates = candidates
         self._edges: dict[fx.Node, list[Edge]] = {}
         for edge in edges:
@@ -101,11 +101,12 @@ class _Trial(fx.Interpreter):
         self._errors: defaultdict[tuple[Edge, str], float] = defaultdict(float)
         self._sizes: defaultdict[Edge, float] = defaultdict(float)
 
-    def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
+    def see(self, node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+        """Try the candidates at a node; its value stays."""
         for edge in self._edges.get(node, ()):
             assert not isinstance(node.target, str)
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            args, kwargs = given
             self._sizes[edge] += _sixth_powers(_first(value))
             for name, qp in self._candidates[edge_key(edge)].items():
                 tried = list(args)

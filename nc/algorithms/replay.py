@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from nc.algorithms.base import Batch, Bound, State, Tap
-from nc.graph.catalogue import WEIGHTED, kind_of_node
+from nc.graph.catalogue import WEIGHTED, input_node, kind_of_node
+from nc.graph.fx_utils import run_with
 from nc.graph.views import Weighted
 from nc.plan import Plan
 
@@ -41,19 +42,18 @@ def collect(
         ]
         if not open_:
             continue
-        run = _Taps(module, names, [(requests[i][0], results[i][0]) for i in open_])
-        run.run(*batch)
+        run = _Taps(names, [(requests[i][0], results[i][0]) for i in open_])
+        run_with(module, batch, run.after, run.before)
         for i in open_:
             spent[i] += run.macs
             results[i][1].append(batch)
     return results
 
 
-class _Taps(fx.Interpreter):
-    """One batch through a graph, past the taps."""
+class _Taps:
+    """What one batch shows on its way through a graph."""
 
-    def __init__(self, module: fx.GraphModule, names: set[str], requests: Sequence[tuple[Sequence[Tap], Observed]]) -> None:
-        super().__init__(module)
+    def __init__(self, names: set[str], requests: Sequence[tuple[Sequence[Tap], Observed]]) -> None:
         self.macs = 0.0
         self._names = names
         self._taps: dict[tuple[str, str], list[tuple[Tap, Observed]]] = {}
@@ -61,11 +61,13 @@ class _Taps(fx.Interpreter):
             for tap in taps:
                 self._taps.setdefault((tap.operator, tap.role), []).append((tap, observed))
 
-    def run_node(self, n: fx.Node) -> Any:
+    def before(self, n: fx.Node, env: Mapping[fx.Node, Any]) -> None:
         operator: str | None = n.meta.get("operator")
         if operator is not None and (operator, "input") in self._taps:
-            self._see(operator, "input", self.fetch_args_kwargs_from_env(n)[0][0])
-        value = super().run_node(n)
+            self._see(operator, "input", env[input_node(n)])
+
+    def after(self, n: fx.Node, value: Any, _: Mapping[fx.Node, Any]) -> Any:
+        operator: str | None = n.meta.get("operator")
         if operator is not None and (operator, "output") in self._taps:
             self._see(operator, "output", value)
         if operator in self._names and kind_of_node(n) in WEIGHTED:
@@ -98,22 +100,16 @@ def inputs_of(
     Returns:
         Node name → fp32, shape [rows, channels]: the last dimension is the channels.
     """
-    recorder = _Recorder(module, set(names), max(1, rows // max(1, len(batches))))
-    for batch in batches:
-        recorder.run(*batch)
-    return {name: torch.cat(parts) for name, parts in recorder.rows.items()}
+    kept: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    each = max(1, rows // max(1, len(batches)))
 
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, names: set[str], each: int) -> None:
-        super().__init__(module)
-        self.rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        self._each = each
-
-    def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
-        if node.name in self.rows:
+    def keep(node: fx.Node, value: Any, _: object) -> Any:
+        if node.name in kept:
             flat = value.reshape(-1, value.shape[-1])
-            picked = torch.linspace(0, len(flat) - 1, min(self._each, len(flat))).round().long()
-            self.rows[node.name].append(flat[picked].clone())
+            picked = torch.linspace(0, len(flat) - 1, min(each, len(flat))).round().long()
+            kept[node.name].append(flat[picked].clone())
         return value
+
+    for batch in batches:
+        run_with(module, batch, keep)
+    return {name: torch.cat(parts) for name, parts in kept.items()}

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, InputError, NCError, StateError
 from nc.observers import Observer
 from nc.observers.base import Key, Seen, State
+from nc.storage.atomic import replaced
 
 SCHEMA = 1
 _FORMAT = "nc-statistics"
@@ -108,14 +108,8 @@ class Statistics:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one file; an earlier one is replaced as a whole or not at all."""
         tensors, metadata = _encode(self.collected())
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
-        try:
+        with replaced(path) as staged:
             safetensors.torch.save_file(tensors, staged, metadata)
-            staged.replace(target)
-        finally:
-            staged.unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace what was collected here by what a file holds.

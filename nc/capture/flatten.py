@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.errors import CaptureError
+from nc.graph.fx_utils import free_name
 
 
 def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | Unused | None]]:
@@ -72,9 +73,7 @@ class Unused:
 
 
 def _constant_node(root: torch.nn.Module, graph: fx.Graph, fqn: str, value: torch.Tensor, val: object) -> fx.Node:
-    name = re.sub(r"\W", "_", fqn)
-    while hasattr(root, name):
-        name += "_"
+    name = free_name(root, re.sub(r"\W", "_", fqn))
     value = value.detach()
     root.register_buffer(name, value)
     node = graph.get_attr(name)

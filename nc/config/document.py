@@ -10,6 +10,7 @@ from typing import Any
 
 from nc.config.rule_key import Key, check_pattern
 from nc.errors import ArtefactMissingError, ConfigError
+from nc.storage.atomic import replaced
 
 SCHEMA_VERSION = 1
 
@@ -45,7 +46,8 @@ class Document(abc.ABC):
 
     def to_json_file(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        with replaced(path) as staged:
+            staged.write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Any:

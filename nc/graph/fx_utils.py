@@ -1,7 +1,8 @@
-"""Helpers for fx graphs: copies, and constants with their values."""
+"""Helpers for fx graphs: copies, constants with their values, and runs node by node."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import fx
 from nc.graph.catalogue import schema_arguments
 from nc.graph.views import set_argument
 from nc.ops import REFERENCE
+
+Hook = Callable[[fx.Node, Any, Mapping[fx.Node, Any]], Any]
 
 
 def copy_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -35,6 +38,38 @@ def inline(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.target = REFERENCE.get(node.target, node.target)
+
+
+class _Hooked(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, hook: Hook, before: Callable[[fx.Node, Mapping[fx.Node, Any]], None] | None) -> None:
+        super().__init__(module)
+        self._hook, self._before = hook, before
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._before is not None:
+            self._before(n, self.env)
+        return self._hook(n, super().run_node(n), self.env)
+
+
+def run_with(
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    hook: Hook,
+    before: Callable[[fx.Node, Mapping[fx.Node, Any]], None] | None = None,
+) -> Any:
+    """Run a graph node by node, without gradients.
+
+    Args:
+        module: flat graph.
+        inputs: flat inputs.
+        hook: called behind each node with the node, its value, and the values of what it reads; returns the value to go on with.
+        before: called in front of each node with the node and the values of what it reads, which the node may change in place.
+
+    Returns:
+        The graph's outputs.
+    """
+    with torch.no_grad():
+        return _Hooked(module, hook, before).run(*inputs)
 
 
 def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
@@ -68,10 +103,16 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
     return memo[node]
 
 
-def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
-    """A new constant of the graph, inserted in front of `before`."""
+def free_name(module: torch.nn.Module, name: str) -> str:
+    """The name, with as many underscores behind it as it takes for `module` to have no attribute of that name."""
     while hasattr(module, name):
         name += "_"
+    return name
+
+
+def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
+    """A new constant of the graph, inserted in front of `before`."""
+    name = free_name(module, name)
     module.register_buffer(name, value.detach().contiguous())
     with module.graph.inserting_before(before):
         node = module.graph.get_attr(name)

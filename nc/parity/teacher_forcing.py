@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.graph.fx_utils import run_with
 from nc.graph.placement import works_in_place
 from nc.graph.views import Quantize
 from nc.ops import quantize_per_tensor
@@ -41,35 +42,32 @@ def recompute(module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Ma
         values: point → the engine's value; codes of quantize nodes, else tensors.
     """
     forced = _Forced(module, values)
-    with torch.no_grad():
-        forced.run(*inputs)
+    run_with(module, inputs, forced.see)
     return forced.locals
 
 
-class _Forced(fx.Interpreter):
+class _Forced:
     def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, torch.Tensor]) -> None:
-        super().__init__(module)
         in_place = works_in_place(module)  # then a tensor is what it should be at the end only
         self.values = {node: v for node, v in values.items() if not in_place or node.target is quantize_per_tensor}
         self.late = set(values) - set(self.values)
         self.locals: dict[fx.Node, Local] = {}
         self.slacks: dict[fx.Node, Any] = {}
 
-    def run_node(self, node: fx.Node) -> Any:
+    def see(self, node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
         """The engine's value at a point, the graph's own elsewhere."""
-        value = super().run_node(node)
         if node.op == "output":
-            self.locals |= {leaf: Local(self.env[leaf], self.slacks.get(leaf)) for leaf in node.all_input_nodes if leaf in self.late}
+            self.locals |= {leaf: Local(env[leaf], self.slacks.get(leaf)) for leaf in node.all_input_nodes if leaf in self.late}
         if node not in self.values:
-            slack = slack_of(node, value, self.env, self.slacks) if node.op == "call_function" else None
+            slack = slack_of(node, value, env, self.slacks) if node.op == "call_function" else None
             if slack is not None:
                 self.slacks[node] = slack
             return value
         if node.target is quantize_per_tensor:
             codes = Quantize.of(node)
             slack = self.slacks[codes.input] / codes.scale if codes.input in self.slacks else None
-            self.locals[node] = Local(position(self.env[codes.input], codes), slack)
+            self.locals[node] = Local(position(env[codes.input], codes), slack)
         else:
-            self.locals[node] = Local(value, slack_of(node, value, self.env, self.slacks))
+            self.locals[node] = Local(value, slack_of(node, value, env, self.slacks))
         # in the graph's own layout: what follows may be a view
         return torch.empty_like(value).copy_(self.values[node])

@@ -11,6 +11,7 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
+from nc.graph.fx_utils import run_with
 from nc.graph.views import Weighted
 from nc.spec import DynamicCost
 from nc.spec.reasons import Cause, Reason
@@ -24,10 +25,15 @@ class Sizes:
 
     @functools.cached_property
     def _outputs(self) -> dict[str, tuple[int, ...]]:
-        recorder = _Recorder(self._graph.module)
-        with torch.no_grad():
-            recorder.run(*self._graph.example)
-        return recorder.shapes
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def note(node: fx.Node, value: Any, _: object) -> Any:
+            if isinstance(value, torch.Tensor):
+                shapes[node.name] = tuple(value.shape)
+            return value
+
+        run_with(self._graph.module, self._graph.example, note)
+        return shapes
 
     def weight(self, op: Operator) -> tuple[int, ...]:
         """Shape of an operator's constant weight."""
@@ -44,15 +50,3 @@ class Sizes:
         if saved > cost.call[granularity] + cost.element[granularity] * rows * (inner + outputs):
             return None
         return Cause.SLOW(rows=rows, inner=inner, outputs=outputs)
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
-        if isinstance(value, torch.Tensor):
-            self.shapes[node.name] = tuple(value.shape)
-        return value

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from nc.errors import (
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
 from nc.storage import graph_json, schema_1
+from nc.storage.atomic import staging_path
 
 FORMAT = "nc-model"
 #: Goes up when a reader of the number before would misread the files; docs/artefact.md has the policy.
@@ -105,7 +105,7 @@ def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> N
         **document,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+    staged = staging_path(target)
     staged.mkdir()
     try:
         (staged / MODEL).write_text(_model_json(document), encoding="ascii")

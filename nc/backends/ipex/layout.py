@@ -7,13 +7,14 @@ outputs are not row-major, every call with another shape, in any thread, changes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, input_node, op_name
+from nc.graph.fx_utils import run_with
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 _CODES = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
@@ -30,37 +31,29 @@ def make_row_major(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> li
     Returns:
         Names of the operators that were changed.
     """
-    recorder = _Recorder(module)
-    with torch.no_grad():
-        recorder.run(*inputs)
-    for node, permuted in recorder.found.items():
+    found = _permuted(module, inputs)
+    for node, permuted in found.items():
         for source in permuted:
             _read_copy(module, node, source)
         for user in [] if permuted else list(node.users):
             _read_copy(module, user, node)
     module.graph.lint()
     module.recompile()
-    return [node.meta.get("operator", node.name) for node in recorder.found]
+    return [node.meta.get("operator", node.name) for node in found]
 
 
-class _Recorder(fx.Interpreter):
-    """Runs the graph as it will be: with the copies.
+def _permuted(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, list[fx.Node]]:
+    """Operators whose results are not row-major → those of their inputs that are not. The graph is run as it will be: with the copies."""
+    found: dict[fx.Node, list[fx.Node]] = {}
 
-    Attributes:
-        found: operators whose results are not row-major → those of their inputs that are not.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[fx.Node, list[fx.Node]] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        """The node's value, row-major where it is computed."""
-        value = super().run_node(node)
+    def row_major(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
         if not _computes(node) or not _is_permuted(value):
             return value
-        self.found[node] = [n for n in node.all_input_nodes if _is_permuted(self.env[n])]
+        found[node] = [n for n in node.all_input_nodes if _is_permuted(env[n])]
         return value.contiguous()
+
+    run_with(module, inputs, row_major)
+    return found
 
 
 def _computes(node: fx.Node) -> bool:

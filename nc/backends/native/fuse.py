@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx.node import Argument
 
 from nc.backends.native.operators import prepack
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import constant_of
+from nc.graph.fx_utils import constant_of, run_with
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Quantize, Weighted, options
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
@@ -64,15 +64,6 @@ class Region:
     bf16: bool = False
 
 
-class _Shapes(fx.Interpreter):
-    """Notes the shape that each convolution reads."""
-
-    def run_node(self, n: fx.Node) -> object:
-        if kind_of_node(n) in _CONVOLUTIONS:
-            n.meta[_SHAPE] = list(self.env[Conv.of(n).input].shape)
-        return super().run_node(n)
-
-
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
     """Run a graph once for the shapes that its convolutions read, if it has any, for `fuse` to pack their weights for.
 
@@ -80,8 +71,14 @@ def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None
     which can take a hundred times as long as it computes (AMX). Sizes from tracing won't do: a batch of 1 was traced as 2.
     """
     if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
-        with torch.no_grad():
-            _Shapes(module).run(*example)
+        run_with(module, example, _note_shape)
+
+
+def _note_shape(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """Note the shape that a convolution reads."""
+    if kind_of_node(node) in _CONVOLUTIONS:
+        node.meta[_SHAPE] = list(env[Conv.of(node).input].shape)
+    return value
 
 
 def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:

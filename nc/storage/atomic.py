@@ -1,0 +1,30 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def staging_path(target: Path) -> Path:
+    """A new hidden name beside a path, for what gets that path when it is complete."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+@contextlib.contextmanager
+def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
+
+    Parents are created. A link stays a link, to the new file.
+    """
+    target = Path(path).resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = staging_path(target)
+    try:
+        yield staged
+        staged.replace(target)
+    finally:
+        staged.unlink(missing_ok=True)
