@@ -18,11 +18,11 @@ from nc.plan import Plan
 from nc.spec import QParams, TensorSpec
 from nc.spec.reasons import Cause
 
-#: In the order in which they are shown: a later one can be the consequence of an earlier one.
+#: Kinds of findings, in the order of the report: an earlier one can be the cause of a later one.
 KINDS = ("never_ran", "still_growing", "saturation", "dead_channels")
-#: Share of a tensor's values outside of its range. Clipping algorithms leave out 0.01 % of well-behaved data.
+#: Reported above this share of values outside of the range. Clipping algorithms leave out 0.01 % of normally distributed data.
 SATURATION = 1e-3
-#: Share of a range that came in the last tenth of the batches. Of normally distributed data it is 1 or 2 %.
+#: Reported if the last tenth of the batches widened the range by more than this share of it. Normally distributed data gives 1 or 2 %.
 GROWTH = 0.05
 
 
@@ -36,11 +36,11 @@ def examine(
     """All findings: by kind in the order of `KINDS`, the worst of each first.
 
     Args:
-        plan: what was decided after calibration.
-        edges: its quantized inputs; those of one tensor give one finding, under the first operator.
+        plan: the decisions after calibration.
+        edges: its quantized inputs. Several edges of one tensor give one finding, with the name of the first operator.
         qparams: their ranges, by `placement.edge_key`.
-        found: the statistics that these come from.
-        others: what algorithms found.
+        found: the statistics from which the ranges were found.
+        others: findings of algorithms.
     """
     missing = [d.operator for d in plan.decisions if d.stays_for(Cause.NEVER_RAN)]
     findings = [Finding("never_ran", name, 1.0, f"{Cause.NEVER_RAN.value}: use data that reaches it") for name in missing]
@@ -64,9 +64,9 @@ def _of_input(edge: Edge, qparams: QParams, state: State, seen: Seen) -> Iterato
 
 
 def saturation(state: State, seen: Seen, qparams: QParams) -> float | None:
-    """Share of the calibration values that no code is near to: more than half a step outside of the range.
+    """Share of the calibration values that lie more than half a step outside of the range.
 
-    None when that is not known: values were clipped, and no histogram was collected (moving averages).
+    None if it is not known: some values were clipped, and no histogram was collected (moving averages).
     """
     low, high = _range(qparams, margin=0.5)
     extremes = seen.extremes(seen.batches)
@@ -79,9 +79,9 @@ def saturation(state: State, seen: Seen, qparams: QParams) -> float | None:
 
 
 def late_growth(seen: Seen, qparams: QParams) -> float | None:
-    """Share of the range in use that the last tenth of the batches brought; what the codes leave out does not count.
+    """By which share of itself the range grew in the last tenth of the batches. Values outside of the quantized range do not count.
 
-    None for fewer than 10 batches, which have no last tenth, and when the history is not known.
+    None for fewer than 10 batches, or if the history is not known.
     """
     before, after = seen.extremes(seen.batches - _late(seen)) if _late(seen) else None, seen.extremes(seen.batches)
     if before is None or after is None:
@@ -95,13 +95,13 @@ def _late(seen: Seen) -> int:
 
 
 def _range(qparams: QParams, margin: float = 0.0) -> tuple[float, float]:
-    """What the codes can hold, and `margin` steps more on each side."""
+    """The lowest and highest value that the codes can hold, with `margin` steps more on each side."""
     spec, scale, zero_point = qparams.spec, float(qparams.scale), int(qparams.zero_point)
     return (spec.quant_min - zero_point - margin) * scale, (spec.quant_max - zero_point + margin) * scale
 
 
 def _width(extremes: tuple[float, float], qparams: QParams) -> float:
-    """How much of the range values between these extremes need: it always holds 0, and symmetric codes have one width for both sides."""
+    """Width of the range that covers these extremes and 0. For symmetric codes it is the width of the larger side."""
     low, high = _range(qparams)
     left, right = max(min(extremes[0], 0.0), low), min(max(extremes[1], 0.0), high)
     return max(-left, right) if qparams.spec.symmetric else right - left

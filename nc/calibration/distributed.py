@@ -1,7 +1,7 @@
 """Calibration on several machines: under `torch.distributed`, `convert` combines the statistics of all ranks.
 
-Ranks send statistics as bytes in the file format; nothing is pickled. Every rank merges them in the order of the ranks.
-The statistics of a rank itself do not change, so calibration can continue and a second `convert` counts nothing twice.
+Ranks send statistics as bytes in the file format. Nothing is pickled. Every rank merges them in the order of the ranks.
+The statistics of a rank itself do not change: calibration can continue, and a second `convert` counts nothing twice.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _SIZE = 8
 
 
 def gather(statistics: Statistics, identity: Callable[[], Mapping[str, bytes]]) -> Collected:
-    """What all ranks of the default process group collected, in the order of the ranks; without one, what was collected here.
+    """The statistics of all ranks of the default process group, merged in the order of the ranks. Without a group, those of this process.
 
-    Every rank must call it. It needs a backend for tensors on the CPU: gloo or mpi.
+    Every rank must call it. The group needs a backend for tensors on the CPU: gloo or mpi.
 
     Args:
-        statistics: of this rank; stays as it is.
-        identity: called in a group only: what must be the same on every rank beside the model, by its name.
+        statistics: of this rank; they do not change.
+        identity: name → bytes that must be the same on every rank, beside the model. It is called in a group only.
 
     Raises:
-        StateError: on every rank, when one differs in what must be the same; or when the group fails, because a rank ended, say.
+        StateError: a rank differs in something that must be the same (raised on every rank), or the group fails (a rank ended).
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return statistics.collected()
@@ -42,7 +42,7 @@ def gather(statistics: Statistics, identity: Callable[[], Mapping[str, bytes]]) 
 
 
 def _agree(same: Mapping[str, bytes], size: int) -> list[int]:
-    """Every rank's `size`, once all are found to have the same things."""
+    """The `size` of every rank; raises StateError if the ranks differ in `same`."""
     digests = b"".join(hashlib.sha256(value).digest() for value in same.values())
     mine = _tensor(digests + size.to_bytes(_SIZE, "little"))
     cards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -62,7 +62,7 @@ def _agree(same: Mapping[str, bytes], size: int) -> list[int]:
 
 
 def _from_each(data: bytes, sizes: list[int]) -> Iterator[tuple[str, Collected]]:
-    """Rank by rank, so that one rank's data at a time is in memory."""
+    """The statistics of each rank; only those of one rank are in memory at a time."""
     for rank, size in enumerate(sizes):
         sent = _tensor(data) if rank == dist.get_rank() else torch.empty(size, dtype=torch.uint8)
         _collective(dist.broadcast, sent, rank)

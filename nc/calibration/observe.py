@@ -14,19 +14,19 @@ from nc.observers.base import Key, Statistic
 
 
 def observer_key(edge: Edge) -> Key:
-    """Which observer tells the range of an edge."""
+    """Key of the observer that collects the statistic for an edge."""
     return edge.origin.name, ALGORITHMS[edge.spec.algo].statistic.name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watch:
-    """A tensor and what is to be collected of it.
+    """A tensor, and the statistic to collect of it.
 
     Attributes:
         node: the tensor.
         reader: the operator's node that reads it.
-        statistic: what is collected.
-        operator: the operator's name.
+        statistic: which one.
+        operator: name of the operator.
     """
 
     node: fx.Node
@@ -36,12 +36,12 @@ class Watch:
 
 
 def watches_for(edges: Sequence[Edge]) -> list[Watch]:
-    """What the ranges of edges need."""
+    """The statistics from which the ranges of edges are found."""
     return [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
 
 
 def observed_module(module: fx.GraphModule, watches: Sequence[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
-    """A copy of `module`, sharing its constants, that feeds one observer per tensor and statistic.
+    """A copy of `module` with one observer per tensor and statistic; constants are shared.
 
     Returns:
         The copy, and the observers by (node name, statistic).

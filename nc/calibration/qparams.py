@@ -1,4 +1,4 @@
-"""Statistics → scale and zero point of every tensor that gets codes."""
+"""Statistics → scale and zero point of every quantized activation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Key = tuple[str, TensorSpec]
 
 
 def find_qparams(edges: Sequence[Edge], found: Collected) -> dict[Key, QParams]:
-    """Scale and zero point for each edge key.
+    """Scale and zero point of each edge key, by the algorithm of its spec.
 
     Args:
-        edges: what gets codes.
+        edges: inputs to be quantized.
         found: statistics of their tensors.
     """
     return {key: qparams_of(edge, edge.spec.algo, found) for key, edge in {edge_key(e): e for e in edges}.items()}

@@ -1,7 +1,7 @@
 """Calibration statistics: save, load and merge them without running the data again.
 
-One file holds the statistics of every observed tensor and the samples that algorithms look at again: safetensors whose metadata is JSON
-with a schema version and a checksum. Loading unpickles nothing.
+One file holds the statistics of every observed tensor and the kept samples. It is a safetensors file. Its metadata is JSON with a schema
+version and a checksum. Loading unpickles nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nc.storage.atomic import replaced
 
 SCHEMA = 1
 _FORMAT = "nc-statistics"
-#: Statistics that others hold as part of their state.
+#: Statistic → other statistics whose state contains its state.
 _CONTAINED_IN = {"extremes": ("histogram",)}
 
 Batch = tuple[torch.Tensor, ...]
 
 
 class Samples:
-    """The first calibration inputs, kept for algorithms that run the model: at most `rows` of them, and `size` bytes.
+    """The first calibration inputs, kept for algorithms that run the model again: at most `rows` rows and `size` bytes.
 
     Attributes:
         batches: flat inputs, each with shapes of its own.
@@ -48,7 +48,7 @@ class Samples:
     def keep(self, inputs: Sequence[torch.Tensor]) -> None:
         """Keep a copy of one batch, if there is room for the whole of it."""
         if self.has_room(inputs):
-            # row-major, as a file holds them: kernels round differently on another layout
+            # row-major, as in a file: kernels round differently on another layout
             self.batches.append(tuple(t.detach().clone(memory_format=torch.contiguous_format) for t in inputs))
 
     def has_room(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -61,11 +61,11 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collected:
-    """Statistics as plain values, of one run or read from a file.
+    """Statistics as plain values: of this run, or from a file.
 
     Attributes:
         states: (node name, statistic) → its state.
-        seen: (node name, statistic) → the batches that it saw.
+        seen: (node name, statistic) → which batches went into it.
         samples: kept inputs.
         weights: mean magnitude of each of the model's constants.
     """
@@ -77,7 +77,7 @@ class Collected:
 
 
 class Statistics:
-    """The statistics of one prepared model; loading and merging change what `convert` will see.
+    """The statistics of one prepared model. `convert` uses them, also after `load` and `merge`.
 
     Example:
         >>> import nc, torch
@@ -102,26 +102,28 @@ class Statistics:
         return Collected(states, seen, tuple(self._samples.batches), _weights(self._module))
 
     def identity(self) -> dict[str, bytes]:
-        """What the statistics are of, to the last bit: the captured graph and its constants, by their name."""
+        """What the statistics belong to: the captured graph and a checksum of its constants."""
         return {"model": self._module.code.encode(), "weights": checksum("", dict(self._module.named_buffers())).encode()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one file; an earlier one is replaced as a whole or not at all."""
+        """Write everything to one file. If that fails, an earlier file stays as it was."""
         tensors, metadata = _encode(self.collected())
         with replaced(path) as staged:
             safetensors.torch.save_file(tensors, staged, metadata)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace what was collected here by what a file holds.
+        """Replace the statistics of this model by those of a file.
 
         Raises:
             ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError: the file is missing, damaged, or of a newer version.
-            StateError: it is of another model, or lacks a tensor or a statistic that this configuration needs.
+            StateError: the file belongs to another model, or lacks a tensor or a statistic that this configuration needs.
         """
         self._become(self.combined([(str(path), read(path))]))
 
     def merge(self, other: Statistics | str | os.PathLike[str]) -> None:
-        """Add what another run collected: as if one run had seen both, bit for bit (moving averages are weighted by their batches).
+        """Add the statistics of another run. The result is that of one run over both, bit for bit.
+
+        Moving averages are an exception: they are averaged, weighted by their numbers of batches.
 
         Args:
             other: statistics of another prepared model, or a file.
@@ -136,13 +138,13 @@ class Statistics:
         self._become(self.combined([("here", self.collected()), found]))
 
     def combined(self, parts: Iterable[tuple[str, Collected]]) -> Collected:
-        """What one run over all parts, in their order, would have collected of this model; what was collected here stays as it is.
+        """The statistics of one run over all parts, in their order. Those of this object do not change.
 
         Args:
-            parts: at least one: where it comes from, for messages, and what was collected there. They are taken one at a time.
+            parts: at least one. Each is a name for messages, and statistics. They are read one at a time.
 
         Raises:
-            StateError: a part is of another model, or lacks a tensor or a statistic that this configuration needs.
+            StateError: a part belongs to another model, or lacks a tensor or a statistic that this configuration needs.
         """
         whole: Collected | None = None
         samples = Samples(self._samples.rows, self._samples.size)
@@ -166,7 +168,7 @@ class Statistics:
         self._samples.batches = list(found.samples)
 
     def _fitting(self, found: Collected, where: str, mine: Mapping[str, float]) -> Collected:
-        """What `found` holds for each observer here, whose model has the weights `mine`."""
+        """The part of `found` that the observers of this model need; `mine` are the weights of this model."""
         for name in sorted(set(mine) | set(found.weights)):
             if not math.isclose(mine.get(name, math.nan), found.weights.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
                 msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
@@ -188,7 +190,7 @@ class Statistics:
 
 
 def read(path: str | os.PathLike[str]) -> Collected:
-    """What `Statistics.save` wrote.
+    """Read a file of `Statistics.save`.
 
     Raises:
         ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError.
@@ -208,15 +210,15 @@ def decode(data: bytes, where: str) -> Collected:
     """The inverse of `encode`.
 
     Args:
-        data: what was written, or something else.
-        where: where it comes from, for messages.
+        data: content of a file.
+        where: name of the file, for messages.
 
     Raises:
         ArtefactCorruptError, ArtefactSchemaError.
     """
     try:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        # into torch's own, aligned memory: kernels round differently where it isn't
+        # a copy in torch's own memory is aligned: kernels round differently on other memory
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
         text = metadata["nc"]
         if metadata["sha256"] != checksum(text, tensors):
@@ -262,7 +264,7 @@ def _parse(document: dict[str, Any], tensors: dict[str, torch.Tensor], where: st
 
 
 def _weights(module: fx.GraphModule) -> dict[str, float]:
-    """Mean finite magnitudes: equal for one model on machines that fold batch norms with other last bits, not for another one."""
+    """Mean magnitude of the finite values of each constant: it tells models apart, but not the last bits of folded batch norms."""
     constants = {name: t[t.isfinite()] for name, t in module.named_buffers() if t.is_floating_point()}
     return {name: float(t.abs().double().mean()) for name, t in constants.items() if t.numel()}
 

@@ -1,4 +1,4 @@
-"""Estimate which operators dynamic int8 makes slower: finding and applying ranges can cost more than int8 saves."""
+"""Estimate which operators dynamic int8 makes slower: to find and apply ranges can cost more time than int8 saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nc.spec.reasons import Cause, Reason
 
 
 class Sizes:
-    """Sizes of a graph's operators on its example, found by one run when they are first asked for."""
+    """Sizes of the operators of a graph on its example inputs. The graph runs once, at the first question."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -41,7 +41,7 @@ class Sizes:
         return tuple(Weighted.of(node).weight.meta["val"].shape)
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
-        """Why an operator would be slower as dynamic int8 than in fp32, at the example's size; None where it would not."""
+        """Why dynamic int8 is slower than fp32 for an operator at the size of the example; None if it is not slower."""
         if op.kind != "linear" or cost is None:
             return None
         outputs, inner = self.weight(op)

@@ -1,8 +1,8 @@
-"""resolve(config, graph, capabilities) → Plan: which rule applies to which operator. Pure; needs no data.
+"""resolve(config, graph, capabilities) → Plan: which rule applies to which operator. A pure function that needs no data.
 
-Precedence, written here and nowhere else: exact name > pattern (the last one declared wins) > type (the last one declared wins) >
-global. The most specific rule decides how an operator is quantized, or that it stays fp32. A missing field takes
-its value from the next rule of the same family of strategies, and last its default.
+Precedence is defined in this module only: exact name > pattern > type > global. Of two patterns, or two types, the one declared last wins.
+The most specific rule decides how an operator is quantized, or that it stays fp32. A field that this rule does not set takes its value
+from the next rule of the same family of strategies. If no rule sets it, it has its default.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nc.spec import (
 )
 from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
-#: Where a field comes from that no rule says anything of.
+#: The source of a field that no rule sets.
 _DEFAULT = "default"
 
 
@@ -47,8 +47,8 @@ class _Match:
     """A rule or configuration that matches an operator.
 
     Attributes:
-        rule: by which rule.
-        config: the configuration.
+        rule: level and key of the rule.
+        config: its configuration.
     """
 
     rule: Rule
@@ -100,9 +100,9 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
     weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
     grouped = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
     decisions = [_with_grouped_weight(d, capabilities.row(d.kind)) if d.operator in grouped else d for d in decisions]
-    # a dynamic operator reads and gives fp32: it is no neighbour that an integer addition could profit from
+    # dynamic operators read and give fp32, so an int8 addition beside one gains nothing
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
-    # a rule that names the operator or its type asks for it explicitly; only the global default gives way
+    # an operator that a rule names, by name or type, stays quantized
     explicit = {d.operator for d in decisions if d.decided.level is not Level.GLOBAL}
     useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
     decisions = [dataclasses.replace(d, spec=FLOAT, why=useless[d.operator]) if d.operator in useless else d for d in decisions]
@@ -110,10 +110,10 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
 
 
 def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
-    """The plan that these decisions make on a backend.
+    """The plan with these decisions on a backend.
 
     Raises:
-        UnsupportedError: an operator is to compute in bf16, and that can't be there.
+        UnsupportedError: an operator should compute in bf16, and the backend cannot.
     """
     low = next((d for d in decisions if d.spec.bf16), None)
     if low is not None and capabilities.why_no_bf16:
@@ -177,13 +177,13 @@ def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collectio
 
 
 def _excluded(matches: Iterable[_Match]) -> Collection[str]:
-    """Precisions that an operator may not use: the most specific level that says any."""
+    """Precisions that an operator may not use, from the most specific rule that lists any."""
     name = "excluded_precisions"
     return next((m.config.given[name] for m in matches if name in m.config.given), ())
 
 
 def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
-    """All rules that match an operator, the most specific first; of equally specific rules, the last declared first."""
+    """All rules that match an operator, the most specific first. Of equally specific rules the one declared last comes first."""
     found: list[_Match] = []
     for part in parts_of(config):
         if part.white_list is None:
@@ -197,7 +197,7 @@ def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Co
             level = match_level(rule.key, op, modules)
             if level is not None:
                 found.append(_Match(Rule(level, rule.key.text), rule.config))
-    # of several global strategies those come first that have a kernel for this kind of operator
+    # of several global strategies, those with a kernel for this kind of operator come first
     order = {id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
 
@@ -207,9 +207,9 @@ def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
 
 
 def _merged(matches: list[_Match]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The value of each field, and the rule that it comes from."""
+    """The value of each field, and the text of the rule that sets it."""
     first = matches[0].config
-    # an outer fp32 says nothing of how to quantize
+    # a rule that asks for fp32 does not say how to quantize
     levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
     values, sources = first.defaults(), {}
     for name, field in first.FIELDS.items():
@@ -223,14 +223,14 @@ def _merged(matches: list[_Match]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport) -> None:
-    """Set the granularity of the only kernel there is (LSTM, GRU), where nobody asked for another one."""
+    """Use the granularity of the kernel (LSTM, GRU have one only) if no rule sets another one."""
     name = "act_granularity"
     if sources[name] == _DEFAULT and row.dynamic and values[name] not in row.dynamic:
         values[name], sources[name] = row.dynamic[0], "kernel"
 
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
-    """What an operator of some kind gets under a strategy and the values of its fields."""
+    """The spec of an operator of some kind, for a strategy and the values of its fields."""
     if algorithm == "weight_only":
         size = values["group_size"]
         blocks = PER_CHANNEL if size == -1 else per_group(-1, size)
@@ -259,10 +259,10 @@ def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
 
 
 def fit(plan: Plan, capabilities: Capabilities) -> Plan:
-    """The plan for another backend than the one it was made for; the same calibration serves both.
+    """A plan adapted to another backend. The calibration stays valid.
 
     Raises:
-        UnsupportedError: an operator's activation dtype has no kernel there, or it can't compute in bf16.
+        UnsupportedError: that backend has no kernel for an operator's dtype, or cannot compute in bf16.
     """
     if plan.backend == capabilities.backend:
         return plan
@@ -281,7 +281,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
 
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> Reason | None:
-    """Why an operator stays fp32; None where a kernel exists. Raises where a rule asks for something that never can be."""
+    """Why an operator stays fp32; None if there is a kernel. Raises UnsupportedError for a dtype that no kernel takes."""
     if row is None or not _has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
@@ -294,7 +294,7 @@ def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
 
 
 def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities) -> None:
-    """Raise UnsupportedError when the kernels of a row do not take what an operator asks for."""
+    """Raise UnsupportedError if the kernel of a row does not take the dtype or granularity of an operator."""
     value: object
     if spec.mode == "weight_only" and spec.weight is not None:
         field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
@@ -313,7 +313,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
 
 
 def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: Rule) -> None:
-    """Raise ConfigError when groups do not cover an operator's weight."""
+    """Raise ConfigError if the group size does not divide the weight of an operator."""
     assert spec.weight is not None
     try:
         spec.weight.granularity.block_size(sizes.weight(op), 0)
@@ -323,7 +323,7 @@ def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: Rule) -> None:
 
 
 def _unsmoothed(decision: Decision) -> Decision:
-    """Without SmoothQuant, unless the operator was named: a multiplication there cuts attention out of the engine's int8 groups."""
+    """The decision without SmoothQuant, unless a rule names the operator: a multiplication there splits the int8 group of attention."""
     if decision.spec.smooth is None or decision.decided.level in (Level.NAME, Level.PATTERN):
         return decision
     fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
@@ -342,14 +342,14 @@ def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
-    """A right-hand side whose products can't saturate, where this CPU needs it."""
+    """The spec with codes whose 16-bit sums cannot overflow, where the kernel needs it on this CPU."""
     return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec
 
 
 def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
-    """How a key matches an operator; None when it does not.
+    """The level at which a key matches an operator; None if it does not match.
 
-    A string that is the name of one of the model's `modules` means that one, also where it is spelled like a type ("linear").
+    A string that is the name of one of the model's `modules` means this module, also if it is spelled like a type ("linear").
     """
     if not key.is_type and key.text in (op.name, op.module_name):
         return Level.NAME
@@ -393,7 +393,7 @@ def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
 
 
 def _types(graph: Graph, *, fused: bool) -> Iterator[str]:
-    """Types of the model's operators, with what follows them where `fused`."""
+    """Types of the model's operators; if `fused`, with the types of the operators behind them."""
     for op in graph.operators:
         if op.kind in KIND_NAMES:
             yield "&".join((KIND_NAMES[op.kind][0], *(op.followed_by if fused else ())))
