@@ -127,6 +127,7 @@ def test_operators_have_meta_kernels(found):
     assert (codes.dtype, codes.shape) == (found.storage, x.shape)
     assert dequantize_float(codes, scale, found.name).dtype == torch.float32
     real = torch.randn(4, 8), torch.ones(4, 1)
+    assert dequantize_float(quantize_float(torch.empty(0, 8), torch.ones(4, 1), found.name), torch.ones(4, 1), found.name).shape == (0, 8)
     torch.library.opcheck(dequantize_float, (quantize_float(*real, found.name), real[1], found.name), test_utils="test_faketensor")
 
 

@@ -101,10 +101,14 @@ def _dequantize_blocks(
 
 
 def _quantize_float(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    if not x.numel():
+        return torch.empty_like(x, dtype=named(dtype).storage)  # it has no blocks
     return formats.quantize(x, scale, named(dtype), _block_size(x, scale))
 
 
 def _dequantize_float(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    if not codes.numel():
+        return _values(codes)
     return formats.dequantize(codes, scale, named(dtype), _block_size(codes, scale))
 
 
