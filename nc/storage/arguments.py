@@ -99,7 +99,7 @@ def check_codes(module: fx.GraphModule) -> None:
             msg = f"node {node.name!r}: only dequantize nodes read codes"
             raise ValueError(msg)
         if node.target is quantize_float and not all(
-            user.target is dequantize_float and user.args[2] == node.args[2] for user in node.users
+            user.target is dequantize_float and schema_arguments(user)["dtype"] == schema_arguments(node)["dtype"] for user in node.users
         ):
             msg = f"node {node.name!r}: only dequantize nodes of the same dtype read codes"
             raise ValueError(msg)
