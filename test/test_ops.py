@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from nc import ops
 from nc.graph.fx_utils import inline
+from nc.spec import dtype
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 #: What torch has registered, whoever did it.
@@ -104,6 +105,25 @@ def dynamic(x, per_token, quant_min, quant_max, symmetric, *_):
         scale = float(np.float32(scale))
         result[part] = (np.clip(np.rint(values / scale) + zero_point, quant_min, quant_max) - zero_point) * scale
     return result
+
+
+def quantized_float(x, scale, name):
+    """The nearest value by distance: its code, or the value itself where the codes are of a dtype of torch; ties to the even code."""
+    table = np.array(dtype(name).values)
+    usable = np.flatnonzero(np.isfinite(table) & ~((table == 0) & np.signbit(table)))
+    s = spread(scale, x.shape, block(x.shape, scale.shape) if scale.ndim else lambda index: 0)
+    result = np.empty(x.shape)
+    for index, number in np.ndenumerate(x / s.astype(np.float32)):
+        distance = np.abs(table[usable] - np.clip(number, table[usable].min(), table[usable].max()))
+        code = min(usable[distance == distance.min()], key=lambda c: c % 2)
+        result[index] = code if dtype(name).storage is torch.uint8 else table[code]
+    return result
+
+
+def dequantized_float(codes, scale, name):
+    return np.array(dtype(name).values)[codes] * spread(
+        scale, codes.shape, block(codes.shape, scale.shape) if scale.ndim else lambda index: 0
+    )
 
 
 def bf16(x):
@@ -230,6 +250,15 @@ SAMPLES = {
             (codes(8, 6), scales(4, 6), zero_points(4, 6), 0, 2, torch.int8),
             {0: 1, 1: 1, 2: 1},
         )
+    ],
+    "quantize_float.default": lambda: [
+        Sample(quantized_float, (values(*SHAPE), torch.tensor(0.25), "fp4_e2m1")),
+        Sample(quantized_float, (values(*SHAPE), scales(1, 3, 4), "fp8_e4m3")),
+    ],
+    "dequantize_float.default": lambda: [
+        Sample(dequantized_float, (codes(*SHAPE, signed=False) % 16, scales(1, 2, 8), "nf4"), tolerance=1e-6),
+        # codes of FP8, which torch's checks cannot compare, are in test_formats.py
+        Sample(dequantized_float, (codes(*SHAPE, signed=False) % 64, torch.tensor(0.25), "fp6_e3m2")),
     ],
     "quantize_dequantize_dynamic.default": lambda: [
         Sample(dynamic, (torch.randn(*SHAPE), per_token, *limits, symmetric, dtype), tolerance=1e-6)
