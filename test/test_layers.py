@@ -61,6 +61,7 @@ INSIDE = {
             "nc.capture.export_guards",
             "nc.capture.flatten",
             "nc.capture.naming",
+            "nc.capture.same_outputs",
             "nc.capture.precautions",
             "nc.capture.value_reads",
         ),

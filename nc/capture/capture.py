@@ -20,16 +20,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
-from nc.capture.examples import bind_examples
+from nc.capture.examples import another_batch, bind_examples, with_batch
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
+from nc.capture.same_outputs import OtherOutputError, picks_of, same_outputs
 from nc.capture.value_reads import UnfitReadError, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
-from nc.graph.catalogue import op_name
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
 
 
@@ -152,21 +152,6 @@ def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iter
     yield _Attempt(values, None, False, "The captured model takes inputs of exactly the example's shapes; no dimension could stay free.")
 
 
-def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
-    """The arguments repeated to another batch size; None when the tensors do not share a first dimension."""
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
-    if len(sizes) != 1 or 0 in sizes:
-        return None
-    copies = -(-size // sizes.pop())
-
-    def repeat(leaf: Any) -> Any:
-        return torch.cat([leaf] * copies)[:size].contiguous() if isinstance(leaf, torch.Tensor) else leaf
-
-    repeated: dict[str, Any] = pytree.tree_map(repeat, values)
-    return repeated
-
-
 def _attempt(
     model: torch.nn.Module,
     parameters: tuple[Parameter, ...],
@@ -206,38 +191,16 @@ def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: d
     Raises:
         RuntimeError: it computes something else. The caller then tries another way to export.
     """
-    picks = sorted({op_name(node) for node in graph.module.graph.nodes} & _PICKS)
-    _same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))), picks)
-    resized = _another_batch(values)
+    picks = picks_of(graph.module)
+    same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))), picks)
+    resized = another_batch(values)
     if resized is None or not _batch_is_free(graph):
         return
     try:
         other = run(resized)
     except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
         return
-    _same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
-
-
-def _another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments in another batch size than the example's: 3, or 5 where the example has 3. None where there is no first dimension.
-
-    If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped. Otherwise all parts of the
-    batch would be equal, and mixing them up would not show.
-    """
-    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    if not all(t.dim() and t.shape[0] for t in tensors):
-        return None
-    sizes = {t.shape[0] for t in tensors}
-    size = None if len(sizes) > 1 else 5 if sizes == {3} else 3
-
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        length = 2 * leaf.shape[0] if size is None else size
-        return torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous()
-
-    others: dict[str, Any] = pytree.tree_map(resized, values)
-    return others
+    same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
 
 
 def _reading_warning(model: torch.nn.Module, reads: tuple[ValueRead, ...]) -> str:
@@ -259,35 +222,9 @@ _UNKNOWN = "not a known type"
 _HERE = str(Path(__file__).parents[1])
 
 
-#: Operators whose result is another one where two nearly equal values change places.
-_PICKS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "torchvision::nms", "multinomial", "searchsorted"})
-
-
-class _OtherOutputError(RuntimeError):
-    """Attributes: picks: the operators of the graph that are in `_PICKS`."""
-
-    def __init__(self, picks: Sequence[str]) -> None:
-        super().__init__("the captured graph gives another output than the model")
-        self.picks = picks
-
-
-def _same_outputs(expected: Any, got: Any, picks: Sequence[str]) -> None:
-    for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
-        if isinstance(a, torch.Tensor) and not (a.shape == b.shape and _is_close(a, b)):
-            raise _OtherOutputError(picks)
-
-
 def _telling(failures: Sequence[Exception]) -> Exception:
     """The failure that says most: of an attempt that got far, or else the first."""
-    return next((f for f in reversed(failures) if isinstance(f, _OtherOutputError)), failures[0])
-
-
-def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for rounding. It is relative to the largest value, because sums of large terms can end near 0."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+    return next((f for f in reversed(failures) if isinstance(f, OtherOutputError)), failures[0])
 
 
 def _first_run(model: torch.nn.Module, run: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> Any:
@@ -391,12 +328,12 @@ def _capture_message(model: torch.nn.Module, error: Exception) -> str:
     if _UNKNOWN in str(error):
         advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
-    if isinstance(error, _OtherOutputError) and error.picks:
+    if isinstance(error, OtherOutputError) and error.picks:
         return (
             f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly equal, rounding decides, and then "
             "outputs can't be compared. Quantize the part in front of that, for example model.backbone, and call the rest in fp32."
         )
-    if isinstance(error, _OtherOutputError):
+    if isinstance(error, OtherOutputError):
         return (
             f"{text}\nThe model draws random numbers, bakes a size in, or takes another path while it is exported (some do where an input "
             "is left out: give all of them, attention_mask too). Or quantize its submodules one by one."

@@ -1,4 +1,4 @@
-"""Example inputs as users give them → values by parameter name."""
+"""Example inputs as users give them → values by parameter name, and the same in other batch sizes."""
 
 from __future__ import annotations
 
@@ -62,3 +62,40 @@ def _check_examples(values: dict[str, Any]) -> None:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
             raise InputError(msg)
+
+
+def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
+    """The arguments repeated to another batch size; None when the tensors do not share a first dimension."""
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        return None
+    copies = -(-size // sizes.pop())
+
+    def repeat(leaf: Any) -> Any:
+        return torch.cat([leaf] * copies)[:size].contiguous() if isinstance(leaf, torch.Tensor) else leaf
+
+    repeated: dict[str, Any] = pytree.tree_map(repeat, values)
+    return repeated
+
+
+def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments in another batch size than the example's: 3, or 5 where the example has 3. None where there is no first dimension.
+
+    If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped. Otherwise all parts of the
+    batch would be equal, and mixing them up would not show.
+    """
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if not all(t.dim() and t.shape[0] for t in tensors):
+        return None
+    sizes = {t.shape[0] for t in tensors}
+    size = None if len(sizes) > 1 else 5 if sizes == {3} else 3
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        length = 2 * leaf.shape[0] if size is None else size
+        return torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous()
+
+    others: dict[str, Any] = pytree.tree_map(resized, values)
+    return others
