@@ -81,6 +81,19 @@ def test_every_way_to_read_is_noted():
         q(X[0], torch.tensor([2, 2]))
 
 
+def test_what_is_changed_after_it_was_read_is_checked_as_it_was():
+    def forward(self, x, n):
+        count = n.sum()
+        size = int(count)
+        count -= 1
+        return self.layer(x)[:, :size] if size > 1 else x
+
+    n = torch.tensor([1, 2])
+    q = quantized(Function(forward, layer=nn.Linear(8, 8)), X[0], n)
+    assert q(X[0], n).shape == (5, 3)
+    assert [read.value for read in q.graph.signature.reads] == [3]
+
+
 def test_values_that_can_not_change_are_not_checked():
     def forward(self, x):
         if self.limit > 3 and torch.tensor(x.shape[-1]) == 8:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ _TAKE_SIZES = frozenset(
 )
 #: The same, beginning with the first argument.
 _MAKE_SIZES = frozenset({"arange", "zeros", "ones", "empty", "eye"})
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class UnfitReadError(RuntimeError):
@@ -220,7 +221,7 @@ class _Player(_Reader):
             raise UnfitReadError(msg)
         self.waiting.remove(found)
         self.done.append(found)
-        self.tensors.append(tensor)
+        self.tensors.append(tensor.clone())  # the model may change it later
         return found.value
 
 
