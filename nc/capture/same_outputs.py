@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from nc.graph.catalogue import op_name
+from nc.graph.catalogue import first_input, is_float_tensor, op_name
 
 #: Operators whose result is another one where two nearly equal values change places.
 _PICKS = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "torchvision::nms", "multinomial", "searchsorted"})
@@ -35,8 +35,8 @@ def same_outputs(expected: Any, got: Any, picks: Sequence[str]) -> None:
 
 
 def picks_of(module: fx.GraphModule) -> list[str]:
-    """Names of the operators that pick among values: where two of them are nearly equal, rounding decides."""
-    return sorted({op_name(node) for node in module.graph.nodes} & _PICKS)
+    """Names of the operators that pick among floating-point values: where two of them are nearly equal, rounding decides."""
+    return sorted({op_name(node) for node in module.graph.nodes if is_float_tensor(first_input(node))} & _PICKS)
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
