@@ -33,7 +33,11 @@ class ReferenceModule(torch.nn.Module):
         self.graph = graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs of the QDQ graph in the user's structure."""
+        """Outputs of the QDQ graph in the user's structure.
+
+        Raises:
+            InputError: the inputs do not fit the captured model.
+        """
         graph = self.graph
         tensors = graph.signature.bind(args, kwargs)
         try:
@@ -79,7 +83,7 @@ class QuantizedModel(torch.nn.Module):
         except NCError:
             raise
         except Exception as error:
-            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example) from error
+            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True) from error
         return graph.signature.unflatten(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:

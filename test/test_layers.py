@@ -270,7 +270,7 @@ def test_nothing_above_the_graph_reads_a_configuration():
 def test_only_capture_and_load_decide_the_kind_of_an_operator():
     """All else reads it, so an operator has one kind everywhere."""
     users = {module for module, path in FILES.items() if "decide_kinds" in names_in(path)}
-    assert users == {"nc.graph.catalogue", "nc.capture.naming", "nc.capture.value_reads", "nc.storage.graph_json"}
+    assert users == {"nc.graph.catalogue", "nc.capture.naming", "nc.storage.graph_json"}
 
 
 def test_arguments_are_read_by_their_names():

@@ -81,6 +81,42 @@ def test_every_way_to_read_is_noted():
         q(X[0], torch.tensor([2, 2]))
 
 
+def test_a_truth_value_is_compared_as_one():
+    def forward(self, x, mask):
+        return self.layer(x) if mask.sum() else x
+
+    q = quantized(Function(forward, layer=nn.Linear(8, 8)), X, PADDED)
+    assert [read.value for read in q.graph.signature.reads] == [True]
+    assert q(torch.cat([X, X]), torch.cat([FULL, PADDED])).shape == (4, 5, 8)
+    with pytest.raises(nc.InputError, match="captured with True and is False"):
+        q(X, 0 * PADDED)
+
+
+def test_a_bound_of_a_slice_that_is_assigned_to_is_read():
+    def forward(self, x, n):
+        y = self.layer(x).clone()
+        y[:, : n.sum()] = 0
+        return y + float(n.max())
+
+    model, n = Function(forward, layer=nn.Linear(8, 8)), torch.tensor([1, 2])
+    q = quantized(model, X[0], n)
+    assert sorted(read.value for read in q.graph.signature.reads) == [2, 3]
+    assert (q(X[0], n)[:, :3] == 2).all()
+
+
+def test_inputs_out_of_range_are_input_errors():
+    model = Function(lambda self, ids: self.layer(self.table(ids)), table=nn.Embedding(4, 8), layer=nn.Linear(8, 8)).eval()
+    ids = torch.tensor([[0, 1, 2]])
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=ids, backend="native")
+    with pytest.raises(nc.InputError, match="IndexError"):
+        prepared(ids + 4)
+    prepared(ids)
+    q = nc.convert(prepared)
+    for broken in (q, q.reference):
+        with pytest.raises(nc.InputError, match="fails on these inputs"):
+            broken(ids + 4)
+
+
 def test_what_is_changed_after_it_was_read_is_checked_as_it_was():
     def forward(self, x, n):
         count = n.sum()
@@ -106,24 +142,45 @@ def test_values_that_can_not_change_are_not_checked():
     assert graph.signature.reads == ()
 
 
-def test_values_of_data_are_refused():
-    def by_input(self, x):
-        return self.layer(x) * 2 if x.sum() > 0 else self.layer(x)
+def by_chance(self, ids):
+    x = self.table(ids)
+    return self.layer(x) if torch.randint(0, 2, (1,)).item() else self.layer(x) * 3
 
-    def by_layer(self, x):
-        y = self.layer(x)
-        return y * 2 if (y > 0).any() else y
 
-    def fraction(self, x):
-        return self.layer(x) * (2 if x.max().item() > 0 else 3)
+def by_layer(self, ids):
+    y = self.layer(self.table(ids))
+    return y * 2 if (y > 0).any() else y
 
-    for forward, why in (
-        (by_input, "reads a value that depends on floating-point inputs"),
+
+def by_attention(self, ids):
+    x = self.table(ids)
+    y = F.scaled_dot_product_attention(x, x, x)
+    return self.layer(y) if (y + 1).sum() > 0 else y
+
+
+def by_fraction(self, ids):
+    return self.layer(self.table(ids)) * (2 if (ids / 2).sum().item() > 0 else 3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (by_chance, "reads a random value"),
         (by_layer, "reads a value that its layers compute"),
-        (fraction, "reads a floating-point value"),
-    ):
-        with pytest.raises(nc.CaptureError, match=rf"depends on tensor values(.|\n)*{why}, at test_value_reads.py:\d+"):
-            nc.prepare(Function(forward, layer=nn.Linear(8, 8)).eval(), nc.StaticQuantConfig(), example_inputs=X, backend="reference")
+        (by_attention, "reads a value that its layers compute"),
+        (by_fraction, "reads a floating-point value"),
+    ],
+)
+def test_values_of_data_are_refused(forward, why):
+    model = Function(forward, table=nn.Embedding(4, 8), layer=nn.Linear(8, 8)).eval()
+    with pytest.raises(nc.CaptureError, match=rf"depends on tensor values(.|\n)*{why}, at test_value_reads.py:\d+"):
+        nc.prepare(model, nc.StaticQuantConfig(), example_inputs=torch.tensor([[0, 1, 2]]), backend="reference")
+
+
+def test_a_path_that_depends_on_floating_point_inputs_is_refused():
+    model = Function(lambda self, x: self.layer(x) * 2 if x.sum() > 0 else self.layer(x), layer=nn.Linear(8, 8)).eval()
+    with pytest.raises(nc.CaptureError, match="depends on floating-point inputs"):
+        nc.prepare(model, nc.StaticQuantConfig(), example_inputs=X, backend="reference")
 
 
 def test_no_other_format_holds_a_model_that_reads_values(tmp_path):

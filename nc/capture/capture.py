@@ -26,7 +26,7 @@ from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import OtherOutputError, picks_of, same_outputs
-from nc.capture.value_reads import UnfitReadError, depends_on_values, keep_reads, reading, reads_of
+from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
@@ -174,6 +174,7 @@ def _attempt(
     if not share_weights:
         own_constants(module, program)
     operators = name_operators(module, model)
+    check_reads(module, kept, {op.node for op in operators if op.quantizable})
     signature = Signature(parameters, in_spec, leaves, out_spec, kept)
     example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
     return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example)

@@ -144,7 +144,7 @@ def _one_way_of_nms() -> Iterator[None]:
     original = boxes.batched_nms
 
     def batched_nms(boxes_: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-        """Boxes of different classes are moved apart, so that none of them overlap; also of no boxes at all."""
+        """Boxes of different classes are moved apart, as torchvision does for few boxes; also where there is no box at all."""
         largest = torch.nn.functional.pad(boxes_.flatten(), (0, 1)).max()
         keep: torch.Tensor = boxes.nms(boxes_ + (idxs.to(boxes_) * (largest + 1))[:, None], scores, iou_threshold)
         return keep

@@ -13,7 +13,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from nc.graph.catalogue import decide_kinds, is_float_tensor, kind_of_node, op_name
+from nc.graph.catalogue import is_float_tensor, op_name
 from nc.graph.signature import ValueRead
 from nc.graph.views import returned
 
@@ -31,7 +31,9 @@ MOST_READS = 64
 #: Reads of constants and of sizes among them.
 _MOST_NOTED = 4096
 _READS = frozenset({"item", "__bool__", "__int__", "__float__", "__index__"})
-#: Functions that read the value of a tensor where it stands for a size, and take no integer tensors of no dimension otherwise.
+#: What Python expects of them.
+_AS: dict[str, Callable[[Any], Any]] = {"__int__": int, "__float__": float, "__index__": int}
+#: Functions that read the value of a tensor where it stands for a size, and have no other use for integer tensors without dimensions.
 _TAKE_SIZES = frozenset(
     {"view", "reshape", "expand", "repeat", "pad", "narrow", "unflatten", "as_strided", "split", "split_with_sizes", "chunk", "new_zeros"}
     | {"new_ones", "new_empty", "new_full", "interpolate", "tile", "permute", "roll"}
@@ -58,7 +60,7 @@ def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
     """The values that a call of the model reads in Python, in order.
 
     Raises:
-        UnfitReadError: one of them is a floating-point number, which no two engines compute alike, or there are too many.
+        UnfitReadError: there are too many.
     """
     with _Recorder() as recorder:
         run()
@@ -71,7 +73,7 @@ def reading(model: torch.nn.Module, reads: Sequence[ValueRead], done: list[Value
 
     Args:
         model: its `forward` is another one inside.
-        reads: found by `reads_of`. Those at places that the model does not come by while it is exported are left out.
+        reads: found by `reads_of`. Those at places that the model does not reach while it is exported are left out.
         done: afterwards, what was read, in the order of the tensors.
 
     Raises:
@@ -101,28 +103,47 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
     """Take the outputs out of a graph that can't change from call to call; the reads of those that stay.
 
     Raises:
-        UnfitReadError: a value comes from a floating-point input, so that nearly every call has another one; or out of a layer, whose int8
-            form may give another one; or more than `MOST_READS` can change.
+        UnfitReadError: a value comes from a floating-point input, so that nearly every call has another one; or it is a fraction that can
+            change, which no two engines compute alike; or more than `MOST_READS` can change.
     """
-    decide_kinds(module)  # once more after the rewrites, which change operators
     node, outputs = next(iter(reversed(module.graph.nodes))), returned(module)
     own, kept = list(outputs[: len(outputs) - len(reads)]), []
     for read, output in zip(reads, outputs[len(own) :], strict=True):
         sources = _sources(output) if isinstance(output, fx.Node) else set()
-        if any(kind_of_node(source) not in (None, "add") for source in sources):
-            msg = f"the model reads a value that its layers compute, at {read.where}"
-            raise UnfitReadError(msg)
         inputs = [source for source in sources if source.op == "placeholder"]
+        free = inputs or any(_is_free_size(source) or _is_random(source) for source in sources)
+        why = ""
         if any(is_float_tensor(source) for source in inputs):
-            msg = f"the model reads a value that depends on floating-point inputs, at {read.where}"
+            why = "a value that depends on floating-point inputs"
+        elif free and isinstance(read.value, float):
+            why = "a floating-point value"
+        if why:
+            msg = f"the model reads {why}, at {read.where}"
             raise UnfitReadError(msg)
-        if inputs or any(_is_free_size(source) for source in sources):
+        if free:
             kept.append((read, output))
     if len(kept) > MOST_READS:
         msg = f"the model reads {len(kept)} values, the last at {kept[-1][0].where}"
         raise UnfitReadError(msg)
     node.args = ((*own, *(output for _, output in kept)),)
     return tuple(read for read, _ in kept)
+
+
+def check_reads(module: fx.GraphModule, reads: Sequence[ValueRead], layers: Container[str]) -> None:
+    """Raise UnfitReadError when a value comes out of a layer, whose int8 form may give another one, or is random.
+
+    Args:
+        module: after all rewrites.
+        reads: those whose tensors are the graph's last outputs.
+        layers: names of the nodes that could compute in int8.
+    """
+    outputs = returned(module)
+    for read, output in zip(reads, outputs[len(outputs) - len(reads) :], strict=True):
+        sources = _sources(output) if isinstance(output, fx.Node) else set()
+        computed = any(source.name in layers for source in sources)
+        if computed or any(map(_is_random, sources)):
+            msg = f"the model reads {'a value that its layers compute' if computed else 'a random value'}, at {read.where}"
+            raise UnfitReadError(msg)
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
@@ -134,6 +155,11 @@ def _sources(node: fx.Node) -> set[fx.Node]:
             waiting += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
     return seen
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers. Before the rewrites also attention counts, which could drop some of its weights."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_free_size(node: fx.Node) -> bool:
@@ -156,16 +182,16 @@ class _Reader(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS:
-            value = self.read(args[0])
-            return bool(value) if name == "__bool__" else value
+            value = self.read(args[0].bool() if name == "__bool__" else args[0])
+            return _AS.get(name, lambda v: v)(value)
         if name == "tolist":  # fake tensors read their elements one by one
             return self._list(args[0])
         if name in _TAKE_SIZES or name in _MAKE_SIZES:
             first = 1 if name in _TAKE_SIZES else 0
             args = (*args[:first], *(self._sizes(a) for a in args[first:]))
             kwargs = {key: self._sizes(value) for key, value in (kwargs or {}).items()}
-        elif name == "__getitem__":
-            args = args[0], self._slices(args[1])
+        elif name in ("__getitem__", "__setitem__"):
+            args = args[0], self._slices(args[1]), *args[2:]
         return func(*args, **(kwargs or {}))
 
     def _list(self, tensor: torch.Tensor) -> Any:
@@ -194,9 +220,6 @@ class _Recorder(_Reader):
 
     def read(self, tensor: torch.Tensor) -> Any:
         value, where = tensor.item(), _caller()
-        if not isinstance(value, (bool, int)):
-            msg = f"the model reads a floating-point value, at {where}"
-            raise UnfitReadError(msg)
         if len(self.reads) == _MOST_NOTED:
             msg = f"the model reads more than {_MOST_NOTED} values, the last at {where}"
             raise UnfitReadError(msg)

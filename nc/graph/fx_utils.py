@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import schema_arguments
-from nc.graph.views import set_argument
+from nc.graph.views import called_with, set_argument
 from nc.ops import REFERENCE
 
 Hook = Callable[[fx.Node, Any, Mapping[fx.Node, Any]], Any]
@@ -36,8 +36,9 @@ def take_over(new: fx.Node, old: fx.Node) -> None:
 def inline(module: fx.GraphModule) -> None:
     """Let nodes of `nc` operators call the functions that compute them: compilers look into functions, not into operators."""
     for node in module.graph.nodes:
-        if node.op == "call_function":
-            node.target = REFERENCE.get(node.target, node.target)
+        if node.op == "call_function" and node.target in REFERENCE:
+            node.args, node.kwargs = called_with(node)  # the functions take some arguments by position only
+            node.target = REFERENCE[node.target]
 
 
 class _Hooked(fx.Interpreter):

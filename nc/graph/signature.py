@@ -70,7 +70,7 @@ class ValueRead:
         where: file, line and function that read it.
     """
 
-    value: bool | int
+    value: bool | int | float
     where: str
 
 
@@ -237,7 +237,9 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             raise InputError(msg)
 
 
-def call_error(error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor]) -> NCError:
+def call_error(
+    error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False
+) -> NCError:
     """What to raise for an error that came up inside a captured graph, or inside the engine that runs it.
 
     Args:
@@ -245,16 +247,18 @@ def call_error(error: Exception, who: str, tensors: Sequence[torch.Tensor], exam
         who: what raised it, for the message.
         tensors: the flat inputs.
         example: those that the graph was captured with.
+        engine: an engine raised it.
 
     Returns:
-        InputError where the sizes are not those of the example, BackendError where they are.
+        BackendError where an engine fails on inputs of the example's sizes, except for values out of range; else InputError.
     """
     text = f"{who} fails on these inputs: {type(error).__name__}: {str(error).strip() or '-'}"
     given, captured = ([tuple(t.shape) for t in each] for each in (tensors, example))
-    if given == captured:
-        return BackendError(text)
-    sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
-    return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
+    if given != captured:
+        sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
+        return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
+    out_of_range = isinstance(error, IndexError) or "index out of range" in str(error)  # TorchScript gives errors types of its own
+    return BackendError(text) if engine and not out_of_range else InputError(text)
 
 
 def _describe(value: Any) -> str:
