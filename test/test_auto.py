@@ -290,3 +290,10 @@ def test_multi_head_attention_is_computed_on_every_cpu(isolate):
         assert "computes this model; ipex: IPEX failed on this graph" in q.report().chosen
         with pytest.raises(BackendError, match="IPEX failed on this graph"):
             convert(prepared, backend="ipex", isolate=isolate)
+
+
+def test_outputs_of_other_shapes_can_not_be_verified():
+    graph = prepared_for(MLP(), X, backend="reference").quantized_graph()
+    outputs = [t[:1] for t in graph.module(*graph.example)]
+    with pytest.raises(VerificationError, match="other shapes than the quantized graph"):
+        nc.backends.verify.verify_outputs(graph, outputs, "warn", "The engine")

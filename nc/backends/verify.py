@@ -47,12 +47,19 @@ def verify_outputs(
         dB; None when nothing was measured.
 
     Raises:
-        VerificationError: they are too far apart.
+        VerificationError: they are too far apart, or have other shapes.
     """
     if verify == "off":
         return None
     with torch.no_grad():
-        sqnr = worst_sqnr_db(graph.module(*graph.example), outputs)
+        expected = graph.module(*graph.example)
+    if _shapes(expected) != _shapes(outputs):
+        msg = (
+            f"{engine} gives outputs of other shapes than the quantized graph, so they can't be compared: the sizes of outputs depend on "
+            "computed values, which rounding changes. Quantize the part of the model in front of that, for example model.backbone."
+        )
+        raise VerificationError(msg)
+    sqnr = worst_sqnr_db(expected, outputs)
     required = max(FLOOR_DB, min(TOLERANCE_DB, graph.sqnr_vs_fp32_db - CHANCE_DB))
     if sqnr < required:
         text = _disagreement(engine, None if first is None else first(), sqnr, required)
@@ -60,6 +67,10 @@ def verify_outputs(
             raise VerificationError(text)
         warnings.warn(text, NCWarning, stacklevel=8)
     return sqnr
+
+
+def _shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
+    return [value.shape if isinstance(value, torch.Tensor) else None for value in outputs]
 
 
 def _disagreement(engine: str, first: str | None, sqnr: float, required: float) -> str:
