@@ -56,7 +56,8 @@ def problem(row: Row) -> str:
 
 def _cause(row: Row) -> str:
     """The innermost reason without names, numbers and paths, so that equal ones meet."""
-    text = row.get("cause") or row.get("reason") or ""
+    text = (row.get("cause") or row.get("reason") or "").lstrip("_")
+    text = re.sub(r" \(\w+:\d+\)$", "", text)  # where in nc it was raised
     text = re.sub(r"(/[\w.+-]+){2,}/", "", text)
     text = re.sub(r"\d+", "N", re.sub(r"0x[0-9a-f]+", "…", text))
     return f"{row['error']}: {text.removeprefix(row['error'] + ': ')[:160]}"

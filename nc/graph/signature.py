@@ -237,6 +237,10 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             raise InputError(msg)
 
 
+#: What torch and IPEX say of look-ups; TorchScript gives errors a type of its own.
+_OUT_OF_RANGE = ("index out of range", "out of DATA bounds")
+
+
 def call_error(
     error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False
 ) -> NCError:
@@ -257,7 +261,7 @@ def call_error(
     if given != captured:
         sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
         return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
-    out_of_range = isinstance(error, IndexError) or "index out of range" in str(error)  # TorchScript gives errors types of its own
+    out_of_range = isinstance(error, IndexError) or any(words in str(error) for words in _OUT_OF_RANGE)
     return BackendError(text) if engine and not out_of_range else InputError(text)
 
 
