@@ -75,7 +75,7 @@ def _about(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
     backends = ", ".join(sorted({row["backend"] for row in rows}))
     return f"""`benchmarks/sweep.py` takes {len(listed)} architectures of torchvision, timm and transformers through prepare,
 calibration and convert with `StaticQuantConfig()` on backend `{backends}`. Each is built from its configuration with random weights,
-as small as the library allows. The rows are regular parts of the list (`--shard`), whose order has nothing to do with the result, or whole sources.
+as small as the library allows. The rows are regular parts of the list (`--shard`), in an order of no meaning, or whole sources.
 `python benchmarks/sweep.py --table` wrote this page from rows that were run with nc at {commits}:
 
 {chr(10).join(machines)}
