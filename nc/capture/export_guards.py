@@ -78,14 +78,22 @@ def named_keywords(model: torch.nn.Module, names: Iterable[str]) -> Iterator[Non
     if len(kept) == len(signature.parameters) or not extra:
         yield
         return
+    original = model.forward
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
+    with other_forward(model, lambda *args, **kwargs: original(*args, **kwargs), signature.replace(parameters=[*kept, *named])):
+        yield
+
+
+@contextlib.contextmanager
+def other_forward(model: torch.nn.Module, run: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+    """Put another function with this signature in place of the model's `forward`, and the model's own back afterwards."""
     original, own = model.forward, "forward" in vars(model)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
-    forward.__signature__ = signature.replace(parameters=[*kept, *named])  # type: ignore[attr-defined] # `inspect.signature` reads it
+    forward.__signature__ = signature  # type: ignore[attr-defined] # `inspect.signature` reads it
     model.forward = forward
     try:
         yield

@@ -9,7 +9,6 @@ That is of use where values are about the form of the inputs (masks, lengths, si
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from nc.capture.export_guards import other_forward
 from nc.graph.catalogue import is_float_tensor, op_name
 from nc.graph.signature import ValueRead
 from nc.graph.views import returned
@@ -63,9 +63,19 @@ def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
     Raises:
         UnfitReadError: there are too many.
     """
-    with _Recorder() as recorder:
+    reads: list[ValueRead] = []
+
+    def note(tensor: torch.Tensor) -> Any:
+        value, where = tensor.item(), _caller()
+        if len(reads) == _MOST_NOTED:
+            msg = f"the model reads more than {_MOST_NOTED} values, the last at {where}"
+            raise UnfitReadError(msg)
+        reads.append(ValueRead(value, where))
+        return value
+
+    with _Reader(note):
         run()
-    return tuple(recorder.reads)
+    return tuple(reads)
 
 
 @contextlib.contextmanager
@@ -80,24 +90,29 @@ def reading(model: torch.nn.Module, reads: Sequence[ValueRead], done: list[Value
     Raises:
         UnfitReadError: while the model runs inside, if it reads at another place than those.
     """
-    original, own = model.forward, "forward" in vars(model)
+    original = model.forward
 
-    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Player(reads) as player:
-            output = original(*args, **kwargs)
-        done[:] = player.done
-        return output, tuple(player.tensors)
+        waiting, tensors = list(reads), []
+        done.clear()
 
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # `inspect.signature` reads it
-    model.forward = forward
-    try:
+        def give(tensor: torch.Tensor) -> Any:
+            where = _caller()
+            found = next((r for r in waiting if r.where == where), None)
+            if found is None:
+                msg = f"the model reads a value at {where} only while it is exported"
+                raise UnfitReadError(msg)
+            waiting.remove(found)
+            done.append(found)
+            tensors.append(tensor.clone())  # the model may change it later
+            return found.value
+
+        with _Reader(give):
+            output = original(*args, **kwargs)
+        return output, tuple(tensors)
+
+    with other_forward(model, forward, inspect.signature(original)):
         yield
-    finally:
-        if own:
-            model.forward = original
-        else:
-            del model.forward
 
 
 def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[ValueRead, ...]:
@@ -176,9 +191,9 @@ def _is_fixed(size: torch.SymInt) -> bool:
 class _Reader(TorchFunctionMode):
     """Hands each tensor whose value Python reads to `read`, also where torch reads it from an argument that is a size."""
 
-    def read(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor with one element."""
-        raise NotImplementedError
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.read = read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -210,43 +225,6 @@ class _Reader(TorchFunctionMode):
         if isinstance(index, slice):
             return slice(*(self._sizes(i) for i in (index.start, index.stop, index.step)))
         return index
-
-
-class _Recorder(_Reader):
-    """Notes each value that is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[ValueRead] = []
-
-    def read(self, tensor: torch.Tensor) -> Any:
-        value, where = tensor.item(), _caller()
-        if len(self.reads) == _MOST_NOTED:
-            msg = f"the model reads more than {_MOST_NOTED} values, the last at {where}"
-            raise UnfitReadError(msg)
-        self.reads.append(ValueRead(value, where))
-        return value
-
-
-class _Player(_Reader):
-    """Gives the noted values instead of reading, and keeps the tensors."""
-
-    def __init__(self, reads: Sequence[ValueRead]) -> None:
-        super().__init__()
-        self.waiting = list(reads)
-        self.done: list[ValueRead] = []
-        self.tensors: list[torch.Tensor] = []
-
-    def read(self, tensor: torch.Tensor) -> Any:
-        where = _caller()
-        found = next((r for r in self.waiting if r.where == where), None)
-        if found is None:
-            msg = f"the model reads a value at {where} only while it is exported"
-            raise UnfitReadError(msg)
-        self.waiting.remove(found)
-        self.done.append(found)
-        self.tensors.append(tensor.clone())  # the model may change it later
-        return found.value
 
 
 def _caller() -> str:
