@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.numerics import affine, dynamic, formats, recurrent
+from nc.numerics import affine, dynamic, formats, low_bit, recurrent
 from nc.spec import dtype as named
 from nc.spec import per_channel, per_group
 
@@ -223,6 +223,19 @@ lstm_dynamic = _operator(
     f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _lstm, _fake_recurrent
 )
 gru_dynamic = _operator(f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor)", _gru, _fake_recurrent)
+
+#: What a packed weight is stored as; see `nc.numerics.packed_weight.PackedWeight`.
+_PACKED = "Tensor codes, Tensor scale, Tensor? zero, Tensor? minimum, Tensor? outer_scale, Tensor? outer_minimum"
+quant_linear = _operator(
+    f"quant_linear(Tensor x, {_PACKED}, Tensor? bias, str dtype, int in_features, str act_dtype) -> Tensor",
+    low_bit.linear,
+    lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])),
+)
+quant_embedding = _operator(
+    f"quant_embedding(Tensor ids, {_PACKED}, str dtype, int features, ScalarType result) -> Tensor",
+    low_bit.embedding,
+    lambda ids, codes, *rest: ids.new_empty((*ids.shape, rest[-2]), dtype=rest[-1]),  # noqa: ARG005 - the names of the schema
+)
 
 #: Of integers.
 QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})

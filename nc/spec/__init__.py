@@ -14,6 +14,7 @@ from nc.spec.specs import (
     SmoothSpec,
     TensorSpec,
 )
+from nc.spec.weight_format import SCALE_DTYPES, DoubleQuant, WeightFormat
 
 __all__ = [
     "BF16",
@@ -23,10 +24,12 @@ __all__ = [
     "PER_CHANNEL",
     "PER_TENSOR",
     "PER_TOKEN",
+    "SCALE_DTYPES",
     "UINT8",
     "Capabilities",
     "DynamicCost",
     "DType",
+    "DoubleQuant",
     "Granularity",
     "Mode",
     "OpSpec",
@@ -34,6 +37,7 @@ __all__ = [
     "QParams",
     "SmoothSpec",
     "TensorSpec",
+    "WeightFormat",
     "dtype",
     "granularity",
     "per_block",

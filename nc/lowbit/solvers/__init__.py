@@ -1,0 +1,11 @@
+"""Solvers by name. A new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from nc.lowbit.solvers.base import Needs, Problem, Solver
+from nc.lowbit.solvers.gptq import GPTQ
+from nc.lowbit.solvers.rtn import RTN
+
+SOLVERS: dict[str, type] = {cls.name: cls for cls in (RTN, GPTQ)}
+
+__all__ = ["GPTQ", "RTN", "SOLVERS", "Needs", "Problem", "Solver"]

@@ -1,0 +1,83 @@
+"""What a solver is: it chooses codes and scales for the weight of one layer. One per file, each a frozen dataclass of its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from nc.lowbit.statistics import InputStatistics
+from nc.numerics.packed_weight import PackedWeight
+from nc.spec.weight_format import WeightFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What has to be collected of a layer's inputs.
+
+    Attributes:
+        squares: the mean square of each input channel.
+        hessian: the mean of x x^T.
+        float_inputs: also the products of these inputs with those of the float model (two-sided solvers).
+    """
+
+    squares: bool = False
+    hessian: bool = False
+    float_inputs: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Both."""
+        return Needs(
+            squares=self.squares or other.squares,
+            hessian=self.hessian or other.hessian,
+            float_inputs=self.float_inputs or other.float_inputs,
+        )
+
+    @property
+    def data(self) -> bool:
+        """Whether calibration data is needed at all."""
+        return self.squares or self.hessian or self.float_inputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One layer to solve.
+
+    Attributes:
+        name: of the layer.
+        weight: fp32, shape [N, K], finite.
+        form: the format of the result; its groups divide K.
+        rule: range rule, one of `nc.numerics.group_ranges.RULES`.
+        inputs: statistics of its inputs in the model as it is quantized so far; None if there are none.
+    """
+
+    name: str
+    weight: torch.Tensor
+    form: WeightFormat
+    rule: str
+    inputs: InputStatistics | None = None
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """Chooses codes; an instance is a frozen dataclass of its options.
+
+    Attributes:
+        name: as configurations and reports write it.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants collected."""
+        ...
+
+    def solve(self, problem: Problem) -> PackedWeight:
+        """Codes and scales of a layer.
+
+        Raises:
+            UnsupportedError: it cannot produce this format; says which it can.
+        """
+        ...

@@ -1,0 +1,107 @@
+"""What calibration collects of the inputs of low-bit layers: sums over tokens, in float64, so that they can be merged in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nc.errors import CalibrationError
+
+
+@dataclass(slots=True)
+class InputStatistics:
+    """Sums over the tokens x of shape [K] that reached a layer, or several layers that read one tensor.
+
+    Attributes:
+        tokens: n, how many.
+        absolute: sum of |x|, float64, shape [K].
+        squares: sum of x^2, float64, shape [K].
+        outer: sum of x x^T, float64, shape [K, K]; None if nothing asks for it.
+        cross: sum of (y - x) x^T, where y is the same token in the float model, float64, [K, K]; None if nothing asks for it.
+    """
+
+    tokens: int
+    absolute: torch.Tensor
+    squares: torch.Tensor
+    outer: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, channels: int, *, hessian: bool, cross: bool = False) -> InputStatistics:
+        """Without a token."""
+
+        def square() -> torch.Tensor:
+            return torch.zeros(channels, channels, dtype=torch.float64)
+
+        zeros = torch.zeros(channels, dtype=torch.float64)
+        return cls(0, zeros, zeros.clone(), square() if hessian or cross else None, square() if cross else None)
+
+    def add(self, x: torch.Tensor, float_x: torch.Tensor | None = None) -> None:
+        """Add tokens.
+
+        Args:
+            x: shape [..., K]; its products are computed in fp32, and summed in float64.
+            float_x: the same tokens in the float model, if `cross` is collected.
+
+        Raises:
+            CalibrationError: NaN or infinite values; nothing was added.
+        """
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        if not bool(rows.isfinite().all()):
+            msg = "its input holds NaN or infinite values"
+            raise CalibrationError(msg)
+        self.tokens += rows.shape[0]
+        self.absolute += rows.abs().sum(0, dtype=torch.float64)
+        self.squares += rows.square().sum(0, dtype=torch.float64)
+        if self.outer is not None:
+            self.outer += rows.T @ rows
+        if self.cross is not None and float_x is not None:
+            self.cross += (float_x.detach().reshape(rows.shape).float() - rows).T @ rows
+
+    def merge(self, other: InputStatistics) -> None:
+        """Add the tokens of another one, of the same channels."""
+        self.tokens += other.tokens
+        self.absolute += other.absolute
+        self.squares += other.squares
+        for name in ("outer", "cross"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is not None and theirs is not None:
+                mine += theirs
+
+    @property
+    def mean_square(self) -> torch.Tensor:
+        """E[x^2] of each channel, fp32, shape [K]."""
+        return (self.squares / max(self.tokens, 1)).float()
+
+    @property
+    def mean_absolute(self) -> torch.Tensor:
+        """E[|x|] of each channel, fp32, shape [K]."""
+        return (self.absolute / max(self.tokens, 1)).float()
+
+    @property
+    def hessian(self) -> torch.Tensor:
+        """E[x x^T], float64, shape [K, K]; diagonal where only squares were collected."""
+        whole = torch.diag(self.squares) if self.outer is None else self.outer
+        return whole / max(self.tokens, 1)
+
+
+def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStatistics | None) -> float:
+    """`tr((W - W^) H (W - W^)^T) / tr(W H W^T)`: the mean squared error of the layer's output over its mean square.
+
+    Args:
+        weight: W, fp32, shape [N, K].
+        rounded: W^, likewise.
+        inputs: give H = E[x x^T]; None, or without tokens: the identity.
+
+    Returns:
+        0 for a weight that is all zero.
+    """
+    error, whole = (weight - rounded).double(), weight.double()
+    if inputs is None or not inputs.tokens:
+        lost, total = error.square().sum(), whole.square().sum()
+    elif inputs.outer is None:
+        lost, total = ((m.square() @ inputs.squares).sum() for m in (error, whole))
+    else:
+        lost, total = (((m @ inputs.hessian) * m).sum() for m in (error, whole))
+    return float(lost / total) if float(total) > 0 else 0.0

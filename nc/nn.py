@@ -1,0 +1,117 @@
+"""Modules with low-bit weights. They stand in the place of the user's linears and embeddings, in the user's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nc import ops
+from nc.lowbit.result import LayerResult
+from nc.numerics.packed_weight import PackedWeight
+
+_PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+
+
+class _Packed(torch.nn.Module):
+    """What both modules have: the stored tensors as buffers, under the names of `PackedWeight`.
+
+    Attributes:
+        form: the format of the weight.
+        result: how the codes were found; None if that is not known.
+    """
+
+    def _hold(self, weight: PackedWeight, result: LayerResult | None) -> None:
+        self.form = weight.form
+        self.result = result
+        for name in _PARTS:
+            self.register_buffer(name, getattr(weight, name))
+        self.requires_grad_(False)
+
+    def _parts(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in _PARTS)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`.to(dtype)` leaves what is stored alone: another dtype would be another weight."""
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(kept, recurse)
+
+
+class QuantLinear(_Packed, torch.nn.Linear):
+    """A linear whose weight of shape [N, K] is packed. It is made by `convert`, or from a `PackedWeight`.
+
+    Its result has the dtype of its input. `packed` gives the stored weight, `weight` a dequantized copy.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        bias: shape [N], or None.
+        act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", or "int8" per token.
+    """
+
+    def __init__(
+        self, weight: PackedWeight, bias: torch.Tensor | None = None, act_dtype: str = "fp32", result: LayerResult | None = None
+    ) -> None:
+        torch.nn.Module.__init__(self)  # a Linear's own would make a weight
+        self.out_features, self.in_features = weight.shape
+        self.act_dtype = act_dtype
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
+        self._hold(weight, result)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """`input` of shape [..., K] → [..., N]."""
+        result: torch.Tensor = ops.quant_linear(input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype)
+        return result
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The stored weight."""
+        return PackedWeight(form=self.form, shape=(self.out_features, self.in_features), **dict(zip(_PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Sizes and format."""
+        act = "" if self.act_dtype == "fp32" else f", activations {self.act_dtype}"
+        return f"{self.in_features}, {self.out_features}, {self.form}{act}, bias={self.bias is not None}"
+
+
+class QuantEmbedding(_Packed, torch.nn.Embedding):
+    """An embedding whose table of shape [rows, features] is packed; only the rows that are read are dequantized.
+
+    Attributes:
+        num_embeddings: rows.
+        embedding_dim: features.
+        result_dtype: dtype of its results, that of the table before it was quantized.
+    """
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        padding_idx: int | None = None,
+        result_dtype: torch.dtype = torch.float32,
+        result: LayerResult | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx, self.result_dtype = padding_idx, result_dtype
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self._hold(weight, result)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Integers of any shape → [*shape, features]."""
+        result: torch.Tensor = ops.quant_embedding(input, *self._parts(), self.form.dtype.name, self.embedding_dim, self.result_dtype)
+        return result
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The stored table."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        return PackedWeight(form=self.form, shape=shape, **dict(zip(_PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Sizes and format."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.form}"

@@ -1,0 +1,96 @@
+"""Linear and embedding with a packed low-bit weight: dequantize, then compute. The exact reference of every low-bit kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from nc.numerics import bits
+from nc.numerics.dynamic import quantize_dequantize_dynamic
+from nc.numerics.groups import decode
+from nc.numerics.packed_weight import params
+from nc.spec import dtype as named
+from nc.spec.weight_format import WeightFormat
+
+#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric scale per token.
+ACT_DTYPES = ("fp32", "bf16", "int8")
+
+
+def linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    minimum: torch.Tensor | None,
+    outer_scale: torch.Tensor | None,
+    outer_minimum: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: str,
+    in_features: int,
+    act_dtype: str,
+) -> torch.Tensor:
+    """`x @ W.T + bias`.
+
+    Args:
+        x: fp32, bf16 or fp16, shape [..., K]; the result has its dtype.
+        codes, scale, zero, minimum, outer_scale, outer_minimum: a `PackedWeight` of shape [N, K].
+        bias: shape [N].
+        dtype: name of the number format.
+        in_features: K.
+        act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; "int8" rounds each token to 8 bits.
+    """
+    weight = _weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
+    kind = x.dtype
+    if act_dtype == "bf16":
+        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+    elif act_dtype == "int8":
+        x = quantize_dequantize_dynamic(x.float(), True, -127, 127, True).to(kind)  # noqa: FBT003 - per token, symmetric
+    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(kind)
+
+
+def embedding(
+    ids: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    minimum: torch.Tensor | None,
+    outer_scale: torch.Tensor | None,
+    outer_minimum: torch.Tensor | None,
+    dtype: str,
+    features: int,
+    result: torch.dtype,
+) -> torch.Tensor:
+    """Rows of a packed weight of shape [rows, features], only these dequantized.
+
+    Args:
+        ids: integers, any shape.
+        result: dtype of the result, shape [*ids.shape, features].
+        codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, features: as for `linear`.
+    """
+    rows = ids.reshape(-1)
+
+    def at(part: torch.Tensor | None) -> torch.Tensor | None:
+        # formats of 8 bits have no index kernel; their bytes do
+        if part is None or part.shape[0] == 1:
+            return part
+        return part.view(torch.uint8)[rows].view(part.dtype) if part.element_size() == 1 else part[rows]
+
+    picked = codes[rows]
+    found_scale = at(scale)
+    assert found_scale is not None
+    weight = _weight(picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features)
+    return weight.to(result).reshape(*ids.shape, features)
+
+
+def _weight(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    minimum: torch.Tensor | None,
+    outer_scale: torch.Tensor | None,
+    outer_minimum: torch.Tensor | None,
+    dtype: str,
+    features: int,
+) -> torch.Tensor:
+    form = WeightFormat(dtype=named(dtype), symmetric=zero is None and minimum is None, float_zero=minimum is not None)
+    found = params(form, scale, zero, minimum, outer_scale, outer_minimum)
+    return decode(bits.unpack(codes, form.bits, features), found, form)

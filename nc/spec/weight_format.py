@@ -1,0 +1,148 @@
+"""How a low-bit weight is stored: number format, groups, zero points and the format of the scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nc.errors import ConfigError
+from nc.spec.dtypes import DType, dtype
+
+#: Storage formats of scales → the torch dtype that holds one.
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleQuant:
+    """Scales that are codes themselves: `scale = code * outer_scale`, as in GGUF's k-quants.
+
+    Attributes:
+        bits: of one code, 1 to 8.
+        group_size: number of neighbouring scales of a row that share one outer scale; -1: all of a row.
+        outer_dtype: storage format of the outer scales, "fp32", "fp16" or "bf16".
+    """
+
+    bits: int = 8
+    group_size: int = 256
+    outer_dtype: str = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFormat:
+    """The format of a weight of shape [N, K] with K input channels in groups.
+
+    An integer weight is `(code - zero) * scale` with codes from 0 to 2^bits - 1. Where `symmetric`, zero is 2^(bits - 1) and is not stored.
+    A weight in a floating-point format is `value(code) * scale`.
+
+    Attributes:
+        dtype: of the codes; a name is looked up.
+        group_size: number of neighbouring input channels that share a scale; -1: all of a row.
+        symmetric: without zero points.
+        scale_dtype: storage format of the scales, a key of `SCALE_DTYPES`.
+        double_quant: how scales are quantized themselves, or None.
+        float_zero: instead of an integer zero point each group has a minimum of the scale's format: `code * scale + minimum`.
+        tensor_scale: one more fp32 scale for the whole tensor, by which all scales are multiplied (NVFP4).
+    """
+
+    dtype: DType
+    group_size: int = -1
+    symmetric: bool = True
+    scale_dtype: str = "fp32"
+    double_quant: DoubleQuant | None = None
+    float_zero: bool = False
+    tensor_scale: bool = False
+
+    def __post_init__(self) -> None:
+        """Look up the dtype; raises ConfigError for what can't be."""
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", dtype(self.dtype))
+        if self.dtype.kind == "float" and (not self.symmetric or self.float_zero):
+            msg = f"{self.dtype} is a floating-point format and has no zero point; use w_sym=True."
+            raise ConfigError(msg)
+        if self.scale_dtype not in SCALE_DTYPES:
+            msg = f"There is no scale_dtype {self.scale_dtype!r}; there are {', '.join(SCALE_DTYPES)}."
+            raise ConfigError(msg)
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        return self.dtype.bits
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 of a symmetric integer weight."""
+        return int(2 ** (self.bits - 1))
+
+    def group(self, inputs: int) -> int:
+        """The number of elements of a group in a row of `inputs`.
+
+        Raises:
+            ConfigError: groups do not cover the row; names the nearest sizes that do.
+        """
+        if self.group_size == -1:
+            return inputs
+        if inputs % self.group_size:
+            msg = f"group_size={self.group_size} does not divide the {inputs} input channels; {nearest_text(inputs, self.group_size)}."
+            raise ConfigError(msg)
+        return self.group_size
+
+    def bits_per_weight(self, inputs: int, outputs: int = 0) -> float:
+        """Stored bits per weight, scales and zero points included, of a weight with `inputs` input channels.
+
+        Args:
+            inputs: K.
+            outputs: N; only a `tensor_scale` depends on it (0: it is left out).
+        """
+        group = self.group(inputs)
+        scale_bits = float(SCALE_DTYPES[self.scale_dtype].itemsize * 8)
+        if self.double_quant is not None:
+            count = inputs // group if self.double_quant.group_size == -1 else self.double_quant.group_size
+            scale_bits = 8 + SCALE_DTYPES[self.double_quant.outer_dtype].itemsize * 8 / count  # a code takes one byte
+        zero_bits = 0.0 if self.symmetric else scale_bits if self.float_zero else float(self.bits)
+        tensor = 32 / (inputs * outputs) if self.tensor_scale and outputs else 0.0
+        return self.bits + (scale_bits + zero_bits) / group + tensor
+
+    def __str__(self) -> str:
+        """Short form for tables, e.g. "int4 sym g64 fp16"."""
+        parts = [str(self.dtype)]
+        if self.dtype.kind == "integer":
+            parts.append("sym" if self.symmetric else "float zero" if self.float_zero else "asym")
+        parts.append("row" if self.group_size == -1 else f"g{self.group_size}")
+        parts.append(self.scale_dtype if self.double_quant is None else f"{self.double_quant.bits}-bit scales")
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        double = self.double_quant
+        return {
+            "dtype": str(self.dtype),
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "scale_dtype": self.scale_dtype,
+            "double_quant": None
+            if double is None
+            else {"bits": double.bits, "group_size": double.group_size, "outer_dtype": double.outer_dtype},
+            "float_zero": self.float_zero,
+            "tensor_scale": self.tensor_scale,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> WeightFormat:
+        """The inverse of `to_dict`."""
+        double = data["double_quant"]
+        return cls(**{**data, "dtype": dtype(data["dtype"]), "double_quant": None if double is None else DoubleQuant(**double)})
+
+
+def nearest_text(size: int, part: int) -> str:
+    """The nearest divisors of `size` around `part`, as text."""
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    found = [*[d for d in divisors if d < part][-2:], *[d for d in divisors if d > part][:2]]
+    return f"the nearest sizes that do: {', '.join(map(str, found))}"
