@@ -10,6 +10,7 @@ from nc.config.strategies import (
     get_default_dynamic_config,
     get_default_sq_config,
     get_default_static_config,
+    weight_format,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "get_default_static_config",
     "outer_field",
     "parts_of",
+    "weight_format",
 ]

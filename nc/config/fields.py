@@ -9,6 +9,7 @@ from typing import Any
 from nc.algorithms import register
 from nc.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
+from nc.spec import DoubleQuant
 
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "uint8")
 Check = Callable[[str, Any], Any]
@@ -32,7 +33,9 @@ class Field:
         """A checked value as plain values; `check` accepts them."""
         if isinstance(value, tuple):
             return [self.encode(v) for v in value]
-        return {"name": value.name, **dataclasses.asdict(value)} if dataclasses.is_dataclass(type(value)) else value
+        if not dataclasses.is_dataclass(type(value)):
+            return value
+        return {**({"name": value.name} if hasattr(value, "name") else {}), **dataclasses.asdict(value)}
 
 
 def one_of(*allowed: str) -> Check:
@@ -93,15 +96,54 @@ def precisions(name: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=PRECISIONS.index))
 
 
+def plain_object(known: Mapping[str, type]) -> Check:
+    """A check for an object of a class in `known`, a new object of your own that is one, or the plain form of one."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, str) and value in known:
+            return known[value]()
+        if isinstance(value, Mapping) and value.get("name") in known:
+            return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
+        own = dataclasses.is_dataclass(type(value)) and not isinstance(value, type) and isinstance(getattr(value, "name", None), str)
+        require(own, name, f"one of {', '.join(f'{cls.__name__}()' for cls in known.values()) or 'no known class'}", value)
+        return value
+
+    return check
+
+
+def plain_objects(known: Mapping[str, type]) -> Check:
+    """The same for a list, or one."""
+    one = plain_object(known)
+
+    def check(name: str, value: Any) -> tuple[Any, ...]:
+        return tuple(one(name, v) for v in (value if isinstance(value, (list, tuple)) else (value,)))
+
+    return check
+
+
+def double_quant(name: str, value: Any) -> DoubleQuant | None:
+    """A `DoubleQuant`, its plain form, or True for the default."""
+    if isinstance(value, Mapping):
+        return _built(DoubleQuant, value)  # type: ignore[no-any-return]
+    if isinstance(value, bool):
+        return DoubleQuant() if value else None
+    require(isinstance(value, DoubleQuant), name, "a DoubleQuant, a dict of its fields, or True", value)
+    return value  # type: ignore[no-any-return]
+
+
+def _built(cls: type, options: Mapping[str, Any]) -> Any:
+    """An object of a dataclass from its fields; raises ConfigError for others."""
+    names = [f.name for f in dataclasses.fields(cls)]
+    require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
+    return cls(**options)
+
+
 def transforms(known: Mapping[str, type]) -> Check:
     """A check for a list of algorithms: objects of a class in `known` or of your own classes, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
-            cls, options = known[value["name"]], {k: v for k, v in value.items() if k != "name"}
-            names = [f.name for f in dataclasses.fields(cls)]
-            require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
-            return cls(**options)
+            return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
         is_known = isinstance(value, tuple(known.values())) or register(name, value)
         require(is_known, name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
         return value

@@ -7,10 +7,25 @@ from typing import Any
 
 from nc.algorithms import POST, PRE
 from nc.checks import require
-from nc.config.base import QuantConfig, check_excluded
-from nc.config.fields import Field, flag, group_size, number, one_of, precisions, range_algorithm, ratio_or_auto, transforms
+from nc.config.base import QuantConfig
+from nc.config.fields import (
+    Field,
+    double_quant,
+    flag,
+    group_size,
+    number,
+    one_of,
+    plain_object,
+    plain_objects,
+    precisions,
+    range_algorithm,
+    ratio_or_auto,
+    transforms,
+)
 from nc.errors import ConfigError
-from nc.spec import DTYPES
+from nc.lowbit.solvers import RTN, SOLVERS
+from nc.lowbit.transforms import TRANSFORMS
+from nc.spec import DTYPES, SCALE_DTYPES, WeightFormat, dtype
 
 _WEIGHTS = {
     "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),
@@ -160,42 +175,73 @@ class DynamicQuantConfig(QuantConfig):
 
 
 class WeightOnlyConfig(QuantConfig):
-    """Weight-only quantization of linears: weights of 2 to 8 bits, activations in fp32. Needs no calibration.
+    """Weight-only quantization of linears (also transformers' `Conv1D`), and of embeddings if asked. The model keeps its class.
 
-    Weights are rounded to nearest. So far only backend "reference" supports this, as a simulation; there is no fast kernel yet.
+    Four independent choices: the number format (`w_dtype`, `group_size`, `w_sym`, `scale_dtype`, `double_quant`), the range rule
+    (`w_algo`), the `transforms`, and the `solver`. docs/lowbit.md says when to use which.
 
     Args:
-        w_dtype: "int2" to "int8", a floating-point format such as "fp8_e4m3", "fp4_e2m1" or "nf4" (docs/backends.md lists them), "fp32" to
-            leave the operator alone, or "bf16" to compute it in bf16.
+        w_dtype: "int2" to "int8", "uint2" to "uint8", a floating-point format such as "nf4" or "fp8_e4m3" (docs/lowbit.md lists them), or
+            "fp32" to leave the layer alone.
         group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
-        w_algo: "minmax" or "mse".
-        act_dtype: "fp32"; "bf16" together with w_dtype="bf16".
-        excluded_precisions: as for static quantization.
-        remainder: as for static quantization.
+        w_sym: False stores a zero point for each group.
+        w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there is any).
+        scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3".
+        act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits.
+        solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
+        transforms: change weights of the float model first, without changing what it computes: `AWQ()`, …
+        lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
+        embedding: number format of embeddings; None leaves them float.
+        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`.
         white_list: as for static quantization.
 
     Raises:
         UnknownFieldError, ConfigError: as for `StaticQuantConfig`.
+
+    Example:
+        >>> config = WeightOnlyConfig("int4", group_size=64, lm_head="int8")
+        >>> _ = config.set_local(".*down_proj", WeightOnlyConfig("int8"))
     """
 
     algorithm, alias, family = "weight_only", "weight_only", "weight_only"
     FIELDS = {
-        "w_dtype": Field("int4", one_of(*(name for name, dtype in DTYPES.items() if dtype.signed), "fp32", "bf16")),
-        "group_size": Field(32, group_size),
-        "w_algo": _WEIGHTS["w_algo"],
-        "act_dtype": Field("fp32", one_of("fp32", "bf16")),
-        "excluded_precisions": _STATIC["excluded_precisions"],
-        "remainder": _STATIC["remainder"],
+        "w_dtype": Field("int4", one_of(*DTYPES, "fp32")),
+        "group_size": Field(128, group_size),
+        "w_sym": Field(True, flag),
+        "w_algo": Field("wls", one_of("minmax", "mse", "wls")),
+        "scale_dtype": Field("fp32", one_of(*SCALE_DTYPES)),
+        "act_dtype": Field("fp32", one_of("fp32", "bf16", "int8")),
+        "solver": Field(RTN(), plain_object(SOLVERS)),
+        "transforms": Field((), plain_objects(TRANSFORMS), outer=True),
+        "lm_head": Field(None, one_of(*DTYPES), outer=True),
+        "embedding": Field(None, one_of(*DTYPES), outer=True),
+        "double_quant": Field(None, double_quant),
     }
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for values that are valid alone, but not together."""
-        w_dtype, act_dtype = values["w_dtype"], values["act_dtype"]
-        if act_dtype != (w_dtype if w_dtype == "bf16" else "fp32"):
-            msg = f'act_dtype={act_dtype!r} contradicts w_dtype={w_dtype!r}: activations stay "fp32", or both are "bf16".'
-            raise ConfigError(msg)
-        check_excluded(values)
+        if values["w_dtype"] != "fp32":
+            weight_format(values)
+
+
+def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> WeightFormat:
+    """The format that the fields of a `WeightOnlyConfig` ask for.
+
+    Args:
+        values: by the name of the field.
+        dtype_name: instead of `w_dtype`.
+
+    Raises:
+        ConfigError: values contradict each other.
+    """
+    return WeightFormat(
+        dtype=dtype(dtype_name or values["w_dtype"]),
+        group_size=values["group_size"],
+        symmetric=values["w_sym"],
+        scale_dtype=values["scale_dtype"],
+        double_quant=values["double_quant"],
+    )
 
 
 def get_default_static_config() -> StaticQuantConfig:

@@ -32,7 +32,12 @@ def linear(
 
     Args:
         x: fp32, bf16 or fp16, shape [..., K]; the result has its dtype.
-        codes, scale, zero, minimum, outer_scale, outer_minimum: a `PackedWeight` of shape [N, K].
+        codes: of a `PackedWeight` of shape [N, K], and so are the next five.
+        scale: likewise.
+        zero: likewise.
+        minimum: likewise.
+        outer_scale: likewise.
+        outer_minimum: likewise.
         bias: shape [N].
         dtype: name of the number format.
         in_features: K.
@@ -63,8 +68,15 @@ def embedding(
 
     Args:
         ids: integers, any shape.
+        codes: as for `linear`, and so are the next five.
+        scale: likewise.
+        zero: likewise.
+        minimum: likewise.
+        outer_scale: likewise.
+        outer_minimum: likewise.
+        dtype: name of the number format.
+        features: of a row.
         result: dtype of the result, shape [*ids.shape, features].
-        codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, features: as for `linear`.
     """
     rows = ids.reshape(-1)
 

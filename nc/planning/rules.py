@@ -11,8 +11,8 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
@@ -42,8 +42,22 @@ from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 _DEFAULT = "default"
 
 
+class Named(Protocol):
+    """What rules are checked against: a captured graph, or a model's own modules."""
+
+    @property
+    def operators(self) -> Sequence[Operator]:
+        """What rules can match."""
+        ...
+
+    @property
+    def submodules(self) -> Collection[str]:
+        """Names of all modules."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Match:
+class Match:
     """A rule or configuration that matches an operator.
 
     Attributes:
@@ -61,7 +75,7 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     return decide(config, graph, capabilities)
 
 
-def check_rules(config: AnyConfig, graph: Graph, *, strict: bool = True) -> None:
+def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True) -> None:
     """Check a configuration against a model, whatever the backend.
 
     Args:
@@ -129,7 +143,7 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
     base: dict[str, Any] = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     row = capabilities.row(op.kind)
-    matches = _matches(op, config, row, modules)
+    matches = matches_of(op, config, row, modules)
     if not op.quantizable:
         rule = matches[0].rule if matches and matches[0].rule.level is Level.NAME else NO_RULE
         return Decision(**base, decided=rule, why=op.why or Cause.FOLLOWS())
@@ -139,7 +153,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     base["decided"] = chosen.rule
     if chosen.config.is_float:
         return _float(base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches))
-    values, sources = _merged(matches)
+    values, sources = merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         _take_granularity_of_kernel(values, sources, row)
     base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
@@ -176,27 +190,27 @@ def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collectio
     return Decision(**base, spec=BF16 if dtype == "bf16" else FLOAT, why=why)
 
 
-def _excluded(matches: Iterable[_Match]) -> Collection[str]:
+def _excluded(matches: Iterable[Match]) -> Collection[str]:
     """Precisions that an operator may not use, from the most specific rule that lists any."""
     name = "excluded_precisions"
     return next((m.config.given[name] for m in matches if name in m.config.given), ())
 
 
-def _matches(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[_Match]:
+def matches_of(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[Match]:
     """All rules that match an operator, the most specific first. Of equally specific rules the one declared last comes first."""
-    found: list[_Match] = []
+    found: list[Match] = []
     for part in parts_of(config):
         if part.white_list is None:
-            found.append(_Match(Rule(Level.GLOBAL), part))
+            found.append(Match(Rule(Level.GLOBAL), part))
         for key in part.white_list or ():
             level = match_level(key, op, modules)
             if level is not None:
-                found.append(_Match(Rule(level, key.text), part))
+                found.append(Match(Rule(level, key.text), part))
     for part in parts_of(config):
         for rule in part.rules:
             level = match_level(rule.key, op, modules)
             if level is not None:
-                found.append(_Match(Rule(level, rule.key.text), rule.config))
+                found.append(Match(Rule(level, rule.key.text), rule.config))
     # of several global strategies, those with a kernel for this kind of operator come first
     order = {id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
     return sorted(found, key=lambda m: order[id(m)], reverse=True)
@@ -206,7 +220,7 @@ def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
     return row is not None and row.supports(config.family)
 
 
-def _merged(matches: list[_Match]) -> tuple[dict[str, Any], dict[str, str]]:
+def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
     """The value of each field, and the text of the rule that sets it."""
     first = matches[0].config
     # a rule that asks for fp32 does not say how to quantize
@@ -280,7 +294,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
     return dataclasses.replace(plan_of(decisions, capabilities), algorithms=plan.algorithms)
 
 
-def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: _Match, capabilities: Capabilities) -> Reason | None:
+def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Match, capabilities: Capabilities) -> Reason | None:
     """Why an operator stays fp32; None if there is a kernel. Raises UnsupportedError for a dtype that no kernel takes."""
     if row is None or not _has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
@@ -370,7 +384,7 @@ def _matches_type(text: str, op: Operator) -> bool:
     return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
 
 
-def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
+def _check_matches(key: Key, graph: Named, strict: bool) -> None:
     if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
         return
     if key.names_type and (key.is_type or key.text not in graph.submodules):
@@ -392,7 +406,7 @@ def _check_matches(key: Key, graph: Graph, strict: bool) -> None:
     warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
 
 
-def _types(graph: Graph, *, fused: bool) -> Iterator[str]:
+def _types(graph: Named, *, fused: bool) -> Iterator[str]:
     """Types of the model's operators; if `fused`, with the types of the operators behind them."""
     for op in graph.operators:
         if op.kind in KIND_NAMES:

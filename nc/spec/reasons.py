@@ -40,6 +40,13 @@ class Cause(enum.Enum):
     # what the backend can
     NO_KERNEL = "backend {backend!r} has no {how} kernel for {kind}"
     SLOW = "skip_slow: {rows} x {inner} x {outputs} is too small to gain by dynamic int8"
+    # what weight-only quantization leaves alone
+    OUTPUT_HEAD = "the output head stays float; quantize it with lm_head=… or a rule that names it"
+    EMBEDDING = "embeddings stay float; quantize them with embedding=… or a rule that names them"
+    OWN_FORWARD = "{cls} has a forward of its own, which may do more than a {kind}"
+    OPTION = "an embedding with {option} changes or scales its rows at run time"
+    SHARED = "its weight is that of {other!r}, which stays float"
+    NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
     # what surrounds an addition
     NO_PRODUCER = "no int8 operator produces either side"
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"

@@ -1,0 +1,99 @@
+"""Statistics of the inputs of layers while a module runs; layers that read one tensor share them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nc.errors import CalibrationError
+from nc.lowbit.solvers.base import Needs
+from nc.lowbit.statistics import InputStatistics
+
+
+class Collector:
+    """Collects the inputs of some layers.
+
+    Attributes:
+        of: statistics by the name of the layer; absent for layers that no call reached. Layers that read one tensor have the same object.
+    """
+
+    def __init__(self, layers: Mapping[str, torch.nn.Module], needs: Needs) -> None:
+        self._layers, self._needs = layers, needs
+        self.of: dict[str, InputStatistics] = {}
+        self._owner: dict[str, str] = {}
+        self._keep: torch.Tensor | None = None
+        self._seen: dict[str, torch.Tensor] = {}
+        self._float: dict[str, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def watching(self, keep: torch.Tensor | None = None, float_inputs: dict[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """Collect during one call.
+
+        Args:
+            keep: positions of [batch, length] that count; None: all.
+            float_inputs: the inputs of the same layers in the float model.
+
+        Raises:
+            CalibrationError: NaN or infinite values reached a layer; names it.
+        """
+        self._keep, self._float = keep, float_inputs
+        handles = [module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in self._layers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._seen, self._float = {}, None
+
+    def _hook(self, name: str) -> Any:
+        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._add(name, args[0] if args else next(iter(kwargs.values())))
+
+        return hook
+
+    def _add(self, name: str, x: torch.Tensor) -> None:
+        owner = self._owner.get(name)
+        if owner is None:
+            owner = next((other for other, seen in self._seen.items() if seen is x and self._owner[other] == other), name)
+            self._owner[name] = owner
+            if owner != name:
+                self.of[name] = self.of[owner]
+        elif owner != name and self._seen.get(owner) is not x:  # they read one tensor so far, and no longer
+            self._owner[name], self.of[name] = name, copy.deepcopy(self.of[owner])
+            owner = name
+        self._seen[name] = x
+        if owner != name:
+            return
+        float_x = None if self._float is None else self._float.get(name)
+        if self._keep is not None and x.shape[:2] == self._keep.shape:
+            x, float_x = x[self._keep], None if float_x is None else float_x[self._keep]
+        if name not in self.of:
+            self.of[name] = InputStatistics.empty(x.shape[-1], hessian=self._needs.hessian, cross=self._needs.float_inputs)
+        try:
+            self.of[name].add(x, float_x)
+        except CalibrationError as error:
+            msg = f"Layer {name!r}: {error}. Check the calibration data, or leave the layer alone: config.exclude({name!r})."
+            raise CalibrationError(msg) from None
+
+
+@contextlib.contextmanager
+def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """The last input tensor of each layer while a module runs."""
+    found: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[name] = args[0] if args else next(iter(kwargs.values()))
+
+        return keep
+
+    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,88 @@
+"""The layers of a model that can have low-bit weights: linears, transformers' `Conv1D`, embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nc.nn import QuantEmbedding, QuantLinear
+from nc.spec.reasons import Cause, Reason
+
+#: Names of output heads in models that do not say which module theirs is.
+_HEADS = ("lm_head", "output_layer", "embed_out")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        name: of the module.
+        module: the module.
+        kind: "linear" or "embedding".
+        transposed: its weight has shape [K, N] (`Conv1D`).
+        head: it is the model's output head.
+        why: why it cannot be quantized; None if it can.
+    """
+
+    name: str
+    module: torch.nn.Module
+    kind: str
+    transposed: bool = False
+    head: bool = False
+    why: Reason | None = None
+
+    @property
+    def module_type(self) -> str:
+        """Qualified name of its class."""
+        return f"{type(self.module).__module__}.{type(self.module).__qualname__}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        rows, columns = self.module.weight.shape  # type: ignore[misc,operator]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, shape [N, K], a view."""
+        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator,assignment]
+        return weight.t() if self.transposed else weight
+
+
+def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
+    """All of them, each module once, in the order of `named_modules`."""
+    head = _output_head(model)
+    return tuple(layer for name, module in model.named_modules() if (layer := _layer(name, module, head)) is not None)
+
+
+def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> Layer | None:
+    if isinstance(module, (QuantLinear, QuantEmbedding)):
+        return None
+    is_head = module is head or (head is None and name.rpartition(".")[2] in _HEADS)
+    if isinstance(module, torch.nn.Linear):
+        return Layer(name, module, "linear", head=is_head, why=_why_not(module, torch.nn.Linear, "linear"))
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        return Layer(name, module, "linear", transposed=True, head=is_head, why=_why_not(module, type(module), "linear"))
+    if isinstance(module, torch.nn.Embedding):
+        return Layer(name, module, "embedding", why=_why_not(module, torch.nn.Embedding, "embedding"))
+    return None
+
+
+def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) -> Reason | None:
+    if type(module).forward is not base.forward:
+        return Cause.OWN_FORWARD(cls=type(module).__name__, kind=kind)
+    if kind == "embedding" and module.max_norm is not None:
+        return Cause.OPTION(option="max_norm")
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in _FLOATS:
+        return Cause.NOT_FLOAT(dtype=getattr(weight, "dtype", type(weight).__name__))
+    return None
+
+
+def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What a transformers model gives as its output head."""
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None

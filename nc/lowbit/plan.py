@@ -1,0 +1,132 @@
+"""The plan of weight-only quantization: for every linear and embedding its format and solver, and by which rule. Needs no data."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from nc.lowbit.solvers import Solver
+from nc.lowbit.transforms import Transform
+from nc.plan import Step, format_table
+from nc.spec.reasons import NO_RULE, Reason, Rule
+from nc.spec.weight_format import WeightFormat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerDecision:
+    """The decision for one layer.
+
+    Attributes:
+        operator: name of the module.
+        kind: "linear" or "embedding".
+        module_type: its class.
+        shape: (N, K), outputs and inputs; of an embedding rows and features.
+        form: the format of its weight; None if it stays float.
+        rule: range rule of its scales.
+        solver: chooses its codes.
+        act_dtype: what its input is rounded to: "fp32" (nothing), "bf16" or "int8".
+        decided: which rule decided.
+        why: why it stays float; None when it is quantized.
+        fields: for each field of its configuration the name, the value as text, and the rule that gives it.
+    """
+
+    operator: str
+    kind: str
+    module_type: str
+    shape: tuple[int, int]
+    form: WeightFormat | None = None
+    rule: str = "wls"
+    solver: Solver | None = None
+    act_dtype: str = "fp32"
+    decided: Rule = NO_RULE
+    why: Reason | None = None
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it stays float, as text; "" when it is quantized."""
+        return "" if self.why is None else str(self.why)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPlan:
+    """Decisions for all layers, in the order of the model's modules.
+
+    Attributes:
+        decisions: one per layer.
+        transforms: applied before layers are solved, in this order.
+    """
+
+    decisions: tuple[LayerDecision, ...]
+    transforms: tuple[Transform, ...] = ()
+
+    def __getitem__(self, operator: str) -> LayerDecision:
+        """The decision for the layer of that name. If there is none, KeyError with the closest names."""
+        for decision in self.decisions:
+            if decision.operator == operator:
+                return decision
+        near = difflib.get_close_matches(operator, [d.operator for d in self.decisions], n=3, cutoff=0.0)
+        msg = f"no layer is named {operator!r}; the closest: {', '.join(near)}"
+        raise KeyError(msg)
+
+    @property
+    def quantized(self) -> tuple[LayerDecision, ...]:
+        """Decisions of the layers that are quantized."""
+        return tuple(d for d in self.decisions if d.form is not None)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration data is needed."""
+        solvers = (d.solver for d in self.quantized if d.solver is not None)
+        return any(part.needs.data for part in (*solvers, *self.transforms))
+
+    @property
+    def algorithms(self) -> tuple[Step, ...]:
+        """Transforms and solvers, as in `nc.plan.Plan`."""
+        solvers = dict.fromkeys(d.solver for d in self.quantized if d.solver is not None)
+        return tuple(
+            Step(a.name, stage, ", ".join(f"{k}={v!r}" for k, v in dataclasses.asdict(a).items()))  # type: ignore[call-overload]
+            for stage, some in (("transform", self.transforms), ("solver", solvers))
+            for a in some
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [
+            {
+                "operator": d.operator,
+                "kind": d.kind,
+                "module_type": d.module_type,
+                "shape": list(d.shape),
+                "form": None if d.form is None else d.form.to_dict(),
+                "range_rule": d.rule,
+                "solver": None if d.solver is None else d.solver.name,
+                "act_dtype": d.act_dtype,
+                "rule": str(d.decided),
+                "reason": d.reason,
+            }
+            for d in self.decisions
+        ]
+        return {"algorithms": [dataclasses.asdict(step) for step in self.algorithms], "decisions": rows}
+
+    def __str__(self) -> str:
+        """A table of all layers, then the algorithms."""
+        steps = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(self.algorithms, 1)]
+        return "\n".join([self.table(), *(["", "algorithms, in this order:", *steps] if steps else [])])
+
+    def table(self) -> str:
+        """One row per layer: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
+        rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "range", "solver", "rule", "why float")]
+        for d in self.decisions:
+            sizes = f"{d.shape[0]} x {d.shape[1]}"
+            how = ("float", "-", "-") if d.form is None or d.solver is None else (str(d.form), d.rule, d.solver.name)
+            rows.append((d.operator, d.kind, sizes, *how, str(d.decided), d.reason))
+        return format_table(rows)
+
+    def explain(self, operator: str) -> str:
+        """For one layer each field of its configuration, the value, and the rule that gives it."""
+        decision = self[operator]
+        head = f"{operator} ({decision.kind}): " + (decision.reason or str(decision.form))
+        rows = [("field", "value", "from"), *decision.fields]
+        return f"{head}\n{format_table(rows)}" if decision.fields else head
