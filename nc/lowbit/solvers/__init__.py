@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from nc.lowbit.solvers.base import Needs, Problem, Solver
+from nc.lowbit.solvers.best import keep_best, solve_best
 from nc.lowbit.solvers.gptq import GPTQ
 from nc.lowbit.solvers.rtn import RTN
 
 SOLVERS: dict[str, type] = {cls.name: cls for cls in (RTN, GPTQ)}
 
-__all__ = ["GPTQ", "RTN", "SOLVERS", "Needs", "Problem", "Solver"]
+__all__ = ["GPTQ", "RTN", "SOLVERS", "Needs", "Problem", "Solver", "keep_best", "solve_best"]

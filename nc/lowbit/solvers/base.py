@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -50,6 +50,7 @@ class Problem:
         form: the format of the result; its groups divide K.
         rule: range rule, one of `nc.numerics.group_ranges.RULES`.
         inputs: statistics of its inputs in the model as it is quantized so far; None if there are none.
+        notes: a solver appends what a reader of the report must know, e.g. that it fell back to round to nearest.
     """
 
     name: str
@@ -57,6 +58,12 @@ class Problem:
     form: WeightFormat
     rule: str
     inputs: InputStatistics | None = None
+    notes: list[str] = field(default_factory=list, compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens reached the layer."""
+        return 0 if self.inputs is None else self.inputs.tokens
 
 
 @runtime_checkable

@@ -1,0 +1,61 @@
+"""A solver's codes or those of round to nearest, whichever lose less: no layer is ever worse than round to nearest."""
+
+from __future__ import annotations
+
+from nc.errors import InputError
+from nc.lowbit.result import LayerResult
+from nc.lowbit.solvers.base import Problem, Solver
+from nc.lowbit.solvers.rtn import RTN
+from nc.lowbit.statistics import weighted_loss
+from nc.numerics.packed_weight import PackedWeight
+
+UNREACHED = "calibration never reached it"
+
+
+def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerResult]:
+    """Solve a layer, and keep round to nearest where the solver does worse by `nc.lowbit.statistics.weighted_loss`.
+
+    A solver that needs data is not asked where no token reached the layer; the note says so.
+
+    Raises:
+        InputError: the weight holds NaN or infinite values.
+        UnsupportedError: the solver cannot produce this format.
+    """
+    refuse_not_finite(problem)
+    if solver.needs.data and not problem.tokens:
+        problem.notes.append(UNREACHED)
+        return keep_best(problem, None, solver.name)
+    return keep_best(problem, solver.solve(problem), solver.name)
+
+
+def keep_best(problem: Problem, solved: PackedWeight | None, asked: str) -> tuple[PackedWeight, LayerResult]:
+    """What a solver found, or round to nearest if that loses less.
+
+    Args:
+        problem: the layer.
+        solved: the solver's codes; None: round to nearest is all there is.
+        asked: the solver's name.
+    """
+    nearest = RTN().solve(problem)
+    rtn_loss = loss = weighted_loss(problem.weight, nearest.dequantize(), problem.inputs)
+    kept, name = nearest, RTN.name
+    if solved is not None:
+        solved_loss = weighted_loss(problem.weight, solved.dequantize(), problem.inputs)
+        if solved_loss <= rtn_loss:  # False for NaN
+            kept, name, loss = solved, asked, solved_loss
+    result = LayerResult(
+        solver=name, asked=asked, loss=loss, rtn_loss=rtn_loss, tokens=problem.tokens, note="; ".join(dict.fromkeys(problem.notes))
+    )
+    return kept, result
+
+
+def refuse_not_finite(problem: Problem) -> None:
+    """Raises InputError if the weight holds NaN or infinite values."""
+    bad = ~problem.weight.isfinite()
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        msg = (
+            f"The weight of {problem.name!r} holds {int(bad.sum())} NaN or infinite values, the first at [{row}, {column}]. "
+            "Repair the model, or exclude this layer."
+        )
+        raise InputError(msg)
