@@ -42,11 +42,15 @@ from nc.errors import UnmatchedRuleError as UnmatchedRuleError
 from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
+from nc.lowbit.solvers import GPTQ as GPTQ
+from nc.lowbit.solvers import RTN as RTN
 from nc.parity.compare import Comparison as Comparison
 from nc.parity.compare import compare as compare
+from nc.spec import DoubleQuant as DoubleQuant
 from nc.workflow import convert as convert
 from nc.workflow import describe as describe
 from nc.workflow import prepare as prepare
 from nc.workflow import quantize as quantize
+from nc.workflow import report as report
 
 _installation.warn()

@@ -16,7 +16,7 @@ from nc.backends.profiling.verdict import Verdict
 from nc.errors import InputError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
-from nc.report import Report, build
+from nc.reporting import Report, build
 from nc.storage.store import write
 
 

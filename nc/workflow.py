@@ -17,15 +17,22 @@ from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.capture.capture import Graph, capture
-from nc.config import AnyConfig, config_from, outer_field
+from nc.config import AnyConfig, WeightOnlyConfig, config_from, outer_field, parts_of
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
+from nc.lowbit.blocks import Progress
+from nc.lowbit.layers import has_low_bit
+from nc.lowbit.plan import WeightPlan
+from nc.lowbit.prepared import PreparedWeights
+from nc.lowbit.report import WeightReport, weight_report
 from nc.plan import Plan
+from nc.planning.layer_rules import plan_layers
 from nc.planning.rules import check_rules, decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
+from nc.reporting import Report
 
 
 def prepare(
@@ -37,8 +44,11 @@ def prepare(
     backend: str = "auto",
     dynamic_shapes: Any = None,
     strict: bool = True,
-) -> PreparedModel:
+) -> PreparedModel | PreparedWeights:
     """Capture a model and insert observers for calibration.
+
+    With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs`, `backend` and `dynamic_shapes`
+    are not used.
 
     Args:
         model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
@@ -65,6 +75,8 @@ def prepare(
     """
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
+    if weight_only(config):
+        return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace)
     engine = choose_backend(backend)
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
@@ -80,7 +92,7 @@ def prepare(
 
 
 def convert(
-    model: PreparedModel,
+    model: PreparedModel | PreparedWeights,
     quant_config: AnyConfig | dict[str, Any] | None = None,
     inplace: bool = True,
     *,
@@ -89,8 +101,11 @@ def convert(
     isolate: str = "auto",
     compile: bool = False,  # noqa: A002
     measure: bool = True,
-) -> QuantizedModel:
+    progress: Progress | None = None,
+) -> Any:
     """Convert a prepared model to an int8 model on an engine. The prepared model can be used again.
+
+    With weight-only quantization the result is a model of the user's own class, whose layers hold low-bit weights.
 
     Args:
         model: the result of `prepare`, after calibration. Dynamic quantization needs no calibration.
@@ -103,6 +118,10 @@ def convert(
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
         measure: time the engine and the captured fp32 model on the example inputs, for about a second. The report begins with
             the result. The reference is never timed.
+        progress: for weight-only quantization, called as `progress(done, total, name)` before each block.
+
+    Returns:
+        A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.
 
     Raises:
         StateError: not a prepared model, or nothing was calibrated.
@@ -115,12 +134,14 @@ def convert(
     if isinstance(model, QuantizedModel):
         msg = "The model is converted already; convert() expects the result of prepare()."
         raise StateError(msg)
-    if not isinstance(model, PreparedModel):
+    if not isinstance(model, (PreparedModel, PreparedWeights)):
         msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
     if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
+    if isinstance(model, PreparedWeights):
+        return model.quantized(progress)
     asked, first, before = (model.asked, model.backend, model.failed) if backend is None else (backend, choose_backend(backend).name, {})
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
@@ -142,11 +163,12 @@ def quantize(
     example_inputs: Any = None,
     *,
     measure: bool = True,
+    progress: Progress | None = None,
     **options: Any,
-) -> QuantizedModel:
+) -> Any:
     """Call `prepare`, `run_fn(prepared, *run_args)` and `convert`. Dynamic quantization needs no `run_fn`.
 
-    `measure` is passed to `convert`, `options` are passed to `prepare`.
+    `measure` and `progress` are passed to `convert`, `options` are passed to `prepare`.
 
     Example:
         >>> import torch
@@ -161,7 +183,7 @@ def quantize(
     if run_fn is not None:
         args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
         run_fn(prepared, *args)
-    return convert(prepared, measure=measure)
+    return convert(prepared, measure=measure, progress=progress)
 
 
 def describe(
@@ -171,22 +193,42 @@ def describe(
     *,
     backend: str = "auto",
     strict: bool = True,
-) -> Plan:
+) -> Plan | WeightPlan:
     """The plan: for each operator how it will be quantized, and by which rule. Needs no calibration data.
 
     Returns:
-        A `Plan`; `print` shows a table, `.to_dict()` gives plain values.
+        A `Plan`, of weight-only quantization a `WeightPlan`; `print` shows a table, `.to_dict()` gives plain values.
 
     Raises:
         NCError: as `prepare`.
     """
     config = config_from(quant_config)
     _check_model(model)
+    if weight_only(config):
+        return plan_layers(config, model, strict=strict)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
     check_rules(config, graph, strict=strict)
     plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
     return _with_algorithms(plan, config)[0]
+
+
+def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
+    """What runs, or is stored, for each layer; `print` shows a table.
+
+    Args:
+        model: the result of `convert` or `load`.
+        options: those of `QuantizedModel.report`.
+
+    Raises:
+        StateError: nothing in the model is quantized.
+    """
+    if isinstance(model, QuantizedModel):
+        return model.report(**options)
+    if not has_low_bit(model):
+        msg = f"report() expects the result of convert() or load(), but this {type(model).__name__} has no quantized layer."
+        raise StateError(msg)
+    return weight_report(model)
 
 
 def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:
@@ -196,11 +238,16 @@ def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorit
 
 
 #: A model that is one of these, or holds one, is quantized already.
-_OURS = (PreparedModel, QuantizedModel, ReferenceModule)
+_OURS = (PreparedModel, PreparedWeights, QuantizedModel, ReferenceModule)
+
+
+def weight_only(config: AnyConfig) -> bool:
+    """Whether all parts of a configuration are weight-only."""
+    return all(isinstance(part, WeightOnlyConfig) for part in parts_of(config))
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, (PreparedModel, QuantizedModel)):
+    if isinstance(model, (PreparedModel, PreparedWeights, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
         raise StateError(msg)
     inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None

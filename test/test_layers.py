@@ -35,7 +35,7 @@ LEVELS = (
     ("nc.config",),
     ("nc.planning",),
     ("nc.backends",),
-    ("nc.prepared", "nc.report"),
+    ("nc.prepared", "nc.reporting"),
     ("nc.quantized", "nc.export"),
     ("nc.workflow", "nc.artefact", "nc.parity"),
     ("nc",),

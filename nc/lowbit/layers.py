@@ -58,6 +58,11 @@ def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
     return tuple(layer for name, module in model.named_modules() if (layer := _layer(name, module, head)) is not None)
 
 
+def has_low_bit(model: torch.nn.Module) -> bool:
+    """Whether a model holds a module with a low-bit weight."""
+    return any(isinstance(module, (QuantLinear, QuantEmbedding)) for module in model.modules())
+
+
 def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> Layer | None:
     if isinstance(module, (QuantLinear, QuantEmbedding)):
         return None

@@ -64,7 +64,9 @@ def recording(blocks: Sequence[torch.nn.Module]) -> Iterator[list[tuple[int, Cal
                     return value.detach()
                 return None if type(value).__name__.endswith("Cache") else value  # a cache grows with each call
 
-            calls.append((index, (tuple(map(part, args)), {k: pytree.tree_map(part, v) if v is not None else None for k, v in kwargs.items()})))
+            calls.append(
+                (index, (tuple(map(part, args)), {k: pytree.tree_map(part, v) if v is not None else None for k, v in kwargs.items()}))
+            )
 
         return hook
 

@@ -143,5 +143,3 @@ def _check_groups(decisions: Iterable[LayerDecision]) -> None:
         rule = f"config.set_local({first.operator!r}, WeightOnlyConfig(group_size=…))"
         msg = f"Layer {first.operator!r}{others}, rule {first.decided}: {error}{whole} For one layer: {rule}."
         raise ConfigError(msg) from error
-
-

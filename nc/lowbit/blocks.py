@@ -1,0 +1,216 @@
+"""The driver: block after block it collects statistics, applies transforms, solves the layers and runs the quantized block.
+
+So each block is solved for the inputs that it gets from the quantized blocks in front of it, and the memory needed is that of one block,
+its statistics and its activations.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nc.lowbit.collect import Collector, inputs_of
+from nc.lowbit.layers import Layer, layers_of
+from nc.lowbit.plan import LayerDecision, WeightPlan
+from nc.lowbit.record import Call, Recorded, block_lists, filled, in_order, recording, run
+from nc.lowbit.result import LayerResult
+from nc.lowbit.solvers import Needs, Problem
+from nc.lowbit.solvers.best import solve_best
+from nc.lowbit.statistics import InputStatistics
+from nc.lowbit.transforms import Scope, Target
+from nc.nn import QuantEmbedding, QuantLinear
+from nc.numerics.packed_weight import PackedWeight
+from nc.plan import Applied
+
+#: (blocks done, blocks in all, name of the block)
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(slots=True)
+class Sample:
+    """One call of the model, as the user made it.
+
+    Attributes:
+        call: (args, kwargs).
+        keep: positions of [batch, length] that are no padding; None where nothing says so.
+    """
+
+    call: Call
+    keep: torch.Tensor | None = None
+
+
+class Driver:
+    """Quantizes a model in place; see `quantize_layers`."""
+
+    def __init__(self, model: torch.nn.Module, plan: WeightPlan, samples: Sequence[Sample], progress: Progress | None = None) -> None:
+        self.model, self.plan, self.samples = model, plan, samples
+        self.progress = progress or (lambda *_: None)
+        self.asked = {d.operator: d for d in plan.quantized}
+        self.applied: list[Applied] = []
+        self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
+        owners: dict[int, str] = {}
+        #: Of layers with one weight, the first: that is solved, once.
+        self._first = {name: owners.setdefault(id(model.get_submodule(name).weight), name) for name in self.asked}
+        self._first_of_several = {first for name, first in self._first.items() if name != first}
+        needs = Needs()
+        for part in (*(d.solver for d in plan.quantized if d.solver is not None), *plan.transforms):
+            needs |= part.needs
+        self.needs = needs
+
+    def run(self) -> None:
+        """Quantize all layers of the plan."""
+        for transform in self.plan.transforms:
+            if transform.level == "model":
+                own_weights(self.model)
+                self.applied.append(transform.apply(self._scope("", self.model, self._targets(self.asked, None), [])))
+        if not self.plan.needs_data:
+            for i, name in enumerate(self.asked):
+                self.progress(i, len(self.asked), name)
+                self._solve([name], {})
+            return
+        lists = block_lists(self.model, self.asked)
+        total = sum(map(len, lists)) + 1
+        done = 0
+        for names in lists:
+            recorded = self._record(names)
+            if recorded is None:
+                continue  # its blocks are not simply called one after the other: they are solved with the rest
+            hidden: list[Any] = [None] * len(recorded)
+            float_hidden: list[Any] = [None] * len(recorded)
+            for index, name in enumerate(names):
+                self.progress(done, total, name)
+                calls = [filled(r.calls[index], h) for r, h in zip(recorded, hidden, strict=True)]
+                float_calls = [filled(r.calls[index], h) for r, h in zip(recorded, float_hidden, strict=True)]
+                keeps = [r.keep for r in recorded]
+                block = self.model.get_submodule(name)
+                float_hidden, hidden = self._block(name, block, calls, float_calls, keeps)
+                done += 1
+        rest = [name for name in self.asked if not self._is_done(name)]
+        self.progress(total - 1, total, "the other layers")
+        if rest:
+            self._block_of("", self.model, rest, [s.call for s in self.samples], None, [s.keep for s in self.samples])
+        self.progress(total, total, "")
+
+    def _record(self, names: Sequence[str]) -> list[Recorded] | None:
+        """The calls that reach a stack of blocks, or None if they are not called once each, in order, by every sample."""
+        blocks = [self.model.get_submodule(name) for name in names]
+        found = []
+        for sample in self.samples:
+            with recording(blocks) as calls:
+                run(self.model, sample.call)
+            order = in_order(calls, len(blocks))
+            if order is None:
+                return None
+            found.append(Recorded(order, sample.keep))
+        return found
+
+    def _block(
+        self, name: str, block: torch.nn.Module, calls: list[Call], float_calls: list[Call], keeps: list[torch.Tensor | None]
+    ) -> tuple[list[Any], list[Any]]:
+        """Solve a block; the outputs of the float block and of the quantized one."""
+        inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
+        two_sided = self.needs.float_inputs
+        float_out = [run(block, call) for call in float_calls] if two_sided else [None] * len(calls)
+        if inside:
+            self._block_of(name, block, inside, calls, float_calls if two_sided else None, keeps)
+        return float_out, [run(block, call) for call in calls]
+
+    def _block_of(
+        self,
+        prefix: str,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        calls: list[Call],
+        float_calls: list[Call] | None,
+        keeps: list[torch.Tensor | None],
+    ) -> None:
+        inputs = self._collect(module, inside, calls, float_calls, keeps)
+        transforms = [t for t in self.plan.transforms if t.level == "block"]
+        if transforms and prefix:
+            own_weights(module)
+            for transform in transforms:
+                self.applied.append(transform.apply(self._scope(prefix, module, self._targets(inside, inputs), calls)))
+                inputs = self._collect(module, inside, calls, float_calls, keeps)
+        self._solve(inside, inputs)
+
+    def _collect(
+        self,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        calls: list[Call],
+        float_calls: list[Call] | None,
+        keeps: list[torch.Tensor | None],
+    ) -> dict[str, InputStatistics]:
+        layers = {name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"}
+        collector = Collector(layers, self.needs)
+        for i, (call, keep) in enumerate(zip(calls, keeps, strict=True)):
+            found = None
+            if float_calls is not None:
+                with inputs_of(layers) as found:
+                    run(module, float_calls[i])
+            with collector.watching(keep, found):
+                run(module, call)
+        return collector.of
+
+    def _targets(self, names: Any, inputs: Mapping[str, InputStatistics] | None) -> dict[str, Target]:
+        targets = {}
+        for name in names:
+            decision = self.asked[name]
+            assert decision.form is not None
+            found = None if inputs is None else inputs.get(name)
+            targets[name] = Target(module=self.model.get_submodule(name), form=decision.form, rule=decision.rule, inputs=found)
+        return targets
+
+    def _scope(self, prefix: str, module: torch.nn.Module, targets: dict[str, Target], calls: list[Call]) -> Scope:
+        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, run=lambda call: run(module, call))
+
+    def _is_done(self, name: str) -> bool:
+        return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))
+
+    def _solve(self, names: Sequence[str], inputs: Mapping[str, InputStatistics]) -> None:
+        layers = {layer.name: layer for layer in layers_of(self.model)}
+        for name in names:
+            decision, layer, first = self.asked[name], layers[name], self._first[name]
+            if first not in self._packed:
+                assert decision.form is not None
+                assert decision.solver is not None
+                weight = layer.weight.float().contiguous()
+                problem = Problem(name=name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(name))
+                self._packed[first] = solve_best(problem, decision.solver)
+            replace(self.model, layer, decision, *self._packed[first])
+            if first not in self._first_of_several:
+                del self._packed[first]
+
+
+def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult) -> None:
+    """Put a module with a packed weight in the place of a layer."""
+    module = layer.module
+    new: torch.nn.Module
+    if layer.kind == "embedding":
+        assert isinstance(module, torch.nn.Embedding)
+        new = QuantEmbedding(packed, module.padding_idx, module.weight.dtype, result)
+    else:
+        new = QuantLinear(packed, module.bias, decision.act_dtype, result)  # type: ignore[arg-type]
+    new.train(module.training)
+    parent, _, child = layer.name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def own_weights(module: torch.nn.Module) -> None:
+    """Give a module parameters of its own, in place of those that it shares with the user's model; ties inside it stay."""
+    copies: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
+            if parameter is not None:
+                fresh = copies.setdefault(id(parameter), torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                part._parameters[name] = fresh  # noqa: SLF001
+
+
+def sharing(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model that shares its parameters and buffers."""
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)

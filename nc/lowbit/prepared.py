@@ -1,0 +1,114 @@
+"""The result of `prepare` for weight-only quantization: the user's float model, and the calibration samples that reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nc.config import AnyConfig
+from nc.errors import NCWarning, StateError
+from nc.lowbit.blocks import Driver, Progress, Sample, own_weights, sharing
+from nc.lowbit.plan import WeightPlan
+from nc.lowbit.report import Record
+from nc.nn import QuantEmbedding, QuantLinear
+
+
+class PreparedWeights(torch.nn.Module):
+    """Call it with calibration data; it returns what the float model returns. `convert` gives the quantized model.
+
+    Attributes:
+        model: the float model, unchanged.
+        plan: the decisions; `print(prepared.plan)` shows them.
+        quant_config: the configuration.
+        samples: the calls so far.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.plan = plan
+        self.quant_config = quant_config
+        self.inplace = inplace
+        self.samples: list[Sample] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
+        with _evaluating(self.model), torch.no_grad():
+            output = self.model(*args, **kwargs)
+        if self.plan.needs_data:
+            self.samples.append(_sample(self.model, args, kwargs))
+        return output
+
+    def train(self, mode: bool = True) -> PreparedWeights:
+        """Stays in eval mode, and leaves the user's model alone."""
+        self.training = False
+        return self
+
+    def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
+        """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own.
+
+        Raises:
+            StateError: the configuration needs calibration data, and there is none.
+        """
+        if self.plan.needs_data and not self.samples:
+            names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
+            msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with calibration batches (e.g. 128 texts) before convert()."
+            raise StateError(msg)
+        model = self.model if self.inplace else sharing(self.model)
+        with _evaluating(model), _without_cache(model):
+            driver = Driver(model, self.plan, self.samples, progress)
+            driver.run()
+        if not self.inplace:
+            own_weights(model)
+            for module in model.modules():
+                if not isinstance(module, (QuantLinear, QuantEmbedding)):
+                    module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})  # noqa: SLF001
+        model.__dict__["nc_record"] = Record(plan=self.plan, applied=tuple(driver.applied), config=self.quant_config.to_dict())
+        return model.eval()
+
+
+def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+    """A copy of the inputs of a call, without what only training needs, and without a cache."""
+
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    mask = kwargs.get("attention_mask")
+    keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None
+    kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
+    return Sample((pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone())
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode; each module gets its own flag back."""
+    flags = {module: module.training for module in model.modules()}
+    if any(flags.values()):
+        warnings.warn(
+            "The model is in training mode; it is quantized as in eval mode, and its own flags do not change.", NCWarning, stacklevel=4
+        )
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _without_cache(model: torch.nn.Module) -> Iterator[None]:
+    """Transformers' models keep no keys and values of earlier calls: blocks are called several times."""
+    config = getattr(model, "config", None)
+    configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]
+    for one in configs:
+        one.use_cache = False
+    try:
+        yield
+    finally:
+        for one in configs:
+            one.use_cache = True
