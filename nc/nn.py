@@ -39,7 +39,7 @@ class _Packed(torch.nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(kept, recurse)
+        return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
 class QuantLinear(_Packed, torch.nn.Linear):

@@ -47,6 +47,10 @@ class Decision:
         """Why it stays fp32, as text; "" when it is quantized."""
         return "" if self.why is None else str(self.why)
 
+    def argument(self, name: str) -> str:
+        """An argument of the reason why it stays fp32; "" if it has none of that name."""
+        return "" if self.why is None else dict(self.why.arguments).get(name, "")
+
     def stays_for(self, cause: Cause) -> bool:
         """Whether it stays fp32 for this reason."""
         return self.why is not None and self.why.cause is cause

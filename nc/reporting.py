@@ -13,6 +13,7 @@ from nc.backends.profiling.verdict import Verdict
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import Applied, format_table
 from nc.spec import Mode
+from nc.spec.reasons import Cause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +171,8 @@ def build(
         asked = "int8" if decision.operator in graph.notes else decision.spec.precision
         reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
         ran = run.ran if run else "unknown"
+        if decision.stays_for(Cause.LOW_BIT):
+            asked = ran = f"{decision.argument('dtype')} weight"
         kernel, share = kernels.get(decision.operator, ("", None))
         ops.append(
             OpReport(

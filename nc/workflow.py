@@ -24,12 +24,13 @@ from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
 from nc.lowbit.blocks import Progress
 from nc.lowbit.layers import has_low_bit
+from nc.lowbit.mixed import PreparedMixed
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
 from nc.plan import Plan
-from nc.planning.layer_rules import plan_layers
-from nc.planning.rules import check_rules, decide
+from nc.planning.layer_rules import Modules, named_layers, plan_layers
+from nc.planning.rules import Named, check_rules, decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule
 from nc.reporting import Report
@@ -44,7 +45,7 @@ def prepare(
     backend: str = "auto",
     dynamic_shapes: Any = None,
     strict: bool = True,
-) -> PreparedModel | PreparedWeights:
+) -> PreparedModel | PreparedWeights | PreparedMixed:
     """Capture a model and insert observers for calibration.
 
     With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs`, `backend` and `dynamic_shapes`
@@ -76,11 +77,35 @@ def prepare(
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
     if weight_only(config):
+        _warn_of_training(model, inplace=inplace, frames=1)
         return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace)
+    if has_weight_only(config):
+        low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
+        options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict}
+        mixed = PreparedMixed(low_bit, lambda m: _prepare_graph(m, config, inplace, example_inputs, named=named_layers(model), **options))
+        return mixed if low_bit.plan.needs_data else mixed.graph_part()
+    return _prepare_graph(model, config, inplace, example_inputs, backend=backend, dynamic_shapes=dynamic_shapes, strict=strict)
+
+
+def _prepare_graph(
+    model: torch.nn.Module,
+    config: AnyConfig,
+    inplace: bool,  # noqa: FBT001
+    example_inputs: Any,
+    *,
+    backend: str,
+    dynamic_shapes: Any,
+    strict: bool,
+    named: Modules | None = None,
+) -> PreparedModel:
+    """As `prepare`, through a captured graph. `named`: layers that rules may name although the graph has them in few bits."""
     engine = choose_backend(backend)
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
-    check_rules(config, graph, strict=strict)
+    operators: Named = graph
+    if named is not None:
+        operators = Modules((*graph.operators, *named.operators), named.submodules | frozenset(graph.submodules))
+    check_rules(config, operators, strict=strict)
     plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
     if failed:
         engine = get_backend(name)
@@ -92,7 +117,7 @@ def prepare(
 
 
 def convert(
-    model: PreparedModel | PreparedWeights,
+    model: PreparedModel | PreparedWeights | PreparedMixed,
     quant_config: AnyConfig | dict[str, Any] | None = None,
     inplace: bool = True,
     *,
@@ -134,7 +159,7 @@ def convert(
     if isinstance(model, QuantizedModel):
         msg = "The model is converted already; convert() expects the result of prepare()."
         raise StateError(msg)
-    if not isinstance(model, (PreparedModel, PreparedWeights)):
+    if not isinstance(model, (PreparedModel, PreparedWeights, PreparedMixed)):
         msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
     if quant_config is not None and config_from(quant_config) != model.quant_config:
@@ -142,6 +167,9 @@ def convert(
         raise ConfigError(msg)
     if isinstance(model, PreparedWeights):
         return model.quantized(progress)
+    if isinstance(model, PreparedMixed):
+        prepared = model.calibrated(progress)
+        return convert(prepared, backend=backend, verify=verify, isolate=isolate, compile=compile, measure=measure)
     asked, first, before = (model.asked, model.backend, model.failed) if backend is None else (backend, choose_backend(backend).name, {})
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
@@ -238,16 +266,23 @@ def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorit
 
 
 #: A model that is one of these, or holds one, is quantized already.
-_OURS = (PreparedModel, PreparedWeights, QuantizedModel, ReferenceModule)
+_OURS = (PreparedModel, PreparedWeights, PreparedMixed, QuantizedModel, ReferenceModule)
 
 
 def weight_only(config: AnyConfig) -> bool:
-    """Whether all parts of a configuration are weight-only."""
-    return all(isinstance(part, WeightOnlyConfig) for part in parts_of(config))
+    """Whether all parts and rules of a configuration are weight-only."""
+    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
+    return all(isinstance(each, WeightOnlyConfig) for each in every)
+
+
+def has_weight_only(config: AnyConfig) -> bool:
+    """Whether a part or a rule of a configuration is weight-only."""
+    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
+    return any(isinstance(each, WeightOnlyConfig) for each in every)
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, (PreparedModel, PreparedWeights, QuantizedModel)):
+    if isinstance(model, (PreparedModel, PreparedWeights, PreparedMixed, QuantizedModel)):
         msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
         raise StateError(msg)
     inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
@@ -265,13 +300,18 @@ def _check_model(model: object) -> None:
             raise InputError(msg)
 
 
+def _warn_of_training(model: torch.nn.Module, *, inplace: bool, frames: int) -> None:
+    """`frames`: calls between the user's and this one."""
+    if any(m.training for m in model.modules()):
+        flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
+        warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=2 + frames)
+
+
 def _capture(
     model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, *, inplace: bool = False, share_weights: bool = False
 ) -> Graph:
     if isinstance(model, ExportedModel):
         return model.own_graph()
     with LOCK:  # capture in another thread switches the same flags for a while
-        if any(m.training for m in model.modules()):
-            flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
-            warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=3)
+        _warn_of_training(model, inplace=inplace, frames=3)
         return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

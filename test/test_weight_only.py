@@ -1,27 +1,32 @@
-"""Weights in a few bits, activations in fp32: from configuration to report, on the reference backend, against float64 brute force."""
+"""Weight-only quantization of the user's own modules: from configuration to report, against float64 brute force."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+import nc
 from nc import (
-    BackendError,
+    GPTQ,
+    CalibrationError,
     ConfigError,
-    DynamicQuantConfig,
+    InputError,
+    StateError,
     StaticQuantConfig,
-    UnsupportedError,
+    UnmatchedRuleError,
     WeightOnlyConfig,
     available_backends,
     convert,
     describe,
-    load,
     prepare,
     quantize,
 )
-from nc.ops import dequantize_per_group
+from nc.nn import QuantEmbedding, QuantLinear
 
-ENGINES = [name for name in ("native", "ipex") if not available_backends()[name]]
+ENGINES = ["reference", *(name for name in ("native", "ipex") if not available_backends()[name])]
 X = torch.linspace(-2, 2, 5 * 64).reshape(5, 64).sin()
 
 
@@ -30,12 +35,19 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)).eval()
 
 
-def q_model(config=None, model=None, x=X):
-    return quantize(model or mlp(), config or WeightOnlyConfig(), example_inputs=x, backend="reference")
+def llama(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, **options)).eval()
+
+
+def texts(count=4, rows=2, length=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 100, (rows, length), generator=generator) for _ in range(count)]
 
 
 def rounded(weight, bits, group):
-    """A weight's values after rounding to nearest, group by group, in float64."""
+    """A weight after rounding to nearest with min-max scales, group by group, in float64."""
     highest = 2 ** (bits - 1) - 1
     weight = weight.detach().double().numpy()
     result = np.empty_like(weight)
@@ -43,14 +55,18 @@ def rounded(weight, bits, group):
         for start in range(0, weight.shape[1], group):
             part = weight[row, start : start + group]
             scale = np.abs(part).max() / highest
-            result[row, start : start + group] = np.clip(np.round(part / scale), -highest, highest) * scale
+            result[row, start : start + group] = np.clip(np.round(part / scale), -highest - 1, highest) * scale
     return torch.from_numpy(result)
+
+
+def weights(model):
+    return {name: module.packed.dequantize() for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantEmbedding))}
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, -1), (3, 16), (2, 8), (8, 32)])
 def test_outputs_are_those_of_weights_rounded_group_by_group(bits, group):
     model = mlp()
-    q = q_model(WeightOnlyConfig(w_dtype=f"int{bits}", group_size=group), model)
+    q = quantize(model, WeightOnlyConfig(f"int{bits}", group_size=group, w_algo="minmax"))
     first, second = (rounded(m.weight, bits, m.in_features if group == -1 else group) for m in (model[0], model[2]))
     hidden = (X.double() @ first.T + model[0].bias.double()).relu()
     expected = hidden @ second.T + model[2].bias.double()
@@ -58,78 +74,90 @@ def test_outputs_are_those_of_weights_rounded_group_by_group(bits, group):
     assert not torch.allclose(q(X), model(X), rtol=1e-5, atol=1e-6)
 
 
-def test_the_graph_holds_codes_and_a_scale_per_group():
-    q = q_model()
-    nodes = [n for n in q.graph.module.graph.nodes if n.target is dequantize_per_group]
-    assert len(nodes) == 2
-    codes, scale = (getattr(q.graph.module, n.target) for n in nodes[0].args[:2])
-    assert (codes.dtype, codes.shape, scale.shape) == (torch.int8, (96, 64), (96, 2))
-    assert (int(codes.min()), int(codes.max())) == (-7, 7)
-    assert not any(name in str(q.graph.module.graph) for name in ("quantize_per_tensor", "_dynamic"))
+def test_the_result_is_the_users_class_and_the_users_model_does_not_change():
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    q = quantize(model, WeightOnlyConfig(group_size=32))
+    assert type(q) is type(model)
+    assert type(q.model.layers[0].mlp.up_proj) is QuantLinear
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert {k: v.data_ptr() for k, v in model.state_dict().items()}.keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    q.model.norm.weight.data.zero_()
+    assert bool(model.model.norm.weight.all())
+    assert type(quantize(model, WeightOnlyConfig(group_size=32), inplace=True)) is LlamaForCausalLM
+    assert type(model.model.layers[0].mlp.up_proj) is QuantLinear
 
 
-def test_the_plan_and_the_report_say_what_was_asked():
-    plan = describe(mlp(), WeightOnlyConfig(), X, backend="reference")
-    assert [d.spec.mode for d in plan.quantized] == ["weight_only"] * 2
-    assert "int4 sym per_group 32" in plan.table()
-    assert "int4 per_group 32, weight only" in plan.explain("0")
-    report = q_model().report()
-    assert [(op.asked, op.ran) for op in report.ops if op.kind == "linear"] == [("int4 per_group 32, weight only", "fp32")] * 2
-    assert "2 operators with int4 per_group 32, weight only" in str(report)
-    assert "simulated" in str(report)
-    assert report.sqnr_vs_fp32_db > 15
+def test_generate_with_a_cache_gives_what_the_dequantized_model_gives():
+    model = llama()
+    q = quantize(model, WeightOnlyConfig(group_size=32))
+    plain = copy.deepcopy(model)
+    for name, weight in weights(q).items():
+        plain.get_submodule(name).weight.data = weight
+    ids = texts(1)[0]
+    assert torch.equal(q.generate(ids, max_new_tokens=8, do_sample=False), plain.generate(ids, max_new_tokens=8, do_sample=False))
+    assert torch.allclose(q(ids).logits, plain(ids).logits, atol=1e-5)
+    assert q.config.use_cache
 
 
-def test_it_needs_no_calibration_and_rounding_less_costs_less():
-    prepared = prepare(mlp(), WeightOnlyConfig(), example_inputs=X, backend="reference")
-    assert not prepared.observers
-    noise = [q_model(WeightOnlyConfig(w_dtype=f"int{bits}")).graph.sqnr_vs_fp32_db for bits in (2, 4, 6, 8)]
-    assert noise == sorted(noise)
-    assert noise[-1] - noise[0] > 25
+def test_heads_and_embeddings_stay_float_unless_asked():
+    model = llama()
+    plan = describe(model, WeightOnlyConfig(group_size=32))
+    assert "output head stays float" in plan["lm_head"].reason
+    assert "embeddings stay float" in plan["model.embed_tokens"].reason
+    q = quantize(model, WeightOnlyConfig(group_size=32, lm_head="int8", embedding="uint4"))
+    assert (str(q.lm_head.form.dtype), str(q.model.embed_tokens.form.dtype)) == ("int8", "uint4")
+    named = quantize(model, WeightOnlyConfig(group_size=32).set_local("lm_head", WeightOnlyConfig("int5")))
+    assert str(named.lm_head.form.dtype) == "int5"
+    ids = texts(1)[0]
+    assert torch.equal(q.model.embed_tokens(ids), q.model.embed_tokens.packed.dequantize()[ids])
 
 
-def test_an_artefact_gives_the_same_numbers_and_the_same_bytes(tmp_path):
-    q = q_model()
-    q.save(tmp_path / "a")
-    again = load(tmp_path / "a", backend="reference")
-    assert torch.equal(again(X), q(X))
-    assert again.graph.plan == q.graph.plan
-    again.save(tmp_path / "b")
-    for file in ("model.json", "weights.safetensors"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+def test_tied_weights_are_quantized_once():
+    model = llama(tie_word_embeddings=True)
+    q = quantize(model, WeightOnlyConfig(group_size=32, lm_head="int8", embedding="int8"))
+    assert q.lm_head.codes is q.model.embed_tokens.codes
+    report = nc.report(q)
+    assert report.weight_bytes == sum({t.data_ptr(): t.numel() * t.element_size() for t in (*q.parameters(), *q.buffers())}.values())
 
 
-def test_weight_only_static_and_dynamic_operators_in_one_model():
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10)).eval()
-    config = StaticQuantConfig().set_local("0", WeightOnlyConfig(group_size=16)).set_local("4", DynamicQuantConfig())
-    q = quantize(model, config, lambda m: m(X), example_inputs=X, backend="reference")
-    assert {d.operator: d.spec.mode for d in q.graph.plan.quantized} == {"0": "weight_only", "2": "static", "4": "dynamic"}
-    assert "2 of" not in str(q.report().summary()).split("\n")[0]
-    assert "1 operators with int4 per_group 16, weight only" in q.report().summary()
+def test_conv1d_of_transformers_has_its_weight_the_other_way_round():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64)).eval()
+    q = quantize(model, WeightOnlyConfig("int8", group_size=-1, w_algo="minmax"))
+    layer, float_layer = q.transformer.h[0].attn.c_attn, model.transformer.h[0].attn.c_attn
+    assert torch.allclose(layer.packed.dequantize().double(), rounded(float_layer.weight.T, 8, 64), atol=1e-7)
+    ids = texts(1)[0]
+    assert (q(ids).logits - model(ids).logits).abs().max() < 0.02 * model(ids).logits.abs().max()
 
 
-def test_rules_reach_weight_only_operators():
-    config = WeightOnlyConfig().set_local("2", WeightOnlyConfig(w_dtype="int8")).exclude("0")
-    plan = describe(mlp(), config, X, backend="reference")
-    assert [d.operator for d in plan.quantized] == ["2"]
-    assert plan["2"].spec.precision == "int8 per_group 32, weight only"
-    assert plan["0"].reason == "fp32 was asked for"
+def test_rules_as_everywhere():
+    config = WeightOnlyConfig(group_size=32).set_local(".*mlp.*", WeightOnlyConfig("int8")).exclude("model.layers.1.mlp.up_proj")
+    plan = describe(llama(), config)
+    assert str(plan["model.layers.0.mlp.up_proj"].form) == "int8 sym g32 fp32"
+    assert plan["model.layers.1.mlp.up_proj"].reason == "fp32 was asked for"
+    assert "group_size    32     global" in plan.explain("model.layers.0.mlp.up_proj")
+    listed = describe(llama(), WeightOnlyConfig(group_size=32, white_list=[".*q_proj"]))
+    assert {d.operator.rpartition(".")[2] for d in listed.quantized} == {"q_proj"}
+    assert len(describe(llama(), WeightOnlyConfig(group_size=32, white_list=[nn.Linear])).quantized) == 21
+    with pytest.raises(UnmatchedRuleError, match=r"closest names: .*q_proj"):
+        describe(llama(), WeightOnlyConfig(group_size=32).exclude("model.layers.0.self_attn.q_prj"))
 
 
-def test_a_group_that_does_not_cover_a_weight_is_refused_with_the_nearest_that_do():
-    with pytest.raises(ConfigError, match=r"Operator '2' \(linear, rule: global\): group_size .* 64 .* axis 1 of 96 .* 48 and 96"):
-        describe(mlp(), WeightOnlyConfig(group_size=64), X, backend="reference")
+def test_a_group_that_does_not_cover_a_weight_is_refused_with_the_sizes_that_do():
+    with pytest.raises(ConfigError, match=r"Layer '2'.*=64 does not divide the 96 .* 32, 48, 96\. .*group_size=32 fits all"):
+        describe(mlp(), WeightOnlyConfig(group_size=64))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"w_dtype": "int9"}, "w_dtype"),
-        ({"w_dtype": "uint4"}, "w_dtype"),
         ({"group_size": 0}, "group_size"),
-        ({"group_size": True}, "group_size"),
-        ({"act_dtype": "bf16"}, "act_dtype='bf16' contradicts w_dtype='int4'"),
-        ({"w_dtype": "bf16"}, "contradicts"),
+        ({"scale_dtype": "fp8"}, "scale_dtype"),
+        ({"solver": 3}, "solver"),
+        ({"w_dtype": "nf4", "w_sym": False}, "no zero point"),
     ],
 )
 def test_values_without_a_meaning_are_refused(fields, message):
@@ -138,29 +166,156 @@ def test_values_without_a_meaning_are_refused(fields, message):
 
 
 def test_a_configuration_comes_back_from_plain_values():
-    config = WeightOnlyConfig(w_dtype="int3", group_size=-1).set_local("2", WeightOnlyConfig(group_size=8))
+    config = WeightOnlyConfig("int3", solver=GPTQ(damp=0.05), double_quant=True).set_local("2", WeightOnlyConfig(group_size=8))
     assert WeightOnlyConfig.from_dict(config.to_dict()) == config
+    assert WeightOnlyConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_an_engine_without_a_kernel_says_so(backend):
-    plan = describe(mlp(), WeightOnlyConfig(), X, backend=backend)
-    assert not plan.quantized
-    assert plan["0"].reason == f"backend {backend!r} has no weight-only kernel for linear"
-    prepared = prepare(mlp(), WeightOnlyConfig(), example_inputs=X, backend="reference")
-    moved = convert(prepared, backend=backend, measure=False)
-    assert not moved.graph.plan.quantized
-    assert moved.graph.plan["0"].reason == f"backend {backend!r} has no weight-only kernel for linear"
+def test_weights_that_are_not_finite_are_refused():
+    model = mlp()
+    model[2].weight.data[3, 4] = float("nan")
+    with pytest.raises(InputError, match=r"'2\.weight' holds NaN.*exclude\('2'\)"):
+        quantize(model, WeightOnlyConfig(group_size=32))
+    assert quantize(model, WeightOnlyConfig(group_size=32).exclude("2"))
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_an_engine_that_loads_such_an_artefact_computes_the_same_or_says_what_it_lacks(backend, tmp_path):
-    q = q_model()
-    q.save(tmp_path)
-    try:
-        loaded = load(tmp_path, backend=backend)
-    except (BackendError, UnsupportedError) as error:
-        assert "dequantize_per_group" in str(error)
-    else:
-        assert torch.allclose(loaded(X), q(X), rtol=1e-5, atol=1e-6)
-        assert {op.ran for op in loaded.report().ops if op.kind == "linear"} == {"fp32"}
+class TestCalibration:
+    def calibrated(self, model, config, data):
+        prepared = prepare(model, config)
+        for batch in data:
+            prepared(batch) if isinstance(batch, torch.Tensor) else prepared(**batch)
+        return convert(prepared)
+
+    def test_it_returns_what_the_float_model_returns_and_needs_data(self):
+        model, ids = llama(), texts(1)[0]
+        prepared = prepare(model, WeightOnlyConfig(group_size=32, solver=GPTQ()))
+        with pytest.raises(StateError, match=r"Nothing was calibrated: gptq needs data"):
+            convert(prepared)
+        assert torch.equal(prepared(ids).logits, model(ids).logits)
+
+    def test_each_block_is_solved_for_the_inputs_that_the_quantized_blocks_in_front_give(self):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))).eval()
+        data = [torch.randn(16, 32) for _ in range(3)]
+        q = self.calibrated(model, WeightOnlyConfig("int3", group_size=16, solver=GPTQ()), data)
+        x = torch.cat(data)
+        for index in range(3):
+            layer, weight = q[index][0], model[index][0].weight.double()
+            error = (weight - layer.packed.dequantize().double()) @ x.double().T
+            expected = error.square().sum() / (weight @ x.double().T).square().sum()
+            assert layer.result.loss == pytest.approx(float(expected.detach()), rel=1e-4)
+            assert layer.result.tokens == 48
+            assert layer.result.loss <= layer.result.rtn_loss
+            x = q[index](x)
+
+    def test_padding_does_not_count(self):
+        ids = texts(1)[0]
+        mask = torch.ones_like(ids)
+        mask[1, 9:] = 0
+        q = self.calibrated(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()), [{"input_ids": ids, "attention_mask": mask}])
+        assert {m.result.tokens for m in q.modules() if isinstance(m, QuantLinear)} == {25}
+
+    def test_the_same_data_gives_the_same_bytes(self):
+        one, other = (self.calibrated(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()), texts()).state_dict() for _ in range(2))
+        assert all(torch.equal(one[k], other[k]) for k in one)
+
+    def test_data_that_is_not_finite_names_the_layer(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        with pytest.raises(CalibrationError, match=r"Layer '0'.*exclude\('0'\)"):
+            self.calibrated(model, WeightOnlyConfig(group_size=-1, solver=GPTQ()), [torch.full((2, 8), float("inf"))])
+
+    def test_a_layer_that_no_data_reaches_is_rounded_to_nearest_and_the_report_says_so(self):
+        class Experts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x):
+                return self.first(x) if x.sum() > 0 else self.second(x)
+
+        q = self.calibrated(Experts(), WeightOnlyConfig(group_size=-1, solver=GPTQ()), [torch.ones(4, 8)])
+        assert (q.second.result.solver, q.second.result.tokens) == ("rtn", 0)
+        assert "note: second: calibration never reached it" in nc.report(q).summary()
+
+    def test_an_encoder_and_a_decoder(self):
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=100, decoder_start_token_id=0)).eval()
+        ids = texts(1)[0]
+        data = [{"input_ids": ids, "decoder_input_ids": ids[:, :6]}]
+        q = self.calibrated(model, WeightOnlyConfig(group_size=32, solver=GPTQ()), data)
+        found = {name: m.result for name, m in q.named_modules() if isinstance(m, QuantLinear)}
+        assert found["encoder.block.1.layer.0.SelfAttention.q"].tokens == 32
+        assert found["decoder.block.1.layer.0.SelfAttention.q"].tokens == 12
+        assert found["decoder.block.1.layer.1.EncDecAttention.k"].tokens == 32
+        assert torch.isfinite(q(**data[0]).logits).all()
+        assert q.generate(ids, max_new_tokens=3).shape[0] == 2
+
+    def test_progress_is_told_block_by_block(self):
+        prepared = prepare(llama(), WeightOnlyConfig(group_size=32, solver=GPTQ()))
+        prepared(texts(1)[0])
+        seen = []
+        convert(prepared, progress=lambda done, total, name: seen.append((done, total, name)))
+        assert seen[0] == (0, 4, "model.layers.0")
+        assert seen[-1][:2] == (4, 4)
+
+
+class TestWithOtherStrategies:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.enc = nn.Conv2d(3, 16, 3), nn.Linear(16 * 36, 64)
+            self.embed, self.up, self.down = nn.Embedding(50, 64), nn.Linear(64, 128), nn.Linear(128, 10)
+
+        def forward(self, image, ids):
+            hidden = self.enc(self.conv(image).relu().flatten(1))
+            return self.down(self.up(hidden + self.embed(ids).mean(1)).relu())
+
+    def config(self, **fields):
+        return WeightOnlyConfig("int4", group_size=32, white_list=["up", "down", "embed"], **fields)
+
+    def data(self, count=3):
+        generator = torch.Generator().manual_seed(0)
+        return [(torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 50, (4, 7), generator=generator)) for _ in range(count)]
+
+    @pytest.mark.parametrize("backend", ENGINES)
+    @pytest.mark.parametrize("solver", [nc.RTN(), GPTQ()], ids=["rtn", "gptq"])
+    def test_low_bit_layers_stay_one_operator_of_the_captured_graph(self, backend, solver, tmp_path):
+        torch.manual_seed(0)
+        model, data = self.Net().eval(), self.data()
+        prepared = prepare(model, StaticQuantConfig() + self.config(solver=solver), example_inputs=data[0], backend=backend)
+        for batch in data:
+            prepared(*batch)
+        q = convert(prepared, measure=False)
+        ops = {op.operator: op for op in q.report().ops}
+        assert ops["up"].ran == "int4 weight"
+        assert (ops["conv"].asked, ops["up"].kind, ops["embed"].kind) == ("int8", "quant_linear", "quant_embedding")
+        if backend != "reference":
+            assert (ops["conv"].ran, ops["enc"].ran) == ("int8", "int8")
+        expected = model(*data[0])
+        assert (q(*data[0]) - expected).square().mean() < 0.03 * expected.square().mean()
+        q.save(tmp_path / "q")
+        assert torch.equal(nc.load(tmp_path / "q", backend=backend)(*data[0]), q(*data[0]))
+
+    def test_static_ranges_are_those_behind_the_low_bit_layers(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).eval()
+        x = torch.randn(64, 16)
+        config = StaticQuantConfig() + WeightOnlyConfig("int2", group_size=-1, white_list=["0"], solver=GPTQ())
+        prepared = prepare(model, config, example_inputs=x, backend="reference")
+        prepared(x)
+        q = convert(prepared, measure=False)
+        low_bit = convert(_fed(prepare(model, WeightOnlyConfig("int2", group_size=-1, white_list=["0"], solver=GPTQ())), x))
+        hidden = low_bit[0](x)
+        scale = next(n.args[1] for n in q.graph.module.graph.nodes if "quantize_per_tensor" in str(n.target))
+        assert scale == pytest.approx(float((hidden.max().clamp(min=0) - hidden.min().clamp(max=0)).detach()) / 255, rel=1e-5)
+
+    def test_rules_that_name_nothing_are_refused_in_a_sum_too(self):
+        with pytest.raises(UnmatchedRuleError, match="nowhere"):
+            prepare(self.Net(), StaticQuantConfig() + self.config().exclude("nowhere"), example_inputs=self.data()[0], backend="reference")
+
+
+def _fed(prepared, *batches):
+    for batch in batches:
+        prepared(batch)
+    return prepared

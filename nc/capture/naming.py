@@ -56,10 +56,14 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     for node in module.graph.nodes:
         op = catalogue.op_name(node)
         kind = catalogue.kind_of_node(node)
-        shown = kind or (op if op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS else None)
+        listed = op in catalogue.FLOAT_OPS or op in catalogue.LOW_BIT or op in catalogue.ACTIVATIONS or op in catalogue.POOLS
+        shown = kind or (op if listed else None)
         if shown is None or not (catalogue.is_float_tensor(node) or kind in catalogue.RECURRENT):
             continue
-        why = catalogue.FLOAT_OPS.get(op) if kind is None else _why_not(node, kind, activations, varying)
+        if op in catalogue.LOW_BIT:
+            why: Reason | None = Cause.LOW_BIT(dtype=catalogue.schema_arguments(node)["dtype"])
+        else:
+            why = catalogue.FLOAT_OPS.get(op) if kind is None else _why_not(node, kind, activations, varying)
         if kind == "add" and why is not None:
             continue  # users do not look for additions of a constant or of a mask
         path, owned, module_type = _owner(node, shown, modules)
@@ -88,7 +92,7 @@ def _activations(module: fx.GraphModule) -> set[fx.Node]:
     """Float tensors that depend on data: on float inputs or look-ups, not on positions, masks and constants alone."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
-        is_source = node.op == "placeholder" or catalogue.op_name(node) in ("embedding", "embedding_bag")
+        is_source = node.op == "placeholder" or catalogue.op_name(node) in ("embedding", "embedding_bag", "quant_embedding")
         if (is_source and catalogue.is_float_tensor(node)) or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
@@ -153,6 +157,8 @@ def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tup
     own_weight = getattr(inner, "weight", None) if weight is not None else None
     if isinstance(own_weight, torch.Tensor) and path:
         return path, True, _class_name(inner)  # tied or parametrised weight: stored elsewhere, called as this module
+    if kind in catalogue.LOW_BIT and path:
+        return path, True, _class_name(inner)
     is_module = weight is None and inner is not None and path and _is_plain(inner)
     return path, bool(is_module), _class_name(inner)
 

@@ -19,7 +19,10 @@ import torch
 
 from nc.config import AnyConfig, config_from
 from nc.errors import NCError
-from nc.plan import Plan
+from nc.lowbit.mixed import PreparedMixed
+from nc.lowbit.plan import WeightPlan
+from nc.lowbit.prepared import PreparedWeights
+from nc.prepared import PreparedModel
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -104,8 +107,14 @@ def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, 
     return arrays, examples
 
 
-def check_needs_no_data(plan: Plan) -> None:
-    """Raise RequestError for a plan with operators whose ranges come from calibration."""
+def check_needs_no_data(prepared: PreparedModel | PreparedWeights | PreparedMixed) -> None:
+    """Raise RequestError for a model whose configuration needs calibration data."""
+    plan = prepared.low_bit.plan if isinstance(prepared, PreparedMixed) else prepared.plan
+    if isinstance(plan, WeightPlan):
+        if plan.needs_data:
+            msg = "--calib is missing: the solver or the transforms of this configuration need calibration data."
+            raise RequestError(msg)
+        return
     static = [d.operator for d in plan.decisions if d.operator in plan.static]
     if static:
         msg = (

@@ -150,7 +150,7 @@ def quantize(
         prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
         progress.update(step, completed=1)
         if arrays is None:
-            inputs.check_needs_no_data(prepared.plan)
+            inputs.check_needs_no_data(prepared)
         else:
             for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
                 inputs.call(prepared, batch)

@@ -115,6 +115,9 @@ FLOAT_OPS: dict[str, Reason] = {
     "baddbmm": Cause.REWRITABLE(kind="baddbmm", form="matmul and add"),
 }
 
+#: Operators with a low-bit weight, float in and out.
+LOW_BIT = frozenset({"quant_linear", "quant_embedding"})
+
 #: Operators that do nothing in inference.
 IDENTITIES = frozenset(
     {"dropout", "feature_dropout", "alpha_dropout", "detach", "detach_", "lift_fresh_copy", "lift_fresh", "alias", "dropout_"}

@@ -52,13 +52,16 @@ class Driver:
         self.asked = {d.operator: d for d in plan.quantized}
         self.applied: list[Applied] = []
         self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
-        owners: dict[int, str] = {}
-        #: Of layers with one weight, the first: that is solved, once.
-        self._first = {name: owners.setdefault(id(model.get_submodule(name).weight), name) for name in self.asked}
+        owners: dict[Any, str] = {}
+        #: Of layers that share a weight and ask for the same, the first: that is solved, once.
+        self._first = {
+            name: owners.setdefault((id(model.get_submodule(name).weight), d.form, d.rule, d.solver), name)
+            for name, d in self.asked.items()
+        }
         self._first_of_several = {first for name, first in self._first.items() if name != first}
         needs = Needs()
-        for part in (*(d.solver for d in plan.quantized if d.solver is not None), *plan.transforms):
-            needs |= part.needs
+        for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
+            needs |= wanted
         self.needs = needs
 
     def run(self) -> None:
@@ -166,7 +169,11 @@ class Driver:
         return targets
 
     def _scope(self, prefix: str, module: torch.nn.Module, targets: dict[str, Target], calls: list[Call]) -> Scope:
-        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, run=lambda call: run(module, call))
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+            result: torch.Tensor = run(module, (args, kwargs))
+            return result
+
+        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, run=call)
 
     def _is_done(self, name: str) -> bool:
         return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))

@@ -42,13 +42,13 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        rows, columns = self.module.weight.shape  # type: ignore[misc,operator]
+        rows, columns = self.module.weight.shape  # type: ignore[misc]
         return (columns, rows) if self.transposed else (rows, columns)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight, shape [N, K], a view."""
-        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator,assignment]
+        weight: torch.Tensor = self.module.weight.detach()  # type: ignore[operator]
         return weight.t() if self.transposed else weight
 
 

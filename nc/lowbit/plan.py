@@ -78,8 +78,7 @@ class WeightPlan:
     @property
     def needs_data(self) -> bool:
         """Whether calibration data is needed."""
-        solvers = (d.solver for d in self.quantized if d.solver is not None)
-        return any(part.needs.data for part in (*solvers, *self.transforms))
+        return any(d.solver.needs.data for d in self.quantized if d.solver is not None) or any(t.needs.data for t in self.transforms)
 
     @property
     def algorithms(self) -> tuple[Step, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.config import AnyConfig
-from nc.errors import NCWarning, StateError
+from nc.errors import StateError
 from nc.lowbit.blocks import Driver, Progress, Sample, own_weights, sharing
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.report import Record
@@ -57,7 +56,7 @@ class PreparedWeights(torch.nn.Module):
         """
         if self.plan.needs_data and not self.samples:
             names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
-            msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with calibration batches (e.g. 128 texts) before convert()."
+            msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with batches (e.g. 128 texts) before convert()."
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
         with _evaluating(model), _without_cache(model):
@@ -88,10 +87,6 @@ def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Eval mode; each module gets its own flag back."""
     flags = {module: module.training for module in model.modules()}
-    if any(flags.values()):
-        warnings.warn(
-            "The model is in training mode; it is quantized as in eval mode, and its own flags do not change.", NCWarning, stacklevel=4
-        )
     try:
         model.eval()
         yield
@@ -106,9 +101,9 @@ def _without_cache(model: torch.nn.Module) -> Iterator[None]:
     config = getattr(model, "config", None)
     configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]
     for one in configs:
-        one.use_cache = False
+        one.use_cache = False  # type: ignore[union-attr] # it has one
     try:
         yield
     finally:
         for one in configs:
-            one.use_cache = True
+            one.use_cache = True  # type: ignore[union-attr]

@@ -163,5 +163,5 @@ def _bytes(model: torch.nn.Module) -> int:
 
 
 def _saved(model: torch.nn.Module) -> int:
-    packed = {m.codes.data_ptr(): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[union-attr,operator]
+    packed = {m.codes.data_ptr(): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[operator]
     return sum(4 * p.shape[0] * p.shape[1] - p.bytes for p in packed.values())

@@ -6,7 +6,7 @@ Precedence is that of `nc.planning.rules`; here the operators are modules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight
 from nc.errors import ConfigError, InputError
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
-from nc.planning.rules import Match, check_rules, matches_of, merged
+from nc.planning.rules import check_rules, matches_of, merged
 from nc.spec import WeightFormat
 from nc.spec.reasons import WHITE_LIST, Cause, Level, Reason
 
@@ -34,13 +34,19 @@ class Modules:
     submodules: frozenset[str]
 
 
-def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = True) -> WeightPlan:
+def named_layers(model: torch.nn.Module) -> Modules:
+    """A model's layers as operators that rules can match."""
+    return Modules(tuple(map(_operator, layers_of(model))), frozenset(name for name, _ in model.named_modules()))
+
+
+def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = True, check: bool = True) -> WeightPlan:
     """Decide for every linear and embedding.
 
     Args:
-        config: a `WeightOnlyConfig`, or a sum of them.
+        config: any; layers that a rule gives to another strategy than `WeightOnlyConfig` stay float here.
         model: the float model.
         strict: raise if a rule's name or pattern matches nothing; False gives a warning.
+        check: False leaves out that check.
 
     Raises:
         UnmatchedRuleError: a rule matches nothing.
@@ -48,18 +54,21 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
         InputError: a weight that is to be quantized holds NaN or infinite values, or no layer can be quantized.
     """
     layers = layers_of(model)
-    named = {layer.name: _operator(layer) for layer in layers}
-    modules = Modules(tuple(named.values()), frozenset(name for name, _ in model.named_modules()))
-    check_rules(config, modules, strict=strict)
+    modules = named_layers(model)
+    named = {op.name: op for op in modules.operators}
+    if check:
+        check_rules(config, modules, strict=strict)
     if not layers:
         msg = "The model has no torch.nn.Linear, Conv1D (transformers) or torch.nn.Embedding; weight-only quantization is for these."
         raise InputError(msg)
     decisions = [_decide(layer, named[layer.name], config, modules.submodules) for layer in layers]
-    decisions = _shared(decisions, {layer.name: layer for layer in layers})
     _check_groups(decisions)
     for decision, layer in zip(decisions, layers, strict=True):
-        if decision.form is not None and not bool(layer.module.weight.isfinite().all()):
-            msg = f"'{layer.name}.weight' holds NaN or infinite values, which have no codes. Repair it, or leave the layer alone: config.exclude(…)."
+        if decision.form is not None and not bool(layer.weight.isfinite().all()):
+            msg = (
+                f"'{layer.name}.weight' holds NaN or infinite values, which have no codes. Repair it, or leave the layer alone: "
+                f"config.exclude({layer.name!r})."
+            )
             raise InputError(msg)
     return WeightPlan(decisions=tuple(decisions), transforms=outer_field(config, "transforms"))
 
@@ -77,12 +86,14 @@ def _decide(layer: Layer, op: Operator, config: AnyConfig, modules: frozenset[st
         return LayerDecision(**base, decided=WHITE_LIST, why=Cause.NOT_LISTED())
     chosen = matches[0]
     base["decided"] = chosen.rule
-    named = chosen.rule.level in (Level.NAME, Level.PATTERN)
-    dtype_name, why = _own_dtype(layer, config, chosen, named=named)
-    if why is not None:
-        return LayerDecision(**base, why=why)
+    if not isinstance(chosen.config, WeightOnlyConfig):
+        return LayerDecision(**base, why=Cause.OTHER_STRATEGY(strategy=type(chosen.config).__name__))
     if chosen.config.is_float:
         return LayerDecision(**base, why=Cause.ASKED(dtype=chosen.config.w_dtype))
+    named = chosen.rule.level in (Level.NAME, Level.PATTERN)
+    dtype_name, why = _own_dtype(layer, config, named=named)
+    if why is not None:
+        return LayerDecision(**base, why=why)
     values, sources = merged(matches)
     base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
     try:
@@ -93,36 +104,13 @@ def _decide(layer: Layer, op: Operator, config: AnyConfig, modules: frozenset[st
     return LayerDecision(**base, form=form, rule=values["w_algo"], solver=values["solver"], act_dtype=values["act_dtype"])
 
 
-def _own_dtype(layer: Layer, config: AnyConfig, chosen: Match, *, named: bool) -> tuple[str | None, Reason | None]:
+def _own_dtype(layer: Layer, config: AnyConfig, *, named: bool) -> tuple[str | None, Reason | None]:
     """The dtype that `lm_head` or `embedding` gives a layer, and why it stays float if they give none; a rule that names it wins."""
     field = "lm_head" if layer.head else "embedding" if layer.kind == "embedding" else None
-    if field is None or named or chosen.config.is_float:
+    if field is None or named:
         return None, None
     asked = next((getattr(part, field) for part in parts_of(config) if isinstance(part, WeightOnlyConfig) and getattr(part, field)), None)
     return asked, None if asked else Cause.OUTPUT_HEAD() if layer.head else Cause.EMBEDDING()
-
-
-def _shared(decisions: Iterable[LayerDecision], layers: Mapping[str, Layer]) -> list[LayerDecision]:
-    """Layers with one weight get one format: that of the first that is quantized. If one stays float, quantizing the other saves nothing."""
-    result = list(decisions)
-    by_weight: dict[int, list[int]] = {}
-    for i, decision in enumerate(result):
-        by_weight.setdefault(id(layers[decision.operator].module.weight), []).append(i)
-    for same in by_weight.values():
-        forms = {result[i].form for i in same}
-        if len(same) == 1 or len(forms) == 1:
-            continue
-        kept = next((i for i in same if result[i].form is None), None)
-        if kept is not None:
-            for i in same:
-                if result[i].form is not None and result[i].decided.level is not Level.NAME:
-                    why = Cause.SHARED(other=result[kept].operator)
-                    result[i] = dataclasses.replace(result[i], form=None, solver=None, why=why)
-            continue
-        names = " and ".join(repr(result[i].operator) for i in same)
-        msg = f"{names} share one weight, but ask for different formats: {' and '.join(str(result[i].form) for i in same)}. Give them the same."
-        raise ConfigError(msg)
-    return result
 
 
 def _check_groups(decisions: Iterable[LayerDecision]) -> None:

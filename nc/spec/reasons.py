@@ -45,8 +45,9 @@ class Cause(enum.Enum):
     EMBEDDING = "embeddings stay float; quantize them with embedding=… or a rule that names them"
     OWN_FORWARD = "{cls} has a forward of its own, which may do more than a {kind}"
     OPTION = "an embedding with {option} changes or scales its rows at run time"
-    SHARED = "its weight is that of {other!r}, which stays float"
     NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
+    LOW_BIT = "weight-only {dtype}: one operator, float in and out"
+    OTHER_STRATEGY = "a rule gives it to {strategy}"
     # what surrounds an addition
     NO_PRODUCER = "no int8 operator produces either side"
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"

@@ -248,8 +248,9 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
     if isinstance(given.get("dtype"), str):
-        if given["dtype"] not in DTYPES or DTYPES[given["dtype"]].kind != "float":
-            msg = f"{given['dtype']!r} is no floating-point format"
+        low_bit = "codes" in given and "outer_scale" in given  # these take integers too
+        if given["dtype"] not in DTYPES or not (low_bit or DTYPES[given["dtype"]].kind == "float"):
+            msg = f"{given['dtype']!r} is no {'number' if low_bit else 'floating-point'} format"
             raise ValueError(msg)
         return
     limits = _CODES.get(given["dtype"]) if "dtype" in given else None
