@@ -1,78 +1,182 @@
-"""GPTQ: columns are rounded one after the other, and those behind take over the error (arXiv 2210.17323, algorithm 1)."""
+"""GPTQ and its two-sided forms: columns are rounded one after the other, and those behind take over the error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 
+from nc.errors import ConfigError, UnsupportedError
 from nc.lowbit.solvers.base import Needs, Problem
+from nc.lowbit.solvers.rtn import RTN
+from nc.numerics.error_feedback import Factor, factor, round_columns
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams, decode, encode
+from nc.numerics.groups import GroupParams
 from nc.numerics.packed_weight import PackedWeight, pack
+
+Order = Literal["none", "static", "groups"]
+TwoSided = Literal["gptaq", "qronos"]
+#: How often damp is raised where the Hessian is not positive definite, each time ten times.
+_RAISES = 4
 
 
 @dataclass(frozen=True)
 class GPTQ:
-    """GPTQ.
+    """GPTQ (arXiv 2210.17323, algorithm 1), without a permutation that kernels would have to know.
+
+    Channels that calibration never saw a value of are rounded to nearest. Where the Hessian is not positive definite, damp is raised, and
+    if that does not help the layer is rounded to nearest; `Problem.notes` says both.
 
     Attributes:
         damp: share of the mean of diag(H) that is added to it.
         block: columns whose updates are put together before the rest is updated.
+        order: of the columns. "none": as they stand. "static": those with the largest E[x^2] first; all scales come from the original
+            weight. "groups": the groups with the largest E[x^2] first, and in a group its largest first.
+        static_groups: all scales come from the original weight; otherwise those of a group from the weight when the group begins, with the
+            errors of earlier columns in it.
+        two_sided: corrects also what earlier layers did to the inputs: |X W - X~ Q| is made small, X being the inputs of the float model.
+            "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2 and 3 bits.
+        alpha: share of GPTAQ's correction that is made.
+
+    Raises:
+        ConfigError: a value that is out of range.
     """
 
     damp: float = 0.01
     block: int = 128
+    order: Order = "groups"
+    static_groups: bool = False
+    two_sided: TwoSided | None = None
+    alpha: float = 0.25
 
     name: ClassVar[str] = "gptq"
 
+    def __post_init__(self) -> None:
+        """Check values."""
+        if self.order not in get_args(Order):
+            msg = f"GPTQ has no order {self.order!r}; use one of {', '.join(get_args(Order))}."
+            raise ConfigError(msg)
+        if self.two_sided not in (None, *get_args(TwoSided)):
+            msg = f"GPTQ has no two_sided {self.two_sided!r}; use None, {' or '.join(get_args(TwoSided))}."
+            raise ConfigError(msg)
+        if not (self.damp >= 0 and self.block >= 1 and 0 <= self.alpha <= 1):
+            msg = f"{self}: damp is at least 0, block at least 1, and alpha from 0 to 1."
+            raise ConfigError(msg)
+
     @property
     def needs(self) -> Needs:
-        """The Hessian."""
-        return Needs(squares=True, hessian=True)
+        """The Hessian, and for the two-sided forms the float model's inputs."""
+        return Needs(squares=True, hessian=True, float_inputs=self.two_sided is not None)
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`."""
         assert problem.inputs is not None
-        weight, form = problem.weight.clone(), problem.form
-        group = form.group(weight.shape[1])
-        factor, dead = _factor(problem.inputs.hessian, self.damp)
-        weight[:, dead] = 0
+        found = self._factored(problem)
+        if found is None:
+            return RTN().solve(problem)
+        parts, perm = found
+        weight, form = problem.weight, problem.form
         importance = problem.inputs.mean_square
-        codes = torch.empty(weight.shape, dtype=torch.uint8)
-        found: list[GroupParams] = []
-        for start in range(0, weight.shape[1], self.block):
-            end = min(start + self.block, weight.shape[1])
-            errors = torch.zeros(weight.shape[0], end - start)
-            for i in range(start, end):
-                if i % group == 0:
-                    part = slice(i, i + group)
-                    found.append(choose(weight[:, part], form, problem.rule, importance[part]))
-                column = weight[:, i : i + 1]
-                code = encode(column, found[-1], form)
-                codes[:, i : i + 1] = code
-                error = (column - decode(code, found[-1], form)) / factor[i, i]
-                weight[:, i + 1 : end] -= error @ factor[i : i + 1, i + 1 : end]
-                errors[:, i - start] = error[:, 0]
-            weight[:, end:] -= errors @ factor[start:end, end:]
-        return pack(codes, _joined(found), form)
+        group = form.group(weight.shape[1])
+        target, first, value_feed = self._two_sided(problem, parts, perm)
+
+        index = (perm // group).tolist()
+        scales: list[GroupParams | None] = [None] * (weight.shape[1] // group)
+        # scales of scales depend on all groups
+        fixed = self.static_groups or self.order == "static" or form.double_quant is not None or form.tensor_scale
+        if fixed:
+            whole = choose(_unordered(target, perm), form, problem.rule, importance)
+            scales = [whole.of_group(i) for i in range(len(scales))]
+
+        def begin(column: int, updated: torch.Tensor) -> None:
+            scales[index[column]] = choose(updated, form, problem.rule, importance[perm[column : column + group]])
+
+        def of_column(column: int) -> GroupParams:
+            found = scales[index[column]]
+            assert found is not None
+            return found
+
+        codes = round_columns(
+            target,
+            form,
+            parts.feed,
+            of_column,
+            block=self.block,
+            group=group,
+            begin=None if fixed else begin,
+            value_feed=value_feed,
+            first=first,
+        )
+        return pack(_unordered(codes, perm), whole if fixed else _joined(scales), form)
+
+    def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
+        """The factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
+        assert problem.inputs is not None
+        hessian = problem.inputs.hessian
+        perm = column_order(hessian.diagonal(), problem.form.group(hessian.shape[0]), self.order)
+        hessian = hessian[perm][:, perm]
+        for tried in range(_RAISES + 1):
+            damp = self.damp if not tried else max(self.damp, 1e-3) * 10**tried
+            found = factor(hessian, damp)
+            if found is not None:
+                if tried:
+                    problem.notes.append(f"its Hessian is not positive definite: damp was raised from {self.damp:g} to {damp:g}")
+                return found, perm
+        problem.notes.append("its Hessian cannot be factored: rounded to nearest")
+        return None
+
+    def _two_sided(
+        self, problem: Problem, parts: Factor, perm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The weight to round in the order of its columns; what the first column is rounded from; and what values add to later columns.
+
+        With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C H^-1).
+        """
+        weight = problem.weight[:, perm].float()
+        if self.two_sided is None:
+            return weight, None, None
+        assert problem.inputs is not None
+        if problem.inputs.cross is None:
+            msg = f"GPTQ(two_sided={self.two_sided!r}) needs the inputs of the float model, and {problem.name!r} has none; use two_sided=None."
+            raise UnsupportedError(msg)
+        cross = (problem.inputs.cross / problem.inputs.tokens)[perm][:, perm]
+        if self.two_sided == "qronos":
+            moved = weight.double() @ cross
+            # the first column is rounded as if the others stood still; the others fit best to what it became
+            first = weight[:, 0] + (moved[:, 0] / parts.damped[0, 0]).float()
+            return weight + parts.solve(moved.T).T.float(), first, None
+        # the paper adds w_i P_i to later columns, P = alpha strict_upper(C U^T) U with U = R^-1; in units of the diagonal of R U drops out
+        product = torch.linalg.solve_triangular(parts.upper, cross.T, upper=True).T
+        return weight, None, (self.alpha * product.triu(1) / parts.upper.diagonal()).float()
 
 
-def _factor(hessian: torch.Tensor, damp: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper Cholesky factor of the damped inverse, fp32, and which channels never had a value."""
-    hessian = hessian.clone()
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    diagonal[dead] = 1.0
-    diagonal += damp * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True).float(), dead
+def column_order(diagonal: torch.Tensor, group: int, order: Order) -> torch.Tensor:
+    """In which order columns are rounded: a permutation of 0..K-1.
+
+    Args:
+        diagonal: E[x^2] of each channel, shape [K].
+        group: channels that share a scale.
+        order: see `GPTQ`; "groups" keeps the channels of a group together.
+    """
+    if order == "none":
+        return torch.arange(len(diagonal))
+    if order == "static":
+        return diagonal.argsort(descending=True, stable=True)
+    inside = diagonal.reshape(-1, group).sort(dim=1, descending=True, stable=True)
+    first = inside.values[:, 0].argsort(descending=True, stable=True)
+    return (inside.indices + torch.arange(0, len(diagonal), group).unsqueeze(1))[first].reshape(-1)
 
 
-def _joined(found: list[GroupParams]) -> GroupParams:
+def _unordered(columns: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    result = torch.empty_like(columns)
+    result[:, perm] = columns
+    return result
+
+
+def _joined(scales: list[GroupParams | None]) -> GroupParams:
     def of(name: str) -> torch.Tensor | None:
-        parts = [getattr(p, name) for p in found]
+        parts = [getattr(p, name) for p in scales]
         return None if parts[0] is None else torch.cat(parts, 1)
 
     scale = of("scale")

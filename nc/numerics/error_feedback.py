@@ -1,0 +1,136 @@
+"""Rounding column by column, where the columns that are not rounded yet take over the error of those that are.
+
+It minimises `tr((Q - W) H (Q - W)^T)` over the codes of Q greedily. GPTQ (arXiv 2210.17323, algorithm 1) does this with the Cholesky
+factor of the inverse of H. Here it is written with the factor of H itself: `H = (A + I) D (A + I)^T`, A strictly upper triangular, D
+diagonal; column k is rounded from `w_k + sum_{j<k} (w_j - q_j) A_jk`. Both give the same codes (arXiv 2307.13304, theorem 6), and this one
+needs one factorisation and no inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nc.numerics.groups import GroupParams, decode, encode
+from nc.spec.weight_format import WeightFormat
+
+#: A pivot below this share of the mean of the diagonal is rounding error.
+_LEAST_PIVOT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """`(A + I) D (A + I)^T` of a damped Hessian, float64.
+
+    Attributes:
+        upper: R = (A + I) sqrt(D), upper triangular, shape [K, K].
+        damped: the Hessian with what was added to its diagonal.
+    """
+
+    upper: torch.Tensor
+    damped: torch.Tensor
+
+    @property
+    def feed(self) -> torch.Tensor:
+        """A, fp32: how much of the error of column j goes to column k, at [j, k]. Only what is above the diagonal has a meaning."""
+        return (self.upper / self.upper.diagonal()).float()
+
+    def solve(self, right: torch.Tensor) -> torch.Tensor:
+        """x of `damped @ x = right`, float64, shape [K, N]."""
+        half = torch.linalg.solve_triangular(self.upper, right, upper=True)
+        return torch.linalg.solve_triangular(self.upper.T, half, upper=False)
+
+
+def factor(hessian: torch.Tensor, damp: float) -> Factor | None:
+    """The factor of `hessian + damp * mean(diag(hessian)) * I`; None if that is not positive definite.
+
+    Args:
+        hessian: E[x x^T], float64, shape [K, K]. A channel that is always zero gets the mean of the others on its diagonal.
+        damp: at least 0.
+    """
+    damped = hessian.clone()
+    diagonal = damped.diagonal()
+    dead = diagonal == 0
+    mean = float(diagonal.sum() / (~dead).sum().clamp(min=1)) or 1.0
+    diagonal[dead] = mean
+    diagonal += damp * mean
+    # the upper factor is the lower one of the matrix in reversed order
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    upper = lower.flip(0, 1)
+    if int(failed) or not bool((upper.diagonal().square() > _LEAST_PIVOT * mean).all()):
+        return None
+    return Factor(upper, damped)
+
+
+def round_columns(
+    target: torch.Tensor,
+    form: WeightFormat,
+    feed: torch.Tensor,
+    params: Callable[[int], GroupParams],
+    *,
+    block: int,
+    group: int,
+    begin: Callable[[int, torch.Tensor], None] | None = None,
+    value_feed: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of the columns, in their order.
+
+    Args:
+        target: W, fp32, shape [N, K].
+        form: the format.
+        feed: A, fp32, shape [K, K].
+        params: k → params of column k, shape [N, 1].
+        block: after how many columns all that follow take over errors. But for rounding errors the codes do not depend on it.
+        group: columns that share params.
+        begin: called with k and the weights of the columns k to k + group, shape [N, group], when a group begins. The weights are those
+            that fit best to all columns that are rounded.
+        value_feed: B, fp32, [K, K]: `v_j B_jk` is added to column k too, v_j being the values that column j was rounded from.
+        first: the values to round the first column from, shape [N].
+
+    Returns:
+        uint8, shape [N, K].
+    """
+    outputs, inputs = target.shape
+    original = target.T.contiguous()  # a row is an input channel from here on
+    current = original.clone()
+    codes = torch.empty(inputs, outputs, dtype=torch.uint8)
+    for start, end in _blocks(inputs, block, group):
+        errors = torch.empty(end - start, outputs)
+        for i in range(start, end):
+            if begin is not None and i % group == 0:
+                begin(i, _best_fit(original, current, feed, slice(i, i + group)).T)
+            row = first if i == 0 and first is not None else current[i]
+            found = params(i)
+            code = encode(row.unsqueeze(1), found, form)
+            codes[i] = code[:, 0]
+            error = torch.sub(original[i], decode(code, found, form)[:, 0], out=errors[i - start])
+            current[i + 1 : end].addr_(feed[i, i + 1 : end], error)
+            if value_feed is not None:
+                current[i + 1 : end].addr_(value_feed[i, i + 1 : end], row)
+        current[end:].addmm_(feed[start:end, end:].T, errors)
+        if value_feed is not None:
+            current[end:].addmm_(value_feed[start:end, end:].T, current[start:end])
+    return codes.T.contiguous()
+
+
+def _blocks(inputs: int, block: int, group: int) -> list[tuple[int, int]]:
+    """Where blocks begin and end; a group never begins in one block and ends in another that holds other groups too.
+
+    So a group begins after all columns in front of it gave their errors to all of its columns.
+    """
+    if group <= block:
+        size = block // group * group
+        return [(start, min(start + size, inputs)) for start in range(0, inputs, size)]
+    return [(start, min(start + block, end)) for end in range(group, inputs + 1, group) for start in range(end - group, end, block)]
+
+
+def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: torch.Tensor, part: slice) -> torch.Tensor:
+    """The columns of a group, as rows, that have the least loss beside columns that are rounded, if nothing more is.
+
+    The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A that part of the matrix.
+    """
+    inside = feed[part, part].T
+    return original[part] + torch.linalg.solve_triangular(inside, current[part] - original[part], upper=False, unitriangular=True)
