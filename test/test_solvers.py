@@ -162,7 +162,7 @@ def qronos(weight, x, float_x, bits):
 
 
 def test_qronos_gives_the_codes_of_the_paper():
-    weight, x = torch.randn(20, 24), correlated(300, 24)
+    weight, x = torch.randn(20, 24), torch.randn(300, 24) @ (torch.eye(24) + 0.1 * torch.randn(24, 24))
     float_x = x + 0.2 * x.roll(1, 1)
     packed = GPTQ(order="none", two_sided="qronos", damp=0.0).solve(problem(weight, x, "int3", -1, float_x=float_x))
     assert torch.equal(packed.unpacked().double(), qronos(weight, x, float_x, 3))
@@ -170,8 +170,8 @@ def test_qronos_gives_the_codes_of_the_paper():
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_two_sided_solvers_lower_the_two_sided_loss(bits):
-    weight, x = torch.randn(64, 64), correlated(500, 64)
-    float_x = x + 0.1 * correlated(500, 64)
+    weight, x = torch.randn(256, 64), correlated(500, 64)
+    float_x = x + 0.3 * x.roll(1, 1)  # what x tells of the difference can be corrected
     loss = {}
     for kind in (None, "gptaq", "qronos"):
         asked = problem(weight, x, f"int{bits}", 16, "wls", float_x)
@@ -189,10 +189,10 @@ def test_two_sided_solvers_are_gptq_where_the_inputs_are_those_of_the_float_mode
         GPTQ(two_sided=kind).solve(problem(weight, x))
 
 
-@pytest.mark.parametrize("channels", [2, 3, 4])
+@pytest.mark.parametrize("channels", [3, 4])
 def test_exhaustive_search_is_the_floor_and_round_to_nearest_the_ceiling(channels):
     rows = 64
-    x = correlated(100, channels)
+    x = torch.randn(100, channels) + 2 * torch.randn(100, 1)
     asked = problem(torch.randn(rows, channels), x, "int2", -1)
     nearest, solved = RTN().solve(asked), GPTQ(damp=0.0, order="none").solve(asked)
     assert torch.equal(nearest.scale, solved.scale)

@@ -38,7 +38,7 @@ class Factor:
         return (self.upper / self.upper.diagonal()).float()
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """x of `damped @ x = right`, float64, shape [K, N]."""
+        """The x of `damped @ x = right`, float64, shape [K, N]."""
         half = torch.linalg.solve_triangular(self.upper, right, upper=True)
         return torch.linalg.solve_triangular(self.upper.T, half, upper=False)
 

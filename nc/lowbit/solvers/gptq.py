@@ -138,7 +138,10 @@ class GPTQ:
             return weight, None, None
         assert problem.inputs is not None
         if problem.inputs.cross is None:
-            msg = f"GPTQ(two_sided={self.two_sided!r}) needs the inputs of the float model, and {problem.name!r} has none; use two_sided=None."
+            msg = (
+                f"GPTQ(two_sided={self.two_sided!r}) needs the inputs of the float model, and {problem.name!r} has none; "
+                "use two_sided=None."
+            )
             raise UnsupportedError(msg)
         cross = (problem.inputs.cross / problem.inputs.tokens)[perm][:, perm]
         if self.two_sided == "qronos":
