@@ -30,7 +30,7 @@ LEVELS = (
     ),
     ("nc.observers", "nc.capture"),
     ("nc.storage",),
-    ("nc.calibration",),
+    ("nc.calibration", "nc.interchange"),
     ("nc.algorithms",),
     ("nc.config",),
     ("nc.planning",),
@@ -80,6 +80,7 @@ INSIDE = {
         ("nc.storage.store",),
         ("nc.storage",),
     ),
+    "nc.interchange": (("nc.interchange.gguf",), ("nc.interchange",)),
     "nc.planning": (("nc.planning.dynamic_cost",), ("nc.planning.rules",), ("nc.planning",)),
     "nc.parity": (
         ("nc.parity.graph_diff", "nc.parity.intermediates", "nc.parity.rounding_bounds"),
