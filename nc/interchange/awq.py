@@ -1,0 +1,100 @@
+"""AWQ files, version GEMM, as AutoAWQ writes them.
+
+Per linear of shape [N, K] with G groups: `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` fp16 [G, N]. Nibble i of a word holds
+output 8 c + [0, 2, 4, 6, 1, 3, 5, 7][i]. Four bits only; a symmetric weight has the zero point 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nc.errors import UnsupportedError
+from nc.interchange.layer import (
+    Codes,
+    Layer,
+    codes_in,
+    codes_of,
+    groups_in,
+    layer_of,
+    one_format,
+    refuse,
+    size_of_groups,
+    stored_scale,
+    taken,
+    words,
+)
+
+NAME = "AWQ"
+GROUPS = (16, 32, 64, 128)
+#: The output that nibble i of a word holds.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
+    found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
+    one_format(found, NAME)
+    tensors = {}
+    for name, codes in found.items():
+        _check(name, layers[name], codes)
+        tensors[f"{name}.qweight"] = packed(codes.codes.T)
+        tensors[f"{name}.qzeros"] = packed(codes.zeros.T)
+        tensors[f"{name}.scales"] = stored_scale(codes.scale, (torch.float16,), name, NAME).T.contiguous()
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": size_of_groups(found),
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(floats) or None,
+    }
+    return tensors, config
+
+
+def _check(name: str, layer: Layer, codes: Codes) -> None:
+    outputs, inputs = codes.codes.shape
+    if codes.bits != 4:
+        refuse(name, NAME, f"it has 4 bits, and the weight {codes.bits}", 'Quantize with w_dtype="int4"')
+    if outputs % 8:
+        refuse(name, NAME, f"N = {outputs} outputs are no multiple of 8", "Leave this layer out (exclude)")
+    if inputs % 32:
+        refuse(name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)")
+    if codes.group not in GROUPS and codes.scale.shape[1] != 1:
+        refuse(name, NAME, f"its readers have no groups of {codes.group}", f"Quantize with group_size one of {(-1, *GROUPS)}")
+    if layer.act_dtype == "int8":
+        refuse(name, NAME, "it says nothing about activations, and this layer's are int8", 'Use format="compressed-tensors"')
+
+
+def packed(codes: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
+    """Nibbles in AWQ's order: uint8 [rows, 8 n] → int32 [rows, n]."""
+    return words(codes.unflatten(1, (-1, 8))[:, :, list(order)].flatten(1), 4)
+
+
+def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
+    """The inverse of `packed`."""
+    inverse = sorted(range(8), key=order.__getitem__)
+    return codes_in(stored, 4, stored.shape[1] * 8).unflatten(1, (-1, 8))[:, :, inverse].flatten(1)
+
+
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+    """The low-bit linears of a file; errors as for `gptq.read`."""
+    version, width = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
+    if version != "gemm" or width != 4:
+        msg = f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."
+        raise UnsupportedError(msg)
+    names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    return {name: _layer(tensors, name) for name in names}
+
+
+def _layer(tensors: dict[str, torch.Tensor], name: str) -> Layer:
+    qweight = taken(tensors, f"{name}.qweight", (torch.int32,), (None, None))
+    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
+    scales = taken(tensors, f"{name}.scales", _FLOATS, (None, outputs))
+    groups_in(scales.shape[0], inputs, name)
+    qzeros = taken(tensors, f"{name}.qzeros", (torch.int32,), (scales.shape[0], qweight.shape[1]))
+    codes = Codes(4, unpacked(qweight).T, scales.T.float(), unpacked(qzeros).T)
+    return layer_of(codes, scales.dtype, f"Layer {name!r}")

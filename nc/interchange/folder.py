@@ -1,0 +1,101 @@
+"""Folders of safetensors with a config.json, as transformers has them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
+from nc.storage.atomic import replaced
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+KEY = "quantization_config"
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write tensors as one file and dictionaries as JSON files; config.json is the last of them.
+
+    Raises:
+        ArtefactError: the folder has weights that are not replaced by these, so that readers would mix them.
+    """
+    other = sorted(p.name for p in folder.glob("*.safetensors*") if p.name != WEIGHTS)
+    if other:
+        msg = f"{str(folder)!r} has other weights ({', '.join(other[:3])}). Choose an empty folder."
+        raise ArtefactError(msg)
+    with replaced(folder / WEIGHTS) as staged:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, staged, metadata={"format": "pt"})
+    for name in sorted(files, key=CONFIG.__eq__):
+        with replaced(folder / name) as staged:
+            staged.write_text(json.dumps(files[name], indent=2) + "\n", encoding="utf-8")
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(Tensors of all safetensors files, quantization_config of config.json or quantize_config.json). Nothing is unpickled.
+
+    Raises:
+        ArtefactMissingError: there is no such folder, or no safetensors file in it.
+        ArtefactCorruptError: a file is truncated or altered, or two files have one tensor.
+        ArtefactSchemaError: no file says how the weights are quantized.
+    """
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        msg = f"There are no safetensors files in {str(folder)!r}. Other files of weights (.bin, .pt) are not read: they can run code."
+        raise ArtefactMissingError(msg)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            found = load_file(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            msg = f"{str(file)!r} is truncated or altered ({error}). Get it again."
+            raise ArtefactCorruptError(msg) from error
+        twice = found.keys() & tensors.keys()
+        if twice:
+            msg = f"{str(file)!r} has tensor {min(twice)!r} a second time. Two models are mixed in this folder."
+            raise ArtefactCorruptError(msg)
+        tensors |= found
+    _complete(folder, tensors)
+    return tensors, _settings(folder)
+
+
+def _complete(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor that the index of several files lists must be there."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.is_file():
+        return
+    listed = _json(index).get("weight_map")
+    missing = sorted(set(listed if isinstance(listed, dict) else ()) - tensors.keys())
+    if missing:
+        msg = f"{str(index)!r} lists tensor {missing[0]!r}, which no file has. The files are incomplete; get them again."
+        raise ArtefactCorruptError(msg)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    if (folder / CONFIG).is_file():
+        found = _json(folder / CONFIG).get(KEY)
+        if isinstance(found, dict):
+            return found
+    old = folder / "quantize_config.json"  # AutoGPTQ's
+    if old.is_file():
+        return {"quant_method": "gptq", **_json(old)}
+    msg = f"No file in {str(folder)!r} says how its weights are quantized: config.json has no {KEY}."
+    raise ArtefactSchemaError(msg)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        msg = f"{str(path)!r} is no JSON ({error}). Get it again."
+        raise ArtefactCorruptError(msg) from error
+    if not isinstance(found, dict):
+        msg = f"{str(path)!r} is no JSON object. Get it again."
+        raise ArtefactCorruptError(msg)
+    return found

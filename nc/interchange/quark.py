@@ -1,0 +1,140 @@
+"""Quark's files for transformers ("quark" mode), with weights of 4 and 8 bits per group.
+
+Per linear of shape [N, K] with G groups: `weight_scale` [G, N]; 4 bits: `weight` int32 [K, N / 8] and `weight_zero_point` int32 [G, N / 8], nibbles
+in AWQ's order (`pack_method` "reorder") or from the lowest bits ("order"); 8 bits: int8 or uint8, [K, N] and [G, N]. int4 and int8 are two's
+complement and symmetric; uint4 and uint8 have zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nc.errors import UnsupportedError
+from nc.interchange import awq
+from nc.interchange.layer import (
+    Codes,
+    Layer,
+    codes_of,
+    groups_in,
+    layer_of,
+    one_format,
+    refuse,
+    size_of_groups,
+    stored_scale,
+    taken,
+)
+
+NAME = "Quark"
+BITS = (4, 8)
+ORDERS = {"reorder": awq.ORDER, "order": tuple(range(8))}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and `quantization_config` of a file; arguments and errors as for `gptq.write`."""
+    found = {name: codes_of(layer, name, NAME) for name, layer in layers.items()}
+    first = one_format(found, NAME)
+    group = size_of_groups(found)
+    symmetric = all(codes.zero is None for codes in found.values())
+    tensors = {}
+    for name, codes in found.items():
+        _check(name, layers[name], codes, group)
+        scale = layers[name].weight.scale
+        storage = scale.dtype if scale.dtype in _FLOATS else torch.float32
+        tensors[f"{name}.weight"] = _stored(codes.codes, codes.bits, symmetric)
+        tensors[f"{name}.weight_zero_point"] = _stored(codes.zeros, codes.bits, symmetric)
+        tensors[f"{name}.weight_scale"] = stored_scale(codes.scale, (storage,), name, NAME).T.contiguous()
+    return tensors, _config(f"{'' if symmetric else 'u'}int{first.bits}", group, symmetric, floats)
+
+
+def _check(name: str, layer: Layer, codes: Codes, group: int) -> None:
+    if codes.bits not in BITS:
+        refuse(name, NAME, f"nc writes {BITS} bits, and the weight has {codes.bits}", f"Quantize with one of {BITS} bits")
+    if codes.bits == 4 and codes.codes.shape[0] % 8:
+        refuse(name, NAME, f"N = {codes.codes.shape[0]} outputs are no multiple of 8", "Leave this layer out (exclude)")
+    if group == -1:
+        refuse(name, NAME, "its rows are one group each and of different lengths", "Quantize with a group_size")
+    if layer.act_dtype == "int8":
+        refuse(name, NAME, "nc writes weights only, and this layer's activations are int8", 'Use format="compressed-tensors"')
+
+
+def _stored(codes: torch.Tensor, width: int, symmetric: bool) -> torch.Tensor:  # noqa: FBT001
+    """Codes or zero points, [N, n] → as they are stored. Signed ones differ in the highest bit."""
+    turned = (codes ^ 2 ** (width - 1) if symmetric else codes).T
+    if width == 4:
+        return awq.packed(turned)
+    return turned.contiguous().view(torch.int8) if symmetric else turned.contiguous()
+
+
+def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> dict[str, Any]:  # noqa: FBT001
+    weight = {
+        "dtype": dtype,
+        "is_dynamic": False,
+        "qscheme": "per_group",
+        "ch_axis": -1,
+        "group_size": group,
+        "symmetric": symmetric,
+        "round_method": "half_even",
+        "scale_type": "float",
+        "observer_cls": "PerGroupMinMaxObserver",
+    }
+    return {
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "global_quant_config": {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None, "target_device": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "kv_cache_quant_config": {},
+        "exclude": list(floats),
+        "algo_config": None,
+        "export": {
+            "weight_format": "real_quantized",
+            "pack_method": "reorder",
+            "kv_cache_group": [],
+            "min_kv_scale": 0.0,
+            "weight_merge_groups": None,
+        },
+    }
+
+
+def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
+    """The low-bit linears of a file; errors as for `gptq.read`."""
+    weight, export = dict((config.get("global_quant_config") or {}).get("weight") or {}), dict(config.get("export") or {})
+    kind, order = str(weight.get("dtype")), ORDERS.get(str(export.get("pack_method", "reorder")))
+    known = kind in ("int4", "uint4", "int8", "uint8") and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
+    plain = export.get("weight_format") == "real_quantized" and not config.get("layer_quant_config") and not config.get("layer_type_quant_config")
+    if not (known and plain and order is not None):
+        msg = (
+            f"These Quark files are not read: {weight}, {export}. nc reads real quantized int4, uint4, int8 and uint8 weights per group "
+            "along the input channels, one format for all layers."
+        )
+        raise UnsupportedError(msg)
+    if any((config.get("global_quant_config") or {}).get(part) for part in ("input_tensors", "output_tensors", "bias")):
+        msg = "These Quark files are not read: they quantize activations or biases; nc reads weights."
+        raise UnsupportedError(msg)
+    names = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
+    return {name: _layer(tensors, name, kind, order) for name in names}
+
+
+def _layer(tensors: dict[str, torch.Tensor], name: str, kind: str, order: Sequence[int]) -> Layer:
+    width, signed = int(kind[-1]), kind.startswith("int")
+    storage = torch.int32 if width == 4 else torch.int8 if signed else torch.uint8
+    weight = taken(tensors, f"{name}.weight", (storage,), (None, None))
+    inputs, outputs = weight.shape[0], weight.shape[1] * (8 if width == 4 else 1)
+    scale = taken(tensors, f"{name}.weight_scale", _FLOATS, (None, outputs))
+    groups_in(scale.shape[0], inputs, name)
+    zero = None
+    if f"{name}.weight_zero_point" in tensors:
+        stored = taken(tensors, f"{name}.weight_zero_point", (storage,), (scale.shape[0], weight.shape[1]))
+        zero = _codes(stored, width, signed, order)
+    codes = Codes(width, _codes(weight, width, signed, order), scale.T.float(), zero)
+    return layer_of(codes, scale.dtype, f"Layer {name!r}")
+
+
+def _codes(stored: torch.Tensor, width: int, signed: bool, order: Sequence[int]) -> torch.Tensor:  # noqa: FBT001
+    """The inverse of `_stored`."""
+    codes = (awq.unpacked(stored, order) if width == 4 else stored.view(torch.uint8)).T
+    return codes ^ 2 ** (width - 1) if signed else codes
