@@ -75,7 +75,9 @@ def codes_of(layer: Layer, name: str, format_name: str) -> Codes:
     if form.dtype.kind != "integer":
         refuse(name, format_name, f"it holds integers, and the weight is {form.dtype}", 'Quantize with w_dtype="int4"')
     if form.float_zero:
-        refuse(name, format_name, "its zero points are integers, and the weight has a minimum per group (a float zero point)", _INTEGER_ZERO)
+        refuse(
+            name, format_name, "its zero points are integers, and the weight has a minimum per group (a float zero point)", _INTEGER_ZERO
+        )
     if form.double_quant is not None or form.tensor_scale:
         refuse(name, format_name, "it has one level of scales, and the weight has two", "Quantize with double_quant=None")
     params, codes = weight.params, weight.unpacked()
@@ -110,7 +112,9 @@ def stored_scale(scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str
         if torch.equal(stored.float(), scale):
             return stored
     names = " or ".join(_SCALE_NAMES[d] for d in dtypes)
-    refuse(name, format_name, f"it stores scales in {names}, which would change them", f'Quantize with scale_dtype="{_SCALE_NAMES[dtypes[0]]}"')
+    refuse(
+        name, format_name, f"it stores scales in {names}, which would change them", f'Quantize with scale_dtype="{_SCALE_NAMES[dtypes[0]]}"'
+    )
 
 
 def layer_of(codes: Codes, scale_dtype: torch.dtype, where: str, act_dtype: str = "fp32") -> Layer:

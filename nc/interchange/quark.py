@@ -105,7 +105,11 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     weight, export = dict((config.get("global_quant_config") or {}).get("weight") or {}), dict(config.get("export") or {})
     kind, order = str(weight.get("dtype")), ORDERS.get(str(export.get("pack_method", "reorder")))
     known = kind in ("int4", "uint4", "int8", "uint8") and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
-    plain = export.get("weight_format") == "real_quantized" and not config.get("layer_quant_config") and not config.get("layer_type_quant_config")
+    plain = (
+        export.get("weight_format") == "real_quantized"
+        and not config.get("layer_quant_config")
+        and not config.get("layer_type_quant_config")
+    )
     if not (known and plain and order is not None):
         msg = (
             f"These Quark files are not read: {weight}, {export}. nc reads real quantized int4, uint4, int8 and uint8 weights per group "

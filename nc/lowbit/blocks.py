@@ -7,16 +7,16 @@ its statistics and its activations.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
-from nc.lowbit.record import Call, Recorded, block_lists, filled, in_order, recording, run
+from nc.lowbit.record import Call, Sample, block_lists, filled, record, run
 from nc.lowbit.result import LayerResult
 from nc.lowbit.solvers import Needs, Problem
 from nc.lowbit.solvers.best import solve_best
@@ -30,24 +30,55 @@ from nc.plan import Applied
 Progress = Callable[[int, int, str], None]
 
 
-@dataclasses.dataclass(slots=True)
-class Sample:
-    """One call of the model, as the user made it.
+class Calls(Sequence[Call]):
+    """The calls of a block, whose hidden states are filled in as they are read.
 
-    Attributes:
-        call: (args, kwargs).
-        keep: positions of [batch, length] that are no padding; None where nothing says so.
+    Args:
+        recorded: one per sample.
+        hidden: outputs of the block in front; None where calls are whole.
     """
 
-    call: Call
-    keep: torch.Tensor | None = None
+    def __init__(self, recorded: Sequence[Call], hidden: Activations | None = None) -> None:
+        self._recorded, self._hidden = recorded, hidden
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._recorded)
+
+    def __getitem__(self, index: Any) -> Any:
+        """(args, kwargs) of a sample, or those of a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return filled(self._recorded[index], None if self._hidden is None else self._hidden[index])
+
+
+class Store(Protocol):
+    """Where the weights of a model come from and where finished blocks go, for models that are larger than the memory."""
+
+    def load(self, name: str, module: torch.nn.Module) -> None:
+        """Fill the parameters of a module that have no values yet; "" is the model without its blocks."""
+
+    def finished(self, name: str, module: torch.nn.Module) -> torch.nn.Module | None:
+        """The quantized block, if an earlier run finished it."""
+
+    def finish(self, name: str, module: torch.nn.Module) -> None:
+        """Keep a quantized block for later runs."""
 
 
 class Driver:
     """Quantizes a model in place; see `quantize_layers`."""
 
-    def __init__(self, model: torch.nn.Module, plan: WeightPlan, samples: Sequence[Sample], progress: Progress | None = None) -> None:
-        self.model, self.plan, self.samples = model, plan, samples
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: WeightPlan,
+        samples: Sequence[Sample],
+        progress: Progress | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.model, self.plan, self.samples, self.store = model, plan, samples, store
         self.progress = progress or (lambda *_: None)
         self.asked = {d.operator: d for d in plan.quantized}
         self.applied: list[Applied] = []
@@ -63,6 +94,7 @@ class Driver:
         for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
             needs |= wanted
         self.needs = needs
+        self.two_sided = needs.float_inputs
 
     def run(self) -> None:
         """Quantize all layers of the plan."""
@@ -79,79 +111,79 @@ class Driver:
         total = sum(map(len, lists)) + 1
         done = 0
         for names in lists:
-            recorded = self._record(names)
+            blocks = [self.model.get_submodule(name) for name in names]
+            if self.store is not None:
+                self.store.load(names[0], blocks[0])
+                self.store.load(names[1], blocks[1])
+            recorded = record(self.model, blocks, self.samples)
             if recorded is None:
                 continue  # its blocks are not simply called one after the other: they are solved with the rest
-            hidden: list[Any] = [None] * len(recorded)
-            float_hidden: list[Any] = [None] * len(recorded)
+            hidden, float_hidden = Activations(len(recorded)), Activations(len(recorded) if self.two_sided else 0)
             for index, name in enumerate(names):
                 self.progress(done, total, name)
-                calls = [filled(r.calls[index], h) for r, h in zip(recorded, hidden, strict=True)]
-                float_calls = [filled(r.calls[index], h) for r, h in zip(recorded, float_hidden, strict=True)]
-                keeps = [r.keep for r in recorded]
-                block = self.model.get_submodule(name)
-                float_hidden, hidden = self._block(name, block, calls, float_calls, keeps)
+                self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
                 done += 1
+            hidden.close()
+            float_hidden.close()
         rest = [name for name in self.asked if not self._is_done(name)]
         self.progress(total - 1, total, "the other layers")
         if rest:
-            self._block_of("", self.model, rest, [s.call for s in self.samples], None, [s.keep for s in self.samples])
+            calls = Calls([sample.call for sample in self.samples])
+            self._block_of("", self.model, rest, calls, None)
         self.progress(total, total, "")
 
-    def _record(self, names: Sequence[str]) -> list[Recorded] | None:
-        """The calls that reach a stack of blocks, or None if they are not called once each, in order, by every sample."""
-        blocks = [self.model.get_submodule(name) for name in names]
-        found = []
-        for sample in self.samples:
-            with recording(blocks) as calls:
-                run(self.model, sample.call)
-            order = in_order(calls, len(blocks))
-            if order is None:
-                return None
-            found.append(Recorded(order, sample.keep))
-        return found
-
-    def _block(
-        self, name: str, block: torch.nn.Module, calls: list[Call], float_calls: list[Call], keeps: list[torch.Tensor | None]
-    ) -> tuple[list[Any], list[Any]]:
-        """Solve a block; the outputs of the float block and of the quantized one."""
-        inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
-        two_sided = self.needs.float_inputs
-        float_out = [run(block, call) for call in float_calls] if two_sided else [None] * len(calls)
-        if inside:
-            self._block_of(name, block, inside, calls, float_calls if two_sided else None, keeps)
-        return float_out, [run(block, call) for call in calls]
+    def _block(self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations) -> None:
+        """Solve a block, and replace the hidden states in front of it by those behind it."""
+        block = self.model.get_submodule(name)
+        if self.store is not None:
+            self.store.load(name, block)
+        calls = Calls(recorded, hidden)
+        float_calls = Calls(recorded, float_hidden) if self.two_sided else None
+        float_out = [run(block, call) for call in float_calls] if float_calls is not None else []
+        found = None if self.store is None else self.store.finished(name, block)
+        if found is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, found)
+            block = found
+        else:
+            inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
+            if inside:
+                self._block_of(name, block, inside, calls, float_calls)
+            if self.store is not None:
+                self.store.finish(name, block)
+        for i, call in enumerate(calls):
+            hidden.put(i, run(block, call))
+        for i, output in enumerate(float_out):
+            float_hidden.put(i, output)
 
     def _block_of(
         self,
         prefix: str,
         module: torch.nn.Module,
         inside: Sequence[str],
-        calls: list[Call],
-        float_calls: list[Call] | None,
-        keeps: list[torch.Tensor | None],
+        calls: Calls,
+        float_calls: Calls | None,
     ) -> None:
-        inputs = self._collect(module, inside, calls, float_calls, keeps)
+        inputs = self._collect(module, inside, calls, float_calls)
         transforms = [t for t in self.plan.transforms if t.level == "block"]
         if transforms and prefix:
             own_weights(module)
             for transform in transforms:
                 self.applied.append(transform.apply(self._scope(prefix, module, self._targets(inside, inputs), calls)))
-                inputs = self._collect(module, inside, calls, float_calls, keeps)
+                inputs = self._collect(module, inside, calls, float_calls)
         self._solve(inside, inputs)
 
     def _collect(
         self,
         module: torch.nn.Module,
         inside: Sequence[str],
-        calls: list[Call],
-        float_calls: list[Call] | None,
-        keeps: list[torch.Tensor | None],
+        calls: Calls,
+        float_calls: Calls | None,
     ) -> dict[str, InputStatistics]:
         layers = {name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"}
         collector = Collector(layers, self.needs)
-        for i, (call, keep) in enumerate(zip(calls, keeps, strict=True)):
-            found = None
+        for i, call in enumerate(calls):
+            found, keep = None, self.samples[i].keep
             if float_calls is not None:
                 with inputs_of(layers) as found:
                     run(module, float_calls[i])
@@ -168,7 +200,7 @@ class Driver:
             targets[name] = Target(module=self.model.get_submodule(name), form=decision.form, rule=decision.rule, inputs=found)
         return targets
 
-    def _scope(self, prefix: str, module: torch.nn.Module, targets: dict[str, Target], calls: list[Call]) -> Scope:
+    def _scope(self, prefix: str, module: torch.nn.Module, targets: dict[str, Target], calls: Sequence[Call]) -> Scope:
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
             result: torch.Tensor = run(module, (args, kwargs))
             return result

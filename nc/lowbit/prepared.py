@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from nc.config import AnyConfig
 from nc.errors import StateError
-from nc.lowbit.blocks import Driver, Progress, Sample, own_weights, sharing
+from nc.lowbit.blocks import Driver, Progress, own_weights, sharing
 from nc.lowbit.plan import WeightPlan
+from nc.lowbit.record import Sample
 from nc.lowbit.report import Record
 from nc.nn import QuantEmbedding, QuantLinear
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,21 @@ HIDDEN = type("Hidden", (), {"__repr__": lambda _: "HIDDEN"})()
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recorded:
-    """The calls of one sample, one per block.
+@dataclasses.dataclass(slots=True)
+class Sample:
+    """One call of the model, as the user made it.
 
     Attributes:
-        calls: (args, kwargs) of each block, in the order of the list. Tensors that are the output of the block in front are `HIDDEN`.
-        keep: which positions of [batch, length] are no padding; None where nothing says so.
+        call: (args, kwargs).
+        keep: positions of [batch, length] that are no padding; None where nothing says so.
     """
 
-    calls: tuple[Call, ...]
+    call: Call
     keep: torch.Tensor | None = None
+
+
+class _Stop(Exception):  # noqa: N818 - it is no error
+    """The last block was reached: what is behind it need not run."""
 
 
 def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[str]]:
@@ -49,47 +53,130 @@ def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[st
     return stacks
 
 
-@contextlib.contextmanager
-def recording(blocks: Sequence[torch.nn.Module]) -> Iterator[list[tuple[int, Call]]]:
-    """Record each call of a block as (index of the block, its arguments) while a model runs."""
+def record(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], samples: Sequence[Sample]) -> list[tuple[Call, ...]] | None:
+    """For each sample the arguments of each block, or None if blocks are not called once each and in order.
+
+    Where a block only passes a hidden state on, blocks are not computed while arguments are recorded: the first two are, for one
+    sample, to see that this changes no argument.
+
+    Args:
+        model: the model; what is in front of `blocks` is computed.
+        blocks: one stack.
+        samples: calls of the model.
+
+    Returns:
+        (args, kwargs) of each block. Tensors that are the output of the block in front are `HIDDEN`.
+    """
+    if not samples:
+        return []
+    seen: list[Any] = []
+    true = _calls(model, blocks, samples[0], real=2, shape=seen.append)
+    passes_on = bool(seen) and not any(isinstance(part, torch.Tensor) for part in _rest(seen[0]))
+    if passes_on and true is not None:
+
+        def like(hidden: torch.Tensor) -> Any:
+            return hidden if isinstance(seen[0], torch.Tensor) else type(seen[0])((hidden, *seen[0][1:]))
+
+        skipped = _calls(model, blocks, samples[0], real=0, like=like)
+        if skipped is not None and _same(true, skipped):
+            return _all(_calls(model, blocks, sample, real=0, like=like) for sample in samples)
+    return _all(_calls(model, blocks, sample, real=len(blocks)) for sample in samples)
+
+
+def _all(found: Iterator[tuple[Call, ...] | None]) -> list[tuple[Call, ...]] | None:
+    result = []
+    for calls in found:
+        if calls is None:
+            return None
+        result.append(calls)
+    return result
+
+
+def _rest(output: Any) -> Sequence[Any]:
+    return () if isinstance(output, torch.Tensor) else tuple(output)[1:] if isinstance(output, (tuple, list)) else (torch.empty(0),)
+
+
+def _same(one: Sequence[Call], other: Sequence[Call]) -> bool:
+    """Whether all tensors but hidden states are the same."""
+    left, right = (pytree.tree_leaves([call for call in calls]) for calls in (one, other))
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.shape == b.shape and torch.equal(a, b)
+        return a is b or type(a) is type(b)
+
+    return len(left) == len(right) and all(map(equal, left, right))
+
+
+def _calls(
+    model: torch.nn.Module,
+    blocks: Sequence[torch.nn.Module],
+    sample: Sample,
+    *,
+    real: int,
+    like: Callable[[torch.Tensor], Any] = lambda hidden: hidden,
+    shape: Callable[[Any], None] = lambda _: None,
+) -> tuple[Call, ...] | None:
+    """The arguments of each block.
+
+    Args:
+        model: as for `record`.
+        blocks: as for `record`.
+        sample: the call.
+        real: the first so many blocks are computed; the others return their input.
+        like: hidden state → what a block returns.
+        shape: is told what the first block returns.
+    """
     calls: list[tuple[int, Call]] = []
     last: list[Any] = [None]
 
-    def before(index: int) -> Any:
-        def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            def part(value: Any) -> Any:
-                if value is last[0] and value is not None:
-                    return HIDDEN
-                if isinstance(value, torch.Tensor):
-                    return value.detach()
-                return None if type(value).__name__.endswith("Cache") else value  # a cache grows with each call
+    def part(value: Any) -> Any:
+        if value is last[0] and value is not None:
+            return HIDDEN
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return None if type(value).__name__.endswith("Cache") else value  # a cache grows with each call
 
-            calls.append(
-                (index, (tuple(map(part, args)), {k: pytree.tree_map(part, v) if v is not None else None for k, v in kwargs.items()}))
-            )
+    def replaced(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append((index, (pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()})))
+            if index < real:
+                output = original(*args, **kwargs)
+                if index == 0:
+                    shape(output)
+            elif index == len(blocks) - 1:
+                raise _Stop
+            else:
+                hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+                output = like(hidden)
+            last[0] = first_tensor(output)
+            return output
 
-        return hook
+        return forward
 
-    def after(_: torch.nn.Module, __: Any, output: Any) -> None:
-        last[0] = first_tensor(output)
+    with torch.no_grad(), contextlib.suppress(_Stop), _with_forwards(blocks, replaced):
+        model(*sample.call[0], **sample.call[1])
+    return tuple(call for _, call in calls) if [index for index, _ in calls] == list(range(len(blocks))) else None
 
-    handles = [block.register_forward_pre_hook(before(i), with_kwargs=True) for i, block in enumerate(blocks)]
-    handles += [block.register_forward_hook(after) for block in blocks]
+
+@contextlib.contextmanager
+def _with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Other forwards for a while; a forward that an object has of its own comes back."""
+    own = [block.__dict__.get("forward") for block in blocks]
+    for i, block in enumerate(blocks):
+        block.__dict__["forward"] = made(i, block.forward)
     try:
-        yield calls
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for block, before in zip(blocks, own, strict=True):
+            del block.__dict__["forward"]
+            if before is not None:
+                block.__dict__["forward"] = before
 
 
 def first_tensor(output: Any) -> Any:
     """A block's output, or the first part of it."""
     return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def in_order(calls: Sequence[tuple[int, Call]], count: int) -> tuple[Call, ...] | None:
-    """The arguments of each block, if each was called exactly once and in order; else None."""
-    return tuple(call for _, call in calls) if [index for index, _ in calls] == list(range(count)) else None
 
 
 def filled(call: Call, hidden: torch.Tensor | None) -> Call:
@@ -99,7 +186,7 @@ def filled(call: Call, hidden: torch.Tensor | None) -> Call:
         return hidden if value is HIDDEN else value
 
     args, kwargs = call
-    return tuple(map(part, args)), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}
+    return pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}
 
 
 def run(module: torch.nn.Module, call: Call) -> Any:
