@@ -1,4 +1,5 @@
 # make demo | test | lint | bench | setup                  with the last IPEX and its torch, in .venv
+# make demo-llm                                            a language model in 4 bits
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
 # make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
 # make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
@@ -35,7 +36,7 @@ setup-peers: REQUIREMENTS := requirements/bench-peers.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -48,6 +49,9 @@ demo: setup
 
 demo-native: setup-native
 	.venv-native/bin/python examples/quickstart.py
+
+demo-llm: setup-native
+	.venv-native/bin/python examples/llm.py
 
 demo-newest: setup-newest
 	.venv-newest/bin/python examples/quickstart.py

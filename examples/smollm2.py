@@ -140,3 +140,43 @@ def load_tokenizer(path: Path | None = None) -> Any:
 
 
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def texts(tokenizer: Any, count: int, length: int, *, held_out: bool = False) -> list[torch.Tensor]:
+    """Token ids of English text in pieces of one length, shape [1, length] each: chapters of the Python language's documentation.
+
+    Args:
+        tokenizer: of the model.
+        count: number of pieces.
+        length: tokens of a piece.
+        held_out: other chapters.
+    """
+    from pydoc_data.topics import topics
+
+    chapters = [text for i, (_, text) in enumerate(sorted(topics.items())) if (i % 4 == 0) == held_out]
+    ids: list[int] = []
+    for chapter in chapters:
+        ids += tokenizer(chapter, verbose=False)["input_ids"]
+        if len(ids) >= count * length:
+            break
+    return [torch.tensor([ids[i * length : (i + 1) * length]]) for i in range(count)]
+
+
+def compare(model: Any, other: Any, samples: list[torch.Tensor]) -> tuple[float, float, tuple[float, float]]:
+    """Mean KL divergence in nats, share of positions with the same most likely token, and both perplexities.
+
+    Args:
+        model: the judge.
+        other: what is judged.
+        samples: token ids, shape [1, length] each.
+    """
+    kl, same, losses = [], [], ([], [])
+    with torch.no_grad():
+        for ids in samples:
+            true, found = (m(ids).logits[0].log_softmax(-1) for m in (model, other))
+            kl.append((true.exp() * (true - found)).sum(-1))
+            same.append((true.argmax(-1) == found.argmax(-1)).float())
+            for each, logits in zip(losses, (true, found), strict=True):
+                each.append(torch.nn.functional.nll_loss(logits[:-1], ids[0, 1:]))
+    first, second = (float(torch.stack(each).mean().exp()) for each in losses)
+    return float(torch.cat(kl).mean()), float(torch.cat(same).mean()), (first, second)

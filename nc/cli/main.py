@@ -89,11 +89,11 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("factory", metavar="PKG.MODULE:FACTORY")
+@click.argument("factory", metavar="PKG.MODULE:FACTORY|DIR")
 @click.option(
     "--calib",
     type=_FILE,
-    help="Calibration data: .npz, one array per argument of forward. A --config that needs no data takes --example instead.",
+    help="Calibration data: .npz, one array per argument of forward; for a DIR a text file. A configuration that needs no data needs none.",
 )
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
 @click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
@@ -111,6 +111,14 @@ def main() -> None:
     show_default=True,
     help="What to do if the engine disagrees with the reference.",
 )
+@click.option("--weights", metavar="DTYPE", help="For a DIR: number format of the weights, e.g. int4, int3, nf4 (default: int4).")
+@click.option("--group-size", type=int, help="For a DIR: input channels that share a scale; -1: one scale per output channel.")
+@click.option("--asym", is_flag=True, help="For a DIR: weights with zero points.")
+@click.option("--solver", help="For a DIR: how codes are chosen, e.g. rtn or gptq.")
+@click.option("--transform", "transforms", multiple=True, help="For a DIR: e.g. awq; may be given several times.")
+@click.option("--lm-head", metavar="DTYPE", help="For a DIR: number format of the output head (default: it stays float).")
+@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, help="For a DIR: most pieces of the text to use.")
+@click.option("--length", type=click.IntRange(min=2), default=512, show_default=True, help="For a DIR: tokens of one piece.")
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the speed relative to fp32, for about a second.")
 @_command
 def quantize(
@@ -123,8 +131,19 @@ def quantize(
     example: Path | None,
     verify: str,
     measure: bool,
+    weights: str | None,
+    group_size: int | None,
+    asym: bool,
+    solver: str | None,
+    transforms: tuple[str, ...],
+    lm_head: str | None,
+    samples: int,
+    length: int,
 ) -> None:
-    """Quantize the model that FACTORY returns, and save it.
+    """Quantize a model and save it: the one that FACTORY returns, or a transformers model saved in DIR.
+
+    A DIR (config.json and safetensors files) gets low-bit weights, block by block: the float model need not fit into memory. If the run
+    is stopped, the same command goes on where it was.
 
     FACTORY is called without arguments and returns a torch.nn.Module. It may be in a module of the current
     directory. Arrays in the .npz have the names of the arguments of the model's forward (arr_0, arr_1, … are
@@ -137,6 +156,16 @@ def quantize(
 
     # what can fail cheaply comes first
     inputs.check_can_be_made(out)
+    given = {"w_dtype": weights, "group_size": group_size, "solver": solver, "lm_head": lm_head, "transforms": list(transforms) or None}
+    given["w_sym"] = False if asym else None
+    if Path(factory).is_dir():
+        from nc.cli.pretrained import quantize_pretrained
+
+        quantize_pretrained(Path(factory), calib, out, config, {k: v for k, v in given.items() if v is not None}, samples, length)
+        return
+    if any(value is not None for value in given.values()):
+        msg = f"{factory!r} is no folder: --weights, --group-size and the like are for the folder of a transformers model. Use --config."
+        raise inputs.RequestError(msg)
     if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
         msg = f"{out} contains other files; use a new folder for --out, or one with an artefact to replace."
         raise inputs.RequestError(msg)

@@ -102,17 +102,12 @@ class Driver:
             if transform.level == "model":
                 own_weights(self.model)
                 self.applied.append(transform.apply(self._scope("", self.model, self._targets(self.asked, None), [])))
-        if not self.plan.needs_data:
-            for i, name in enumerate(self.asked):
-                self.progress(i, len(self.asked), name)
-                self._solve([name], {})
-            return
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
         done = 0
         for names in lists:
             blocks = [self.model.get_submodule(name) for name in names]
-            if self.store is not None:
+            if self.store is not None and self.samples:
                 self.store.load(names[0], blocks[0])
                 self.store.load(names[1], blocks[1])
             recorded = record(self.model, blocks, self.samples)
