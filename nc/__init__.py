@@ -44,6 +44,10 @@ from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
 from nc.lowbit.solvers import GPTQ as GPTQ
 from nc.lowbit.solvers import RTN as RTN
+from nc.lowbit.transforms import AWQ as AWQ
+from nc.lowbit.transforms import TEQ as TEQ
+from nc.lowbit.transforms import Rotation as Rotation
+from nc.lowbit.transforms import Smooth as Smooth
 from nc.parity.compare import Comparison as Comparison
 from nc.parity.compare import compare as compare
 from nc.spec import DoubleQuant as DoubleQuant

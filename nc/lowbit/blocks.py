@@ -83,25 +83,29 @@ class Driver:
         self.asked = {d.operator: d for d in plan.quantized}
         self.applied: list[Applied] = []
         self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
-        owners: dict[Any, str] = {}
-        #: Of layers that share a weight and ask for the same, the first: that is solved, once.
-        self._first = {
-            name: owners.setdefault((id(model.get_submodule(name).weight), d.form, d.rule, d.solver), name)
-            for name, d in self.asked.items()
-        }
-        self._first_of_several = {first for name, first in self._first.items() if name != first}
+        self._find_ties()
         needs = Needs()
         for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
             needs |= wanted
         self.needs = needs
         self.two_sided = needs.float_inputs
 
+    def _find_ties(self) -> None:
+        """Of layers that share a weight and ask for the same, the first is solved, once."""
+        owners: dict[Any, str] = {}
+        self._first = {
+            name: owners.setdefault((id(self.model.get_submodule(name).weight), d.form, d.rule, d.solver), name)
+            for name, d in self.asked.items()
+        }
+        self._first_of_several = {first for name, first in self._first.items() if name != first}
+
     def run(self) -> None:
         """Quantize all layers of the plan."""
         for transform in self.plan.transforms:
             if transform.level == "model":
-                own_weights(self.model)
-                self.applied.append(transform.apply(self._scope("", self.model, self._targets(self.asked, None), [])))
+                calls, keeps = [s.call for s in self.samples], [s.keep for s in self.samples]
+                self.applied.append(transform.apply(self._scope("", self.model, self._targets(self.asked, None), calls, keeps)))
+        self._find_ties()  # a transform may have given tied layers weights of their own
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
         done = 0
@@ -161,11 +165,14 @@ class Driver:
     ) -> None:
         inputs = self._collect(module, inside, calls, float_calls)
         transforms = [t for t in self.plan.transforms if t.level == "block"]
-        if transforms and prefix:
-            own_weights(module)
+        if transforms and (prefix or len(inside) == len(self.asked)):
             for transform in transforms:
-                self.applied.append(transform.apply(self._scope(prefix, module, self._targets(inside, inputs), calls)))
+                keeps = [sample.keep for sample in self.samples]
+                self.applied.append(transform.apply(self._scope(prefix, module, self._targets(inside, inputs), calls, keeps)))
                 inputs = self._collect(module, inside, calls, float_calls)
+        elif transforms:
+            text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
+            self.applied += [Applied(transform.name, (), text) for transform in transforms]
         self._solve(inside, inputs)
 
     def _collect(
@@ -195,12 +202,15 @@ class Driver:
             targets[name] = Target(module=self.model.get_submodule(name), form=decision.form, rule=decision.rule, inputs=found)
         return targets
 
-    def _scope(self, prefix: str, module: torch.nn.Module, targets: dict[str, Target], calls: Sequence[Call]) -> Scope:
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor = run(module, (args, kwargs))
-            return result
-
-        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, run=call)
+    def _scope(
+        self,
+        prefix: str,
+        module: torch.nn.Module,
+        targets: dict[str, Target],
+        calls: Sequence[Call],
+        keeps: Sequence[torch.Tensor | None],
+    ) -> Scope:
+        return Scope(model=self.model, module=module, prefix=prefix, targets=targets, samples=calls, keeps=keeps)
 
     def _is_done(self, name: str) -> bool:
         return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))

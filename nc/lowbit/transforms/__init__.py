@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from nc.lowbit.transforms.awq import AWQ
 from nc.lowbit.transforms.base import Scope, Target, Transform
+from nc.lowbit.transforms.rotation import Rotation
+from nc.lowbit.transforms.smooth import Smooth
+from nc.lowbit.transforms.teq import TEQ
 
-TRANSFORMS: dict[str, type] = {}
+TRANSFORMS: dict[str, type] = {cls.name: cls for cls in (AWQ, Smooth, TEQ, Rotation)}
 
-__all__ = ["TRANSFORMS", "Scope", "Target", "Transform"]
+__all__ = ["AWQ", "TEQ", "TRANSFORMS", "Rotation", "Smooth", "Scope", "Target", "Transform"]

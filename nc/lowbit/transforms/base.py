@@ -5,8 +5,8 @@ One per file, each a frozen dataclass of its options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -33,26 +33,32 @@ class Target:
     rule: str
     inputs: InputStatistics | None = None
 
+    @property
+    def reached(self) -> InputStatistics:
+        """`inputs`, where it is known that there are some."""
+        assert self.inputs is not None
+        return self.inputs
+
 
 @dataclass(kw_only=True, slots=True)
 class Scope:
     """What a transform may change: one block of the model, or the whole model.
 
     Attributes:
-        model: the whole float model; its parameters may be changed in place.
+        model: the whole float model. Parameters are replaced, never written into: they may be the user's.
         module: the block, or the model itself.
         prefix: name of the block in the model; "" for the model.
         targets: the layers of the scope that will be quantized, by their name in the model.
         samples: calibration samples that reach the scope, as (args, kwargs) of `module`.
-        run: (args, kwargs) → the output tensor of `module`.
+        keeps: of each sample the positions of [batch, length] that are no padding; None: all.
     """
 
     model: torch.nn.Module
     module: torch.nn.Module
     prefix: str
     targets: Mapping[str, Target]
-    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = field(default=())
-    run: Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor] | None = None
+    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    keeps: Sequence[torch.Tensor | None] = ()
 
 
 @runtime_checkable

@@ -1,0 +1,115 @@
+"""AWQ: input channels with large activations get a finer grid (arXiv 2306.00978, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from nc.lowbit.solvers.base import Needs
+from nc.lowbit.transforms.base import Scope, Target
+from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, rounded, sets_of, weight_of
+from nc.plan import Applied
+
+
+@dataclass(frozen=True)
+class AWQ:
+    """A scale per input channel for each set of linears behind one norm or linear: `s = a^r`, a = mean |x|, r from a grid.
+
+    Candidates are compared by the error of the layers' outputs, `tr((W - W^) H (W - W^)^T)`, in the layers' own format and range rule; of
+    all candidates with the rule "minmax", then of the best few with the layers' rule. The best one is used only if the error of the
+    block's output is less than without a scale: the result is never worse than none by this measure.
+
+    AWQ's clip search is what the range rules "mse" and "wls" do for each group, "wls" weighted with the inputs; there is no other here.
+
+    Attributes:
+        grid: number of exponents, r = i / grid.
+        duo_scaling: True: `s = a^r / w^(1 - r)`, w = mean |w| over the largest of the group; "both": candidates of both kinds.
+        rows: candidates are compared on that many rows of each weight.
+        finalists: how many candidates are compared with the layers' range rule.
+        tokens: the block's output is compared for about this many tokens.
+    """
+
+    grid: int = 20
+    duo_scaling: bool | Literal["both"] = "both"
+    rows: int = 64
+    finalists: int = 4
+    tokens: int = 1024
+
+    name: ClassVar[str] = "awq"
+    level: ClassVar[Literal["block"]] = "block"
+
+    @property
+    def needs(self) -> Needs:
+        """Products of inputs: the error of a layer's output."""
+        return Needs(squares=True, hessian=True)
+
+    def apply(self, scope: Scope) -> Applied:
+        """See `Transform.apply`."""
+        outcome = Outcome(self.name, scope)
+        sets = sets_of(scope)
+        if not sets:
+            return outcome.applied()
+        outcome.sets = len(sets)
+        error = BlockError(scope, self.tokens)
+        notes = []
+        for found in sets:
+            scale = self._search(found)
+            if scale is None:
+                continue
+            before, after = (error(found.rounded(s)) for s in (torch.ones_like(scale), scale))
+            if after < before and outcome.fold(found, scale):
+                notes.append(f"{found.link.producer} {before:.1e} → {after:.1e}")
+        return outcome.applied(f"error of the block {', '.join(notes)}" if notes else "")
+
+    def _search(self, found: ScaleSet) -> torch.Tensor | None:
+        """The best scale by the error of the layers' outputs; None for none at all."""
+        one = torch.ones(found.link.size)
+        candidates = [one, *self._candidates(found)]
+        parts = [_Part(found, index, target, self.rows) for index, target in found.targets.items()]
+        quick = [sum(part.error(s, "minmax") for part in parts) for s in candidates]
+        order = sorted(range(1, len(candidates)), key=lambda i: quick[i])[: self.finalists]
+        exact = {i: sum(part.error(candidates[i]) for part in parts) for i in (0, *order)}
+        best = min(exact, key=lambda i: exact[i])
+        return candidates[best] if best else None
+
+    def _candidates(self, found: ScaleSet) -> Iterator[torch.Tensor]:
+        a = found.gathered(lambda _, t: t.reached.mean_absolute, "mean")
+        w = found.gathered(lambda _, t: _relative_weight(t), "mean")
+        seen = found.link.read & (a > 0)
+        if not bool(seen.any()):
+            return
+        families = {True: (True,), False: (False,), "both": (False, True)}[self.duo_scaling]
+        for duo in families:
+            for i in range(self.grid):
+                r = i / self.grid
+                scale = a.pow(r).clamp(min=1e-4) / (w.pow(1 - r) + 1e-4 if duo else 1.0)
+                scale = scale / (scale[seen].max() * scale[seen].min()).sqrt()
+                scale = torch.where(seen, scale, 1.0)
+                if bool((scale != 1).any()) and bool(scale.isfinite().all()):
+                    yield scale
+
+
+def _relative_weight(target: Target) -> torch.Tensor:
+    """The mean over rows of |w| over the largest of its group, shape [K]."""
+    weight = weight_of(target).abs()
+    groups = weight.reshape(weight.shape[0], -1, target.form.group(weight.shape[1]))
+    return (groups / groups.amax(2, keepdim=True).clamp(min=1e-12)).reshape(weight.shape).mean(0)
+
+
+class _Part:
+    """Some rows of one layer of a set, and the products of its inputs."""
+
+    def __init__(self, found: ScaleSet, index: int, target: Target, rows: int) -> None:
+        weight = weight_of(target)
+        if weight.shape[0] > rows:
+            weight = weight[torch.linspace(0, weight.shape[0] - 1, rows).long()]
+        self.link, self.index, self.target, self.weight = found.link, index, target, weight
+        self.hessian = target.reached.hessian.float()
+
+    def error(self, scale: torch.Tensor, rule: str | None = None) -> float:
+        """The squared error of these rows' outputs."""
+        error = self.weight - rounded(self.target, self.weight, self.link.spread(scale, self.index), rule)
+        return float(((error @ self.hessian) * error).sum(dtype=torch.float64))
