@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,7 +175,9 @@ def _with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Calla
 
 
 def first_tensor(output: Any) -> Any:
-    """A block's output, or the first part of it."""
+    """A module's output, or the first tensor of at least one dimension in it (a loss has none)."""
+    if isinstance(output, Mapping):
+        return next((v for v in output.values() if isinstance(v, torch.Tensor) and v.dim()), output)
     return output[0] if isinstance(output, (tuple, list)) else output
 
 

@@ -136,7 +136,7 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
         mine = module.get_submodule(name)
         for key, value in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
             own = mine._parameters.get(key)  # noqa: SLF001
-            if value is None or (own is not None and torch.equal(own.detach().double(), value.detach())):
+            if value is None or (own is not None and torch.equal(own.detach().double(), value.detach().double())):
                 continue
             like = own if own is not None else mine._parameters["weight"]  # noqa: SLF001
             assert like is not None

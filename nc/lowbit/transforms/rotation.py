@@ -1,4 +1,7 @@
-"""Rotation of the residual stream (R1) and of the values of each head (R2), folded into weights (QuaRot, arXiv 2404.00456; SpinQuant, 2405.16406)."""
+"""Rotation of the residual stream (R1) and of the values of each head (R2), folded into weights.
+
+Sources: QuaRot (arXiv 2404.00456), SpinQuant (arXiv 2405.16406).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from nc.plan import Applied
 
 @dataclass(frozen=True)
 class Rotation:
-    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all channels. It costs nothing at run time.
+    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all channels.
 
-    For decoders whose norms stand in front of attention and feed-forward part. The gains of these norms are first folded into the linears
+    It costs nothing at run time. For decoders whose norms stand in front of attention and feed-forward part. The gains of these norms are first folded into the linears
     behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings too) by its transpose. For a model with
     LayerNorm, R1 keeps the mean of the channels.
 
@@ -54,14 +57,14 @@ class Rotation:
         except NotEquivalentError as error:
             return Applied(self.name, (), f"nothing: {error}; it is for decoders whose norms stand in front of attention and feed-forward")
         if stream.tied:
-            _untie(model)
+            getattr(model, "config", None).tie_word_embeddings = False
         parts = [f"residual stream of {stream.size} channels, {checked}"]
         changed = [*stream.embeddings, *stream.readers, *stream.writers]
         if self.heads:
             rotated = [link for prefix, link in stream.values if self._rotate_heads(scope, stream, prefix, link, generator)]
             parts.append(f"values of {len(rotated)} of {len(stream.blocks)} blocks per head of {stream.head}")
         if stream.tied:
-            parts.append("the output head has weights of its own now, apart from the embedding's")
+            parts.append("the output head has a weight of its own now, apart from the embedding's")
         return Applied(self.name, tuple(dict.fromkeys(changed)), "; ".join(parts))
 
     def _rotate_heads(self, scope: Scope, stream: _Stream, prefix: str, link: Link, generator: torch.Generator) -> bool:
@@ -174,9 +177,8 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
         if is_norm_like(part) and part.weight.numel() == size and name not in linked:  # type: ignore[operator]
             msg = f"the output of {name!r} goes elsewhere than to linears only"
             raise NotEquivalentError(msg)
-    tables = {name: layer for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
+    tables = {id(layer.module.weight): name for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
     heads = [name for name in readers if linears[name].head]
-    weights = {id(layer.module.weight) for layer in tables.values()}
     return _Stream(
         size=size,
         call=call,
@@ -184,12 +186,12 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
         calls=calls,
         norms=tuple(norms),
         values=tuple((prefix, link) for prefix, link in found if not link.norm),
-        embeddings=tuple(tables),
+        embeddings=tuple(tables.values()),
         readers=readers,
         writers=tuple(name for name, layer in linears.items() if layer.shape[0] == size and name not in readers),
         keep_mean=any(_subtracts_mean(model.get_submodule(_name(prefix, link.producer))) for prefix, link in norms),
         head=_head_size(model),
-        tied=any(id(linears[name].module.weight) in weights for name in heads),
+        tied=any(id(linears[name].module.weight) in tables for name in heads),
     )
 
 
@@ -269,15 +271,12 @@ def _fold_bias(block: torch.nn.Module, link: Link) -> None:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Give the output head a weight of its own, also for whoever saves and loads the model."""
+    """Give the output head a weight of its own."""
     for layer in layers_of(model):
         if layer.head and layer.kind == "linear":
             weight = layer.module._parameters["weight"]  # noqa: SLF001
             assert weight is not None
             layer.module._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)  # noqa: SLF001
-    config = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def _whole_heads(link: Link, head: int) -> bool:

@@ -54,7 +54,7 @@ class Smooth:
 
 
 def largest_inputs(scope: Scope) -> dict[str, torch.Tensor]:
-    """max |x| of each input channel of each linear that calibration reaches, fp32, shape [K]."""
+    """The largest |x| of each input channel of each linear that calibration reaches, fp32, shape [K]."""
     largest: dict[str, torch.Tensor] = {}
     modules = {name: target.module for name, target in scope.targets.items() if target.inputs is not None}
     for call, keep in zip(scope.samples, scope.keeps or [None] * len(scope.samples), strict=True):

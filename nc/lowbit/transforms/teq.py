@@ -16,7 +16,7 @@ from nc.plan import Applied
 
 @dataclass(frozen=True)
 class TEQ:
-    """The scales of all sets of a block are learned together with Adam; the loss is the error of the block's output, so no labels are needed.
+    """The scales of all sets of a block are learned together with Adam; the loss is the error of the block's output, without labels.
 
     The rounding error of a group counts as proportional to the group's range, which is differentiable. While scales are learned, ranges are
     those of rule "minmax". What is folded are the scales with the least error seen, and only if the block loses less with them by the
