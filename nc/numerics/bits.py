@@ -5,7 +5,13 @@ So two 4-bit codes make a byte, the first one in its low half; three bytes hold 
 
 from __future__ import annotations
 
+import math
+import sys
+
 import torch
+
+#: Bits that divide 8 → the dtype that holds the codes of one byte side by side, one per byte, on a machine with the low byte first.
+_WIDE = {4: torch.int16, 2: torch.int32, 1: torch.int64} if sys.byteorder == "little" else {}
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -26,15 +32,24 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return codes.contiguous()
     rows, count = codes.shape
-    period = 8 // _gcd(bits)  # codes that fill whole bytes
-    padded = torch.nn.functional.pad(codes, (0, -count % period)).reshape(rows, -1, period)
-    packed = torch.zeros(rows, padded.shape[1], period * bits // 8, dtype=torch.uint8)
+    period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
+    padded = torch.nn.functional.pad(codes, (0, -count % period)).contiguous() if count % period else codes.contiguous()
+    wide = _WIDE.get(bits)
+    if wide is not None and codes.numel():
+        # code i of a byte stands in bits 8 i of a wide number, and goes to bits `bits * i`
+        together = padded.view(wide)
+        packed = together.clone()
+        for i in range(1, period):
+            packed |= together >> ((8 - bits) * i)
+        return packed.to(torch.uint8)
+    parts = padded.reshape(rows, -1, period)
+    found = torch.zeros(rows, parts.shape[1], period * bits // 8, dtype=torch.uint8)
     for i in range(period):
         byte, shift = divmod(i * bits, 8)
-        packed[..., byte] |= padded[..., i] << shift
+        found[..., byte] |= parts[..., i] << shift
         if shift + bits > 8:
-            packed[..., byte + 1] |= padded[..., i] >> (8 - shift)
-    return packed.reshape(rows, -1)[:, : packed_size(count, bits)].contiguous()
+            found[..., byte + 1] |= parts[..., i] >> (8 - shift)
+    return found.reshape(rows, -1)[:, : packed_size(count, bits)].contiguous()
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -42,12 +57,20 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if bits == 8:
         return packed
     rows = packed.shape[0]
-    period = 8 // _gcd(bits)
+    period = 8 // math.gcd(bits, 8)
+    mask = 2**bits - 1
+    wide = _WIDE.get(bits)
+    if wide is not None and packed.numel():
+        together = packed.to(wide)
+        spread = together.clone()
+        for i in range(1, period):
+            spread |= together << ((8 - bits) * i)
+        spread &= sum(mask << (8 * i) for i in range(period))
+        return spread.view(torch.uint8)[:, :count].contiguous()
     size = period * bits // 8
     groups = -(-count // period)
     padded = torch.nn.functional.pad(packed, (0, groups * size - packed.shape[1])).reshape(rows, groups, size)
     codes = torch.empty(rows, groups, period, dtype=torch.uint8)
-    mask = 2**bits - 1
     for i in range(period):
         byte, shift = divmod(i * bits, 8)
         low = padded[..., byte] >> shift
@@ -55,7 +78,3 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
             low = low | (padded[..., byte + 1] << (8 - shift))
         codes[..., i] = low & mask
     return codes.reshape(rows, -1)[:, :count].contiguous()
-
-
-def _gcd(bits: int) -> int:
-    return next(d for d in (8, 4, 2, 1) if bits % d == 0 and 8 % d == 0)

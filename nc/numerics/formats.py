@@ -5,6 +5,8 @@ There is no zero point. Scales are chosen so that the largest value of a block i
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -32,16 +34,36 @@ def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     The even code is the one with the even mantissa, as IEEE 754 rounds. What is beyond the largest finite value gets that value's code.
 
     Args:
-        x: floats without NaN, any shape; compared in float64.
+        x: floats without NaN, any shape; the comparison is exact.
         dtype: a floating-point format.
 
     Returns:
         Codes of the shape of `x`, uint8; never those of -0, NaN or infinities.
     """
-    codes, middles = _sorted_codes(dtype)
-    values = x.double()
-    below, above = torch.bucketize(values, middles), torch.bucketize(values, middles, right=True)  # they differ at ties only
-    return torch.where(codes[below] % 2 == 0, codes[below], codes[above])
+    if dtype.storage.is_floating_point and x.dtype == torch.float32:  # torch has the format; its cast does not saturate
+        codes = x.clamp(-dtype.largest, dtype.largest).to(dtype.storage).view(torch.uint8)
+        return codes.masked_fill_(codes == 128, 0)
+    numbers = x if x.dtype == torch.float64 else x.float()
+    codes, starts = _sorted_codes(dtype, numbers.dtype)
+    if len(codes) > 16:
+        return codes[torch.bucketize(numbers, starts, out_int32=True, right=True)]
+    steps = torch.zeros(x.shape, dtype=torch.uint8)
+    for start in starts.tolist():
+        steps += numbers >= start  # faster than a search
+    return codes.index_select(0, steps.flatten().int()).reshape(x.shape)
+
+
+def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """The value nearest to each element, fp32; as `nearest_codes`."""
+    if dtype.storage.is_floating_point:
+        return x.clamp(-dtype.largest, dtype.largest).to(dtype.storage).float()
+    return values(dtype).index_select(0, nearest_codes(x, dtype).flatten().int()).reshape(x.shape)
+
+
+@functools.cache
+def values(dtype: DType) -> torch.Tensor:
+    """The value of each code, fp32; not to be changed."""
+    return torch.tensor(dtype.values, dtype=torch.float32)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None) -> torch.Tensor:
@@ -56,21 +78,28 @@ def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_s
     Returns:
         Codes of the shape of `x` and the dtype `dtype.storage`.
     """
-    values, scales, _ = affine.in_blocks(x.float(), scale, 0, block_size)
-    return nearest_codes(values / scales, dtype).reshape(x.shape).view(dtype.storage)
+    divided, scales, _ = affine.in_blocks(x.float(), scale, 0, block_size)
+    return nearest_codes(divided / scales, dtype).reshape(x.shape).view(dtype.storage)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None) -> torch.Tensor:
     """Real fp32 values of codes; arguments as in `quantize`."""
-    values = torch.tensor(dtype.values, dtype=torch.float32)[codes.view(torch.uint8).int()]
-    return affine.dequantize(values, scale, 0, block_size)
+    return affine.dequantize(values(dtype)[codes.view(torch.uint8).int()], scale, 0, block_size)
 
 
-def _sorted_codes(dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the finite values in ascending order, uint8, and the middles between neighbouring values, float64, one fewer."""
+@functools.cache
+def _sorted_codes(dtype: DType, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the values that are chosen, in ascending order, uint8, and the first number of `kind` that belongs to each but the first."""
     codes: dict[float, int] = {}
     for code, value in enumerate(dtype.values):
-        if math.isfinite(value):
+        if abs(value) <= dtype.largest:
             codes.setdefault(value, code)  # 0.0 == -0.0, and 0.0 comes first
-    values = torch.tensor(sorted(codes), dtype=torch.float64)
-    return torch.tensor([codes[value] for value in sorted(codes)], dtype=torch.uint8), (values[1:] + values[:-1]) / 2
+    order = sorted(codes)
+    starts = []
+    for below, above in itertools.pairwise(order):
+        middle = (below + above) / 2
+        start = torch.tensor(middle, dtype=kind)
+        if float(start) < middle or (float(start) == middle and codes[above] % 2):  # a tie belongs to the even code
+            start = torch.nextafter(start, torch.tensor(math.inf, dtype=kind))
+        starts.append(start)
+    return torch.tensor([codes[value] for value in order], dtype=torch.uint8), torch.stack(starts)

@@ -1,123 +1,159 @@
 """Scale and zero point of each group of a low-bit weight: range rules "minmax", "mse" and "wls".
 
-All three return scales that are rounded to their storage format (`nc.numerics.groups.round_scale`).
+All three return scales that are rounded to their storage format (`nc.numerics.stored_scales`).
 
-* minmax: the range of the group. Symmetric integers use `amax / (2^(b-1) - 1)`.
+* minmax: the range of the group. Symmetric integers use `amax / (2^(b-1) - 1)`. Powers of two are chosen as `WeightFormat.scale_mode`
+  says.
 * mse: of the ranges `(1 - i / 100) * minmax`, i = 0..79, the one with the least sum of |w - w^|^2.4 (the grid and the norm of GPTQ's
-  reference code, arXiv 2210.17323).
-* wls: weighted least squares. For each of some inverse scales codes are chosen, and the scale that fits these codes best,
-  `s = sum(h w q) / sum(h q^2)`; the scale with the least error `sum(h (w - w^)^2)` stays. h is the mean square of each input channel where
-  calibration gives it, else 1.
+  reference code, arXiv 2210.17323). Of powers of two the neighbours are tried.
+* wls: weighted least squares, `nc.numerics.least_squares`.
+
+NVFP4: the scale of the tensor is amax / (448 * 6), that of a group E4M3(amax / 6 / tensor scale). torchao clamps the latter to at least 2^-6;
+here subnormal numbers down to 2^-9 are used, so that groups of small weights keep their resolution.
+
+Formats with two levels of scales: for `double_quant` the rule runs with scales in full precision, which gives the
+outer scales, then once more with these fixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from nc.numerics.groups import GroupParams, decode, encode, round_scale
-from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
+from nc.errors import ConfigError
+from nc.numerics import mx
+from nc.numerics.groups import GroupParams, Outer, chunks, decode, encode, join
+from nc.numerics.least_squares import fit
+from nc.numerics.stored_scales import LIMITS, outer_of, stored, stored_minimum, tensor_outer
+from nc.spec import DType, WeightFormat
+from nc.spec import dtype as named
 
 RULES = ("minmax", "mse", "wls")
 _SHRINK = tuple(1 - step / 100 for step in range(80))
+_SHRINK_POWERS = (1.0, 0.5, 2.0)
 _NORM = 2.4
-#: Inverse scales that `wls` tries, as parts of that of min-max.
-_STRETCH = tuple(1 + step / 40 for step in range(-4, 17))
 
 
-def choose(weight: torch.Tensor, form: WeightFormat, rule: str = "wls", importance: torch.Tensor | None = None) -> GroupParams:
+def choose(
+    weight: torch.Tensor,
+    form: WeightFormat,
+    rule: str = "wls",
+    importance: torch.Tensor | None = None,
+    outer: Outer | None = None,
+    *,
+    positive: bool = False,
+) -> GroupParams:
     """Scale and zero point of each group.
 
     Args:
-        weight: fp32, finite, shape [N, K].
+        weight: fp32, finite, shape [N, K]: a whole weight, or some groups of it.
         form: the format; its groups divide K.
         rule: one of `RULES`.
         importance: fp32, at least 0, shape [K]: the mean square of each input channel. Only "wls" uses it.
+        outer: of formats with two levels, the outer scales, if they are known: those of `choose` for the whole weight, and
+            `Outer.of_groups` of them where `weight` is some groups. They are not changed.
+        positive: no scale is to be below 0, no minimum above 0. Formats with two levels or E8M0 scales never have such.
 
     Returns:
-        Params of shape [N, K / group]. An all-zero group has scale 1.
+        Params of shape [N, K / group]. An all-zero group has the scale 1, or with two levels the least one.
+
+    Raises:
+        ConfigError: weights are so large that their scales do not fit the storage format.
     """
     group = form.group(weight.shape[1])
-    rows = weight.reshape(-1, group)
-    if rule == "minmax":
-        found = _covering(*torch.aminmax(rows, dim=1), form, 1.0)
-    elif rule == "mse":
-        found = _best(rows, form, _SHRINK, lambda error: error.abs_().pow_(_NORM).sum(1))
-    else:
-        h = None if importance is None else importance.reshape(-1, group).repeat(weight.shape[0], 1)
-        found = _least_squares(rows, form, h)
-    shape = (weight.shape[0], -1)
-    return GroupParams(*(None if part is None else part.reshape(shape) for part in (found.scale, found.zero, found.minimum)))  # type: ignore[arg-type]
+    shaped = weight.reshape(weight.shape[0], -1, group)
+    if outer is None:
+        outer = _outer(shaped, form, rule, importance)
+    if outer is None:
+        _refuse_overflow(shaped, form)
+    h = None if importance is None or rule != "wls" else importance.float().reshape(-1, group)
+    groups = shaped.shape[1]
+    found = []
+    for rows in chunks(*weight.shape):
+        part = None if outer is None else outer.of_groups(0, groups, groups)
+        if part is not None and part.scale.numel() > 1:
+            part = Outer(part.scale[rows], None if part.minimum is None else part.minimum[rows])
+        found.append(_chosen(shaped[rows], form, rule, h, part, positive))
+    return join(found, 0, outer)
 
 
-def _covering(low: torch.Tensor, high: torch.Tensor, form: WeightFormat, part: float, sign: torch.Tensor | None = None) -> GroupParams:
-    """Params whose range is a part of [low, high], shape [rows, 1]; an integer range always holds 0."""
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    amax = torch.maximum(-low, high)
-    steps = 2**form.bits - 1
-    if form.dtype.kind == "float":
-        return GroupParams(_stored(amax * part / form.dtype.largest, amax, form))
-    if form.symmetric:
-        scale = amax * part / (form.middle - 1)
-        return GroupParams(_stored(scale if sign is None else scale * sign, amax, form))
-    scale = _stored((high - low) * part / steps, amax, form)
-    if form.float_zero:
-        return GroupParams(scale, minimum=round_scale(low * part, form.scale_dtype).unsqueeze(1))
-    return GroupParams(scale, (-low * part / scale[:, 0]).round_().clamp_(0, steps).unsqueeze(1))
-
-
-def _stored(scale: torch.Tensor, amax: torch.Tensor, form: WeightFormat) -> torch.Tensor:
-    """Scales in their storage format, shape [rows, 1]; 1 for groups that are all zero."""
-    least = torch.finfo(SCALE_DTYPES[form.scale_dtype]).tiny
-    rounded = round_scale(torch.where(amax == 0, torch.ones_like(scale), scale), form.scale_dtype)
-    return torch.where(rounded == 0, torch.full_like(rounded, least), rounded).unsqueeze(1)
-
-
-def _best(rows: torch.Tensor, form: WeightFormat, parts: tuple[float, ...], norm: Callable[[torch.Tensor], torch.Tensor]) -> GroupParams:
-    low, high = torch.aminmax(rows, dim=1)
-    best, least = _covering(low, high, form, 1.0), torch.full_like(low, float("inf"))
-    for part in parts:
-        tried = _covering(low, high, form, part)
-        error = norm(decode(encode(rows, tried, form), tried, form).sub_(rows))
-        best, least = _keep(best, least, tried, error)
-    return best
-
-
-def _keep(best: GroupParams, least: torch.Tensor, tried: GroupParams, error: torch.Tensor) -> tuple[GroupParams, torch.Tensor]:
-    """Of each row the params with the smaller error."""
-    better = (error < least).unsqueeze(1)
-
-    def of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-        return None if a is None or b is None else torch.where(better, a, b)
-
-    scale = torch.where(better, tried.scale, best.scale)
-    return GroupParams(scale, of(tried.zero, best.zero), of(tried.minimum, best.minimum)), torch.where(better[:, 0], error, least)
-
-
-def _least_squares(rows: torch.Tensor, form: WeightFormat, h: torch.Tensor | None) -> GroupParams:
-    low, high = torch.aminmax(rows, dim=1)
-    amax = torch.maximum(-low, high)
-    best, least = _covering(low, high, form, 1.0), torch.full_like(low, float("inf"))
-    weights = torch.ones_like(rows) if h is None else h
-    # the side with one more code takes the largest weight
-    signs = [None, torch.where(high > -low, -1.0, 1.0)] if form.symmetric and form.dtype.kind == "integer" else [None]
-    for sign in signs:
-        for stretch in _STRETCH:
-            start = _covering(low, high, form, 1 / stretch, sign)
-            fitted = _refit(rows, encode(rows, start, form), start, form, weights, amax)
-            for tried in (start, fitted):
-                error = decode(encode(rows, tried, form), tried, form).sub_(rows).square_().mul_(weights).sum(1)
-                best, least = _keep(best, least, tried, error)
-    return best
-
-
-def _refit(
-    rows: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat, h: torch.Tensor, amax: torch.Tensor
+def _chosen(
+    weight: torch.Tensor, form: WeightFormat, rule: str, h: torch.Tensor | None, outer: Outer | None, positive: bool
 ) -> GroupParams:
-    """The scale with the least error for given codes; zero points and minima stay."""
-    one = GroupParams(torch.ones_like(params.scale), params.zero, None if params.minimum is None else torch.zeros_like(params.minimum))
-    q = decode(codes, one, form)
-    target = rows if params.minimum is None else rows - params.minimum
-    scale = (h * target * q).sum(1) / (h * q * q).sum(1).clamp(min=torch.finfo(torch.float32).tiny)
-    return GroupParams(_stored(torch.where(scale == 0, params.scale[:, 0], scale), amax, form), params.zero, params.minimum)
+    """Params [n, G] of some rows, weight [n, G, group]."""
+    start = covering(weight, form, 1.0, outer)
+    if rule == "minmax":
+        return start
+    return _least_norm(weight, form, start, outer) if rule == "mse" else fit(weight, form, start, h, positive=positive or outer is not None)
+
+
+def covering(weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer | None = None) -> GroupParams:
+    """Params [n, G] whose range is a part of that of each group; an integer range always holds 0.
+
+    Args:
+        weight: shape [n, G, group].
+        form: the format.
+        part: above 0.
+        outer: of formats with two levels; [1, 1] or [n, G].
+    """
+    low, high = torch.aminmax(weight, dim=2)
+    low, high = low.clamp_(max=0.0), high.clamp_(min=0.0)
+    zeros = low == high
+    outer_scale = None if outer is None else outer.scale
+    span = torch.maximum(-low, high) if form.symmetric else high - low
+    exact = mx.scales(mx.shared_codes(span, _element(form), form.scale_mode)) if form.powers else span / _largest(form)
+    scale = exact * part
+    scale = stored(torch.where(zeros, torch.ones_like(scale) if outer is None else 0.0, scale), form, outer_scale)
+    if form.symmetric:
+        return GroupParams(scale, outer=outer)
+    if form.float_zero:
+        return GroupParams(scale, None, stored_minimum(low * part, form, None if outer is None else outer.minimum), outer)
+    return GroupParams(scale, (-low * part / scale).round_().clamp_(0, 2**form.bits - 1), outer=outer)
+
+
+def _element(form: WeightFormat) -> DType:
+    """The format whose largest value is that of a group's largest weight."""
+    if form.dtype.kind == "float":
+        return form.dtype
+    return named(f"{'int' if form.symmetric else 'uint'}{form.bits}")
+
+
+def _largest(form: WeightFormat) -> float:
+    """What the range of a group is divided by."""
+    return _element(form).largest
+
+
+def _least_norm(weight: torch.Tensor, form: WeightFormat, start: GroupParams, outer: Outer | None) -> GroupParams:
+    best, least = start, torch.full_like(start.scale, float("inf"))
+    flat = weight.reshape(weight.shape[0], -1)
+    for part in _SHRINK_POWERS if form.powers else _SHRINK:
+        tried = covering(weight, form, part, outer)
+        error = decode(encode(flat, tried, form), tried, form).sub_(flat).abs_().pow_(_NORM).reshape(weight.shape).sum(2)
+        better = error < least
+        best, least = tried.where(better, best), torch.where(better, error, least)
+    return best
+
+
+def _outer(weight: torch.Tensor, form: WeightFormat, rule: str, importance: torch.Tensor | None) -> Outer | None:
+    if form.tensor_scale:
+        low, high = torch.aminmax(weight, dim=2)
+        span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
+        return tensor_outer(span.max() / (LIMITS[form.scale_dtype][1] * _largest(form)))
+    if form.double_quant is None:
+        return None
+    full = replace(form, double_quant=None, scale_dtype="fp32")
+    found = choose(weight.flatten(1), full, rule, importance, positive=True)
+    return outer_of(replace(found, scale=torch.where(weight.abs().amax(2) == 0, 0.0, found.scale)), form)
+
+
+def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
+    low, high = torch.aminmax(weight)
+    span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
+    scale, most = span.item() / _largest(form), LIMITS[form.scale_dtype][1]
+    if scale > most:
+        msg = (
+            f"The weights go up to {span.item():.3g} and need a scale of {scale:.3g}; the largest one in {form.scale_dtype} is {most:.5g}. "
+            f"Use scale_dtype='bf16' or 'fp32'."
+        )
+        raise ConfigError(msg)

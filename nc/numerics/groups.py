@@ -1,39 +1,107 @@
 """Low-bit weights of shape [N, K] in groups along K: codes from weights, and weights from codes.
 
-Scales here are fp32 tensors whose values fit their storage format exactly: they are rounded to it before codes are chosen, so what is
-stored is what the codes were chosen for.
+Scales here are fp32 tensors whose values fit their storage format exactly: they are rounded to it before codes are chosen
+(`nc.numerics.stored_scales`), so what is stored is what the codes were chosen for.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nc.numerics import formats
-from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
+from nc.spec.weight_format import WeightFormat
+
+#: Weights that are worked on at once: several passes over so many stay in the cache.
+CHUNK = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """What stored scales and minima are multiplied by: [1, 1], or [N, outer groups], where each is for as many neighbouring groups.
+
+    Attributes:
+        scale: fp32, positive.
+        minimum: fp32, negative; None where there are no minima.
+    """
+
+    scale: torch.Tensor
+    minimum: torch.Tensor | None = None
+
+    def of_groups(self, start: int, count: int, groups: int) -> Outer:
+        """That of `count` groups from `start` on, of rows with `groups` groups: [1, 1] or [N, count]."""
+
+        def of(part: torch.Tensor) -> torch.Tensor:
+            return part if part.numel() == 1 else spread(part, groups)[:, start : start + count]
+
+        return Outer(of(self.scale), None if self.minimum is None else of(self.minimum))
+
+
+def spread(outer: torch.Tensor, groups: int) -> torch.Tensor:
+    """Outer scales [N, outer groups] for each of the groups of a row: [N, groups]; [1, 1] stays."""
+    if outer.numel() == 1 or outer.shape[1] == groups:
+        return outer
+    return outer.repeat_interleave(-(-groups // outer.shape[1]), 1)[:, :groups]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupParams:
-    """What the groups of a weight have: all tensors have shape [N, G].
+    """What the groups of a weight have: tensors have shape [N, G].
 
     Attributes:
         scale: fp32; it may be negative.
         zero: the code of 0, fp32 with whole numbers; None where the format is symmetric or has minima.
         minimum: fp32, the value of code 0, in formats with `float_zero`.
+        outer: of formats with two levels of scales. `scale` and `minimum` are multiplied by it already.
     """
 
     scale: torch.Tensor
     zero: torch.Tensor | None = None
     minimum: torch.Tensor | None = None
+    outer: Outer | None = None
 
     def of_group(self, index: int) -> GroupParams:
         """Those of one group, shape [N, 1]."""
         part = slice(index, index + 1)
         zero, minimum = self.zero, self.minimum
-        return GroupParams(self.scale[:, part], None if zero is None else zero[:, part], None if minimum is None else minimum[:, part])
+        outer = None if self.outer is None else self.outer.of_groups(index, 1, self.scale.shape[1])
+        return GroupParams(
+            self.scale[:, part], None if zero is None else zero[:, part], None if minimum is None else minimum[:, part], outer
+        )
+
+    def where(self, mask: torch.Tensor, other: GroupParams) -> GroupParams:
+        """These where `mask`, [N, G], holds, else the other ones."""
+
+        def of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+            return None if a is None or b is None else torch.where(mask, a, b)
+
+        return GroupParams(
+            torch.where(mask, self.scale, other.scale), of(self.zero, other.zero), of(self.minimum, other.minimum), self.outer
+        )
+
+
+def join(parts: Sequence[GroupParams], dim: int = 1, outer: Outer | None = None) -> GroupParams:
+    """Params side by side, or with dim=0 one below the other.
+
+    Args:
+        parts: at least one.
+        dim: 1 or 0.
+        outer: of all of them.
+    """
+
+    def of(found: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in found if part is not None]
+        return torch.cat(there, dim) if there else None
+
+    return GroupParams(torch.cat([p.scale for p in parts], dim), of([p.zero for p in parts]), of([p.minimum for p in parts]), outer)
+
+
+def chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of rows with about `CHUNK` elements."""
+    step = max(1, CHUNK // max(columns, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
@@ -47,45 +115,30 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
     Returns:
         uint8, shape [N, K].
     """
-    rows = weight.reshape(*params.scale.shape, -1)
-    scale = params.scale.unsqueeze(-1)
-    if form.dtype.kind == "float":
-        return formats.nearest_codes(rows / scale, form.dtype).reshape(weight.shape)
-    if params.minimum is not None:
-        codes = ((rows - params.minimum.unsqueeze(-1)) / scale).round_()
-    else:
-        codes = (rows / scale).round_().add_(form.middle if params.zero is None else params.zero.unsqueeze(-1))
-    return codes.clamp_(0, 2**form.bits - 1).to(torch.uint8).reshape(weight.shape)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for rows in chunks(*weight.shape):
+        part, scale = weight[rows].reshape(-1, params.scale.shape[1], weight.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
+        if form.dtype.kind == "float":
+            found = formats.nearest_codes(part / scale, form.dtype)
+        elif params.minimum is not None:
+            found = (part - params.minimum[rows, :, None]).div_(scale).round_().clamp_(0, 2**form.bits - 1)
+        else:
+            zero = form.middle if params.zero is None else params.zero[rows, :, None]
+            found = (part / scale).round_().add_(zero).clamp_(0, 2**form.bits - 1)
+        codes[rows] = found.reshape(-1, weight.shape[1])
+    return codes
 
 
 def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
     """The fp32 weights of codes; arguments as for `encode`."""
-    rows = codes.reshape(*params.scale.shape, -1)
-    scale = params.scale.unsqueeze(-1)
-    if form.dtype.kind == "float":
-        return (_table(form.dtype.name)[rows.int()] * scale).reshape(codes.shape)
-    if params.minimum is not None:
-        return (rows.float() * scale).add_(params.minimum.unsqueeze(-1)).reshape(codes.shape)
-    zero = float(form.middle) if params.zero is None else params.zero.unsqueeze(-1)
-    return rows.float().sub_(zero).mul_(scale).reshape(codes.shape)
-
-
-def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
-    """The values of a storage format that are nearest to scales, as fp32. E8M0 takes the nearest power of two.
-
-    Args:
-        scale: fp32, any shape.
-        scale_dtype: a key of `SCALE_DTYPES`.
-    """
-    if scale_dtype == "fp32":
-        return scale
-    if scale_dtype == "e4m3":
-        return scale.clamp(-448.0, 448.0).to(SCALE_DTYPES[scale_dtype]).float()  # torch's cast does not saturate
-    return scale.to(SCALE_DTYPES[scale_dtype]).float()
-
-
-@functools.cache
-def _table(name: str) -> torch.Tensor:
-    from nc.spec import dtype  # noqa: PLC0415
-
-    return torch.tensor(dtype(name).values, dtype=torch.float32)
+    weight = torch.empty(codes.shape, dtype=torch.float32)
+    for rows in chunks(*codes.shape):
+        part, scale = codes[rows].reshape(-1, params.scale.shape[1], codes.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
+        if form.dtype.kind == "float":
+            found = formats.values(form.dtype).index_select(0, part.flatten().int()).reshape(part.shape).mul_(scale)
+        elif params.minimum is not None:
+            found = part.float().mul_(scale).add_(params.minimum[rows, :, None])
+        else:
+            found = part.float().sub_(float(form.middle) if params.zero is None else params.zero[rows, :, None]).mul_(scale)
+        weight[rows] = found.reshape(-1, codes.shape[1])
+    return weight

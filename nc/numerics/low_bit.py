@@ -82,7 +82,7 @@ def embedding(
 
     def at(part: torch.Tensor | None) -> torch.Tensor | None:
         # formats of 8 bits have no index kernel; their bytes do
-        if part is None or part.shape[0] == 1:
+        if part is None or part.shape[0] != codes.shape[0]:  # of the whole table
             return part
         return part.view(torch.uint8)[rows].view(part.dtype) if part.element_size() == 1 else part[rows]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nc.numerics import bits
-from nc.numerics.groups import GroupParams, decode
+from nc.numerics.groups import GroupParams, Outer, decode, spread
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 
 
@@ -69,36 +69,48 @@ def params(
 ) -> GroupParams:
     """fp32 params of the tensors that are stored; see `PackedWeight`."""
     groups = scale.shape[1]
+    outer = None if outer_scale is None else Outer(outer_scale.float(), None if outer_minimum is None else outer_minimum.float())
     return GroupParams(
-        _with_outer(scale, outer_scale),
+        _multiplied(scale, outer_scale),
         None if zero is None else bits.unpack(zero, form.bits, groups).float(),
-        None if minimum is None else _with_outer(minimum, outer_minimum),
+        None if minimum is None else _multiplied(minimum, outer_minimum),
+        outer,
     )
 
 
-def _with_outer(scale: torch.Tensor, outer: torch.Tensor | None) -> torch.Tensor:
-    if outer is None:
-        return scale.float()
-    if outer.numel() == 1:
-        return scale.float() * outer.float()
-    repeats = -(-scale.shape[1] // outer.shape[1])
-    return scale.float() * outer.float().repeat_interleave(repeats, 1)[:, : scale.shape[1]]
+def _multiplied(scale: torch.Tensor, outer: torch.Tensor | None) -> torch.Tensor:
+    return scale.float() if outer is None else scale.float() * spread(outer.float(), scale.shape[1])
 
 
 def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedWeight:
-    """Store codes and fp32 params.
+    """Store codes and fp32 params. `PackedWeight.params` gives these params again, bit for bit.
 
     Args:
         codes: uint8, shape [N, K].
-        found: scales that fit their storage format exactly.
-        form: without second-level scales.
+        found: scales that fit their storage format exactly (`nc.numerics.stored_scales.second_level` makes such), with `outer` where the
+            format has two levels.
+        form: the format.
     """
-    storage = SCALE_DTYPES[form.scale_dtype]
+    outer, double = found.outer, form.double_quant
+    assert (outer is not None) == form.two_levels
+    storage = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
+    outer_storage = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
+
+    def of(part: torch.Tensor | None, outside: torch.Tensor | None) -> torch.Tensor | None:
+        if part is None or outside is None:
+            return None if part is None else part.to(storage)
+        inner = part / spread(outside, part.shape[1])
+        return (inner if double is None else inner.round_()).to(storage)
+
+    scale = of(found.scale, None if outer is None else outer.scale)
+    assert scale is not None
     return PackedWeight(
         form=form,
         shape=(codes.shape[0], codes.shape[1]),
         codes=bits.pack(codes, form.bits),
-        scale=found.scale.to(storage),
+        scale=scale,
         zero=None if found.zero is None else bits.pack(found.zero.to(torch.uint8), form.bits),
-        minimum=None if found.minimum is None else found.minimum.to(storage),
+        minimum=of(found.minimum, None if outer is None else outer.minimum),
+        outer_scale=None if outer is None else outer.scale.to(outer_storage),
+        outer_minimum=None if outer is None or outer.minimum is None else outer.minimum.to(outer_storage),
     )

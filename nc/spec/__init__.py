@@ -14,7 +14,7 @@ from nc.spec.specs import (
     SmoothSpec,
     TensorSpec,
 )
-from nc.spec.weight_format import SCALE_DTYPES, DoubleQuant, WeightFormat
+from nc.spec.weight_format import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat
 
 __all__ = [
     "BF16",
@@ -24,7 +24,9 @@ __all__ = [
     "PER_CHANNEL",
     "PER_TENSOR",
     "PER_TOKEN",
+    "PRESETS",
     "SCALE_DTYPES",
+    "SCALE_MODES",
     "UINT8",
     "Capabilities",
     "DynamicCost",

@@ -4,7 +4,10 @@ Sources of the floating-point formats:
 
 * fp8_e4m3 and fp8_e5m2: OCP 8-bit Floating Point Specification (OFP8) 1.0, arXiv 2209.05433. torch calls the first float8_e4m3fn.
 * fp4_e2m1, fp6_e2m3 and fp6_e3m2: OCP Microscaling Formats (MX) Specification 1.0, section 5.3. They have no infinities and no NaN.
+* mxint8: the same, section 5.3.4: whole multiples of 2^-6. Code -128 stands for -2, but is never chosen, so that the range is symmetric.
 * nf4: QLoRA, arXiv 2305.14314, appendix E.
+* af4 and af4_32: "NF4 Isn't Information Theoretically Optimal (and that's Good)", arXiv 2306.06965: the values with the least expected
+  absolute error of normal weights, which depend on how many weights share a scale: af4 is for groups of 64, af4_32 for groups of 32.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ class DType:
 
     @property
     def largest(self) -> float:
-        """The largest finite value of a code with zero point 0; a symmetric scale is the largest weight divided by this."""
+        """The largest finite value of a code with zero point 0; a symmetric scale is the largest weight divided by this.
+
+        Values of a format below minus this (only mxint8 has one, -2) are decoded, but never chosen.
+        """
         return max(filter(math.isfinite, self.values), default=self.quant_max)
 
     def __str__(self) -> str:
@@ -92,6 +98,22 @@ _NF4 = _table(
     ),
 )
 
+_AF4 = _table(
+    "af4",
+    (
+        *(-1.0, -0.69441008, -0.51243739, -0.3736951, -0.25607552, -0.14982478, -0.04934812, 0.0),
+        *(0.04273164, 0.12934483, 0.21961274, 0.31675666, 0.42563882, 0.55496234, 0.72424863, 1.0),
+    ),
+)
+_AF4_32 = _table(
+    "af4_32",
+    (
+        *(-1.0, -0.72380075, -0.54068711, -0.3963985, -0.2723577, -0.15956821, -0.05258802, 0.0),
+        *(0.04554747, 0.13780891, 0.23375854, 0.33656744, 0.4508456, 0.58437857, 0.75299116, 1.0),
+    ),
+)
+_MXINT8 = _table("mxint8", tuple((code - 256 * (code > 127)) / 64 for code in range(256)))  # the codes are in two's complement
+
 _ALL = (
     *(_integer(bits, signed=signed) for signed in (False, True) for bits in range(2, 9)),
     _float(2, 1),
@@ -100,6 +122,9 @@ _ALL = (
     _float(4, 3, torch.float8_e4m3fn, (math.nan,)),
     _float(5, 2, torch.float8_e5m2, (math.inf, math.nan, math.nan, math.nan)),
     _NF4,
+    _AF4,
+    _AF4_32,
+    _MXINT8,
 )
 
 #: All dtypes by name. An entry here makes a dtype known; which operators take it is in the capability tables of backends.
