@@ -14,6 +14,7 @@ from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
 from nc.config import ComposedConfig as ComposedConfig
 from nc.config import DynamicQuantConfig as DynamicQuantConfig
+from nc.config import FakeQuantConfig as FakeQuantConfig
 from nc.config import INT8StaticQuantConfig as INT8StaticQuantConfig
 from nc.config import SmoothQuantConfig as SmoothQuantConfig
 from nc.config import StaticQuantConfig as StaticQuantConfig
@@ -51,6 +52,7 @@ from nc.lowbit.transforms import Smooth as Smooth
 from nc.parity.compare import Comparison as Comparison
 from nc.parity.compare import compare as compare
 from nc.spec import DoubleQuant as DoubleQuant
+from nc.spec import FakeTensorSpec as FakeTensorSpec
 from nc.workflow import convert as convert
 from nc.workflow import describe as describe
 from nc.workflow import prepare as prepare

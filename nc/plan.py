@@ -179,7 +179,7 @@ class Plan:
     def table(self) -> str:
         """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
-        rows += [(d.operator, d.kind, d.spec.activations, str(d.spec.weight or "-"), d.rules, d.reason) for d in self.decisions]
+        rows += [(d.operator, d.kind, d.spec.activations, d.spec.weights, d.rules, d.reason) for d in self.decisions]
         return format_table(rows)
 
     def explain(self, operator: str) -> str:

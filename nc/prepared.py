@@ -14,6 +14,7 @@ from nc.algorithms.base import Algorithm, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
+from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
 from nc.calibration.observe import observed_module, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
 from nc.calibration.statistics import Collected, Samples, Statistics, checksum
@@ -21,6 +22,7 @@ from nc.capture.capture import Graph
 from nc.config import AnyConfig
 from nc.errors import CalibrationError, InputError, NCError, StateError
 from nc.graph.dataflow import pools_on_codes
+from nc.graph.fake_quant import insert_fake_quant, static_sites
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import QDQGraph, insert_qdq
 from nc.graph.signature import call_error
@@ -68,7 +70,7 @@ class PreparedModel(torch.nn.Module):
         self.quant_config = quant_config
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
         needs = all_needs(self._algorithms, graph.module, plan)
-        watches = watches_for(self._edges(graph.module, plan))
+        watches = [*watches_for(self._edges(graph.module, plan)), *watches_for_sites(static_sites(graph.module, plan))]
         self._observed, self.observers = observed_module(graph.module, [*watches, *needs.statistics])
         self._calls = 0
         self._samples = Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
@@ -134,6 +136,7 @@ class PreparedModel(torch.nn.Module):
         context.qparams = find_qparams(context.edges, context.found)
         applied += run(self._algorithms, Stage.QPARAMS, context, example)
         context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
+        insert_fake_quant(context.quantized, context.plan, find_fake_ranges(static_sites(context.module, context.plan), context.found))
         applied += run(self._algorithms, Stage.CODES, context, example)
         with torch.no_grad():
             sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), context.quantized(*example))
@@ -165,7 +168,9 @@ class PreparedModel(torch.nn.Module):
     def _executed(self, plan: Plan, found: Collected) -> Plan:
         """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
         while True:
-            missing = {e.operator for e in self._edges(self.graph.module, plan) if not _has_run(e, found)}
+            keys = [(e.operator, observer_key(e)) for e in self._edges(self.graph.module, plan)]
+            keys += [(s.operator, key_of(s)) for s in static_sites(self.graph.module, plan)]
+            missing = {operator for operator, key in keys if key not in found.seen or not found.seen[key].batches}
             if not missing:
                 return plan
             decisions = tuple(
@@ -186,7 +191,3 @@ def _check_weights(graph: Graph, plan: Plan) -> None:
                     "have no codes. Repair it, or leave the operator in fp32: config.exclude(...)."
                 )
                 raise InputError(msg)
-
-
-def _has_run(edge: Edge, found: Collected) -> bool:
-    return observer_key(edge) in found.seen and found.seen[observer_key(edge)].batches > 0

@@ -23,13 +23,14 @@ class OpReport:
     Attributes:
         operator: its name.
         kind: its kind.
-        asked: what the configuration asks for: "int8", "bf16", "fp32", or for example "int4 per_group 32, weight only".
+        asked: what the configuration asks for: "int8", "bf16", "fp32", for example "int4 per_group 32, weight only", or of a
+            simulated operator the formats of all roles.
         ran: what the engine executes: "int8", "bf16" or "fp32".
         rule: the rule that decided.
         reason: why it is not int8, or what was rewritten; else "".
         kernel: the kernel that computed it; "" without a profile, or if no timed step computes it.
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
-        mode: "static", "dynamic", "weight_only" or "float": how it is quantized in the graph.
+        mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
     """
 
     operator: str
@@ -116,7 +117,7 @@ class Report:
 
     def _figures(self) -> str:
         lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
-        weights = collections.Counter(op.asked for op in self.ops if op.mode == "weight_only")
+        weights = collections.Counter(op.asked for op in self.ops if op.mode in ("weight_only", "fake_quant"))
         if weights and not self.asked_int8:
             lines.clear()
         lines += [f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()]

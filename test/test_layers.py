@@ -26,6 +26,7 @@ LEVELS = (
         "nc.graph.views",
         "nc.graph.placement",
         "nc.graph.qdq",
+        "nc.graph.fake_quant",
         "nc.graph.saturation",
     ),
     ("nc.observers", "nc.capture"),
@@ -44,14 +45,19 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.spec": (("nc.spec.dtypes", "nc.spec.granularities", "nc.spec.reasons"), ("nc.spec.specs",), ("nc.spec",)),
+    "nc.spec": (
+        ("nc.spec.dtypes", "nc.spec.granularities", "nc.spec.reasons"),
+        ("nc.spec.fake_spec", "nc.spec.weight_format"),
+        ("nc.spec.specs",),
+        ("nc.spec",),
+    ),
     "nc.graph": (
         ("nc.graph.signature", "nc.graph.tensor_meta"),
         ("nc.graph.catalogue",),
         ("nc.graph.views",),
         ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),
         ("nc.graph.placement",),
-        ("nc.graph.qdq",),
+        ("nc.graph.qdq", "nc.graph.fake_quant"),
         ("nc.graph.saturation",),
     ),
     "nc.capture": (
@@ -70,7 +76,7 @@ INSIDE = {
     ),
     "nc.calibration": (
         ("nc.calibration.observe", "nc.calibration.statistics"),
-        ("nc.calibration.distributed", "nc.calibration.qparams", "nc.calibration.diagnostics"),
+        ("nc.calibration.distributed", "nc.calibration.qparams", "nc.calibration.diagnostics", "nc.calibration.fake_ranges"),
         ("nc.calibration",),
     ),
     "nc.storage": (
@@ -81,7 +87,7 @@ INSIDE = {
         ("nc.storage",),
     ),
     "nc.interchange": (("nc.interchange.gguf",), ("nc.interchange",)),
-    "nc.planning": (("nc.planning.dynamic_cost",), ("nc.planning.rules",), ("nc.planning",)),
+    "nc.planning": (("nc.planning.dynamic_cost", "nc.planning.fake_rules"), ("nc.planning.rules",), ("nc.planning",)),
     "nc.parity": (
         ("nc.parity.graph_diff", "nc.parity.intermediates", "nc.parity.rounding_bounds"),
         ("nc.parity.engine_values", "nc.parity.teacher_forcing"),
@@ -102,7 +108,7 @@ INSIDE = {
         ("nc.config.rule_key",),
         ("nc.config.document", "nc.config.fields"),
         ("nc.config.base",),
-        ("nc.config.strategies",),
+        ("nc.config.strategies", "nc.config.fake_quant"),
         ("nc.config",),
     ),
     "nc.numerics": (

@@ -13,6 +13,7 @@ from nc.backends.base import EngineModel, EngineReport, Exporter, OpRun, Option
 from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
+from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.qdq import QDQGraph
 from nc.ops import CONVERTERS
 from nc.plan import Decision
@@ -43,12 +44,14 @@ class ReferenceBackend:
                 activations=() if kind in RECURRENT else ("uint8", "int8"),
                 weights=("int8",) if kind in weighted else (),
                 weight_only=_WEIGHT_ONLY if kind == "linear" else (),
+                fake=tuple(DTYPES) if kind in WEIGHTED else (),
                 dynamic=("per_token", "per_tensor") if kind == "linear" else ("per_tensor",) if kind in RECURRENT else (),
                 affine_only=kind in RECURRENT,
                 note=_NOTE,
             )
             for kind in KIND_NAMES
         )
+        rows += tuple(OpSupport(kind=kind, fake=tuple(DTYPES), note=_NOTE) for kind in sorted(SIMULATED_ONLY))
         fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
         return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST)
 

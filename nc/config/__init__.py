@@ -1,6 +1,7 @@
 """What the user asks for."""
 
 from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, config_from, outer_field, parts_of
+from nc.config.fake_quant import FakeQuantConfig
 from nc.config.strategies import (
     DynamicQuantConfig,
     INT8StaticQuantConfig,
@@ -17,6 +18,7 @@ __all__ = [
     "AnyConfig",
     "ComposedConfig",
     "DynamicQuantConfig",
+    "FakeQuantConfig",
     "INT8StaticQuantConfig",
     "QuantConfig",
     "SmoothQuantConfig",

@@ -158,7 +158,12 @@ class QuantConfig(Document):
 
     def exclude(self, *keys: RuleKey) -> Any:
         """Leave operators in fp32: the same as `set_local` with `w_dtype="fp32", act_dtype="fp32"`. Returns `self`."""
-        return self.set_local(list(keys), type(self)(w_dtype="fp32", act_dtype="fp32"))
+        return self.set_local(list(keys), self.all_float())
+
+    @classmethod
+    def all_float(cls) -> QuantConfig:
+        """The configuration that leaves operators in fp32."""
+        return cls(w_dtype="fp32", act_dtype="fp32")
 
     def __add__(self, other: AnyConfig) -> ComposedConfig:
         """Both strategies for one model; see `ComposedConfig`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nc.algorithms import register
@@ -23,11 +23,13 @@ class Field:
         default: its value if none was given.
         check: `(name, value) -> value`, which returns the value to store; raises ConfigError.
         outer: the field applies to whole models, so only an outer configuration may have it.
+        merge: one value of those of several rules, the most specific first; None: the most specific one.
     """
 
     default: Any
     check: Check
     outer: bool = False
+    merge: Callable[[Sequence[Any]], Any] | None = None
 
     def encode(self, value: Any) -> Any:
         """A checked value as plain values; `check` accepts them."""

@@ -1,6 +1,8 @@
-"""Per-channel extremes: the smallest and largest value of each index of the last dimension; for SmoothQuant."""
+"""Per-channel extremes: the smallest and largest value of each index of one dimension; for SmoothQuant and for simulated formats."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -19,3 +21,12 @@ CHANNEL_EXTREMES = Statistic(
     update=update,
     merge=merge_each(low=torch.minimum, high=torch.maximum),
 )
+
+
+def extremes_along(axis: int) -> Statistic:
+    """The same statistic of another dimension: each state tensor has its size."""
+
+    def update_along(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
+        return update(state, x.movedim(axis, -1), low, high)
+
+    return dataclasses.replace(CHANNEL_EXTREMES, name=f"extremes_of_axis_{axis}", update=update_along)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from nc.numerics import formats
 from nc.numerics.affine import choose_qparams
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM, occupied
@@ -28,6 +29,10 @@ def squared_errors(values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor
     Returns:
         float64, shape [candidates].
     """
+    if spec.dtype.kind == "float":
+        steps = formats.choose_scale(low, high, spec.dtype).double()[:, None]
+        nearest = formats.nearest_codes(values / steps, spec.dtype)
+        return (torch.tensor(spec.dtype.values, dtype=torch.float64)[nearest.int()] * steps - values).square() @ counts
     scale, zero_point = choose_qparams(low, high, quant_min=spec.quant_min, quant_max=spec.quant_max, symmetric=spec.symmetric)
     scale, zero_point = scale.double()[:, None], zero_point[:, None]
     codes = (torch.round(values / scale) + zero_point).clamp(spec.quant_min, spec.quant_max)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.numerics import affine, dynamic, formats, low_bit, recurrent
+from nc.numerics import affine, dynamic, fake_quant, formats, low_bit, recurrent
 from nc.spec import dtype as named
 from nc.spec import per_channel, per_group
 
@@ -207,6 +207,18 @@ quantize_dequantize_dynamic = _operator(
     _quantize_dequantize_dynamic,
     lambda x, *_: torch.empty_like(x),
 )
+#: fp32 values of the codes of any format, by the name of its `nc.spec.DType`: for scales as of `quantize_tensor`, or the ranges of `x`.
+fake_quantize = _operator(
+    "fake_quantize(Tensor x, Tensor scale, Tensor? zero_point, str format, str round_method, int seed) -> Tensor",
+    fake_quant.fake_quantize,
+    _values,
+)
+fake_quantize_dynamic = _operator(
+    "fake_quantize_dynamic(Tensor x, str format, str granularity, bool symmetric, str round_method, str scale_type, bool tensor_scale, "
+    "int seed) -> Tensor",
+    fake_quant.fake_quantize_dynamic,
+    _values,
+)
 #: bf16 values nearest to fp32 ones, and the same values in fp32.
 to_bf16 = _operator(
     "to_bf16(Tensor x) -> Tensor",
@@ -241,6 +253,6 @@ quant_embedding = _operator(
 QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel, quantize_per_group})
 DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group})
 #: All operators that only convert between codes and values.
-CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_float, dequantize_float, quantize_dequantize_dynamic}
+CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_float, dequantize_float, quantize_dequantize_dynamic, fake_quantize, fake_quantize_dynamic}
 #: What a node calls instead of a recurrent ATen operator, by that one's name.
 RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic}

@@ -37,8 +37,11 @@ class Sizes:
 
     def weight(self, op: Operator) -> tuple[int, ...]:
         """Shape of an operator's constant weight."""
-        node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
-        return tuple(Weighted.of(node).weight.meta["val"].shape)
+        return tuple(Weighted.of(self.node(op)).weight.meta["val"].shape)
+
+    def node(self, op: Operator) -> fx.Node:
+        """The node of an operator."""
+        return next(n for n in self._graph.module.graph.nodes if n.name == op.node)
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why dynamic int8 is slower than fp32 for an operator at the size of the example; None if it is not slower."""

@@ -21,8 +21,10 @@ from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
+from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
+from nc.planning.fake_rules import fake_spec
 from nc.spec import (
     BF16,
     FLOAT,
@@ -144,7 +146,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     base: dict[str, Any] = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     row = capabilities.row(op.kind)
     matches = matches_of(op, config, row, modules)
-    if not op.quantizable:
+    simulated = bool(matches) and matches[0].config.family == "fake_quant" and op.kind in SIMULATED_ONLY
+    if not op.quantizable and not simulated:
         rule = matches[0].rule if matches and matches[0].rule.level is Level.NAME else NO_RULE
         return Decision(**base, decided=rule, why=op.why or Cause.FOLLOWS())
     if not matches:
@@ -162,6 +165,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     except NCError as error:
         msg = f"Operator {op.name!r} (rule: {chosen.rule}): {error}"
         raise type(error)(msg) from error
+    if chosen.config.family == "fake_quant":
+        return _simulated(base, op, values, row, sizes, capabilities)
     spec = spec_of(chosen.config.algorithm, values, op.kind)
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
     why = _why_no_kernel(op, spec, row, chosen, capabilities)
@@ -174,6 +179,23 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     elif row is not None and not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
+
+
+def _simulated(
+    base: Mapping[str, Any], op: Operator, values: Mapping[str, Any], row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
+) -> Decision:
+    """The decision for an operator whose formats are simulated."""
+    try:
+        fake = fake_spec(values, op.kind, sizes.node(op))
+    except ConfigError as error:
+        msg = f"Operator {op.name!r} ({op.kind}, rule: {base['decided']}): {error}"
+        raise ConfigError(msg) from error
+    if not fake.roles:
+        return Decision(**base, why=op.why or Cause.ASKED(dtype="fp32"))
+    spec = OpSpec(fake=fake)
+    if row is None or not row.supports(spec.mode):
+        return Decision(**base, why=op.why or _no_kernel(op.kind, spec, capabilities))
+    return Decision(**base, spec=spec)
 
 
 def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collection[str] = ()) -> Decision:
@@ -229,10 +251,11 @@ def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
     for name, field in first.FIELDS.items():
         if field.outer:
             continue
-        source = next((m for m in levels if name in m.config.given), None)
-        if source is not None:
-            values[name] = source.config.given[name]
-        sources[name] = str(source.rule) if source else _DEFAULT
+        givers = [m for m in levels if name in m.config.given]
+        if givers:
+            given = [m.config.given[name] for m in givers]
+            values[name] = given[0] if field.merge is None else field.merge(given)
+        sources[name] = str(givers[0].rule) if givers else _DEFAULT
     return values, sources
 
 
@@ -303,13 +326,15 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Mat
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
-    how = {"dynamic": "dynamic int8", "weight_only": "weight-only"}.get(spec.mode, "int8")
+    how = {"dynamic": "dynamic int8", "weight_only": "weight-only", "fake_quant": "fake-quantization"}.get(spec.mode, "int8")
     return Cause.NO_KERNEL(backend=capabilities.backend, how=how, kind=kind)
 
 
 def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capabilities: Capabilities) -> None:
     """Raise UnsupportedError if the kernel of a row does not take the dtype or granularity of an operator."""
     value: object
+    if spec.mode == "fake_quant":
+        return  # who simulates one format simulates all
     if spec.mode == "weight_only" and spec.weight is not None:
         field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
     else:

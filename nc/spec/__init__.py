@@ -1,6 +1,7 @@
 """Frozen values that all packages share: dtypes, granularities, requests of operators, capabilities of backends."""
 
 from nc.spec.dtypes import DTYPES, INT8, UINT8, DType, dtype
+from nc.spec.fake_spec import FakeSpec, FakeTensorSpec
 from nc.spec.granularities import PER_CHANNEL, PER_TENSOR, PER_TOKEN, Granularity, granularity, per_block, per_channel, per_group
 from nc.spec.specs import (
     BF16,
@@ -32,6 +33,8 @@ __all__ = [
     "DynamicCost",
     "DType",
     "DoubleQuant",
+    "FakeSpec",
+    "FakeTensorSpec",
     "Granularity",
     "Mode",
     "OpSpec",

@@ -10,10 +10,12 @@ import torch
 
 from nc.errors import ConfigError
 from nc.spec.dtypes import DType, dtype
+from nc.spec.fake_spec import FakeSpec
 from nc.spec.granularities import PER_TENSOR, Granularity, granularity
 
-#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, or not at all.
-Mode = Literal["static", "dynamic", "weight_only", "float"]
+#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, as a simulation of any
+#: formats, or not at all.
+Mode = Literal["static", "dynamic", "weight_only", "fake_quant", "float"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +129,7 @@ class OpSpec:
         right: the second input of a matmul, where it uses another range than the first.
         smooth: how outliers of its input move into its weight first.
         bf16: not quantized, but computed in bf16: inputs, weight, bias and result are rounded to it, sums are not.
+        fake: what is simulated, of an operator whose other roles are None.
     """
 
     activation: TensorSpec | None = None
@@ -134,10 +137,13 @@ class OpSpec:
     right: TensorSpec | None = None
     smooth: SmoothSpec | None = None
     bf16: bool = False
+    fake: FakeSpec | None = None
 
     @property
     def mode(self) -> Mode:
         """How it is quantized."""
+        if self.fake is not None:
+            return "fake_quant"
         if self.activation is not None:
             return "dynamic" if self.activation.dynamic else "static"
         return "float" if self.weight is None else "weight_only"
@@ -149,7 +155,9 @@ class OpSpec:
 
     @property
     def activations(self) -> str:
-        """Short form of the inputs, for tables."""
+        """Short form of the inputs, for tables; of a simulated operator also of its output."""
+        if self.fake is not None:
+            return " → ".join(str(spec or "fp32") for spec in (self.fake.input, self.fake.output)[: 1 + (self.fake.output is not None)])
         if self.right is not None:
             return f"{self.activation}, {self.right}"
         if self.smooth is not None:
@@ -157,8 +165,18 @@ class OpSpec:
         return str(self.activation or ("bf16" if self.bf16 else "fp32"))
 
     @property
+    def weights(self) -> str:
+        """Short form of the weight, for tables; of a simulated operator also of its bias."""
+        if self.fake is None:
+            return str(self.weight or "-")
+        bias = "" if self.fake.bias is None else f", bias {self.fake.bias}"
+        return f"{self.fake.weight or '-'}{bias}"
+
+    @property
     def precision(self) -> str:
-        """What was asked: "int8", "bf16", "fp32", or of a weight-only operator its weight, e.g. "int4 per_group 32, weight only"."""
+        """What was asked: "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a simulated operator."""
+        if self.fake is not None:
+            return f"simulated: {self.fake}"
         if self.mode == "weight_only" and self.weight is not None:
             return f"{self.weight.dtype} {self.weight.granularity}, weight only"
         return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
@@ -179,14 +197,16 @@ class OpSpec:
         """Plain values."""
         parts = {role: spec.to_dict() if spec else None for role, spec in self._tensors().items()}
         smooth = {f.name: getattr(self.smooth, f.name) for f in fields(self.smooth)} if self.smooth else None
-        return {**parts, "smooth": smooth, "bf16": self.bf16}
+        fake = {} if self.fake is None else {"fake": self.fake.to_dict()}
+        return {**parts, "smooth": smooth, "bf16": self.bf16, **fake}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> OpSpec:
         """The inverse of `to_dict`; plans of 0.1 development versions have no `bf16`."""
         tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
         smooth = data.get("smooth")
-        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data.get("bf16", False) is True)
+        fake = FakeSpec.from_dict(data["fake"]) if data.get("fake") is not None else None
+        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data.get("bf16", False) is True, fake=fake)
 
     def _tensors(self) -> dict[str, TensorSpec | None]:
         return {"activation": self.activation, "weight": self.weight, "right": self.right}
@@ -221,6 +241,7 @@ class OpSupport:
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
         weight_only: dtypes of weights that it takes while activations stay fp32 (empty: none).
+        fake: formats that it simulates at any role (empty: none).
         affine_only: as dynamic operator it takes affine activations only.
         grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
             one first.
@@ -235,6 +256,7 @@ class OpSupport:
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
     weight_only: tuple[str, ...] = ()
+    fake: tuple[str, ...] = ()
     affine_only: bool = False
     grouped_weights: tuple[str, ...] = ("per_tensor",)
     note: str = ""
@@ -242,7 +264,7 @@ class OpSupport:
     def __post_init__(self) -> None:
         """Check all names."""
         try:
-            for name in (*self.activations, *self.weights, *self.weight_only):
+            for name in (*self.activations, *self.weights, *self.weight_only, *self.fake):
                 dtype(name)
             for text in (*self.dynamic, *self.grouped_weights):
                 granularity(text)
@@ -252,7 +274,8 @@ class OpSupport:
 
     def supports(self, mode: Mode) -> bool:
         """Whether there is a kernel for one way to quantize."""
-        return bool({"static": self.activations, "dynamic": self.dynamic, "weight_only": self.weight_only}.get(mode))
+        kernels = {"static": self.activations, "dynamic": self.dynamic, "weight_only": self.weight_only, "fake_quant": self.fake}
+        return bool(kernels.get(mode))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.errors import ConfigError
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
@@ -25,7 +26,8 @@ from nc.ops import (
     quantize_float,
     to_bf16,
 )
-from nc.spec import DTYPES
+from nc.spec import DTYPES, dtype, granularity
+from nc.spec.fake_spec import ROUND_METHODS, SCALE_TYPES
 
 #: Types of a schema whose values JSON says by a tag.
 _TAGGED: dict[str, type] = {
@@ -247,6 +249,9 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
+    if "format" in given:
+        _check_simulated(given)
+        return
     if isinstance(given.get("dtype"), str):
         low_bit = "codes" in given and "outer_scale" in given  # these take integers too
         if given["dtype"] not in DTYPES or not (low_bit or DTYPES[given["dtype"]].kind == "float"):
@@ -268,3 +273,16 @@ def _check_qparams(given: Mapping[str, Any]) -> None:
     if isinstance(zero_point, int) and limits is not None and not limits[0] <= zero_point <= limits[1]:
         msg = f"{zero_point} is no zero point of {given['dtype']}"
         raise ValueError(msg)
+
+
+def _check_simulated(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for names that no simulated format has."""
+    try:
+        granularity(given.get("granularity", "per_tensor"))
+        dtype(given["format"])
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    for name, known in (("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES)):
+        if name in given and given[name] not in known:
+            msg = f"{given[name]!r} is no {name}"
+            raise ValueError(msg)

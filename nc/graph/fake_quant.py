@@ -1,0 +1,205 @@
+"""Simulated operators in a graph: which ranges they need, and the nodes that simulate their formats.
+
+Constants become codes that dequantize nodes read. Activations go through one node that rounds them to values of the format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from nc.errors import ConfigError
+from nc.graph.catalogue import is_float_tensor
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, drop_unused
+from nc.graph.placement import works_in_place
+from nc.graph.views import Embedding, Weighted, set_argument
+from nc.numerics import affine, fake_quant, weight_mse
+from nc.ops import dequantize_float, dequantize_tensor, fake_quantize, fake_quantize_dynamic
+from nc.plan import Plan
+from nc.spec import FakeTensorSpec
+
+#: Kinds that can be simulated though no kernel computes them in integers.
+SIMULATED_ONLY = frozenset({"embedding"})
+#: (operator, role) → scale and zero point.
+Ranges = Mapping[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """An activation whose range comes from calibration.
+
+    Attributes:
+        operator: name of the operator.
+        role: "input" or "output".
+        node: the tensor.
+        reader: the node in front of which it has the value that counts.
+        spec: how it is simulated.
+    """
+
+    operator: str
+    role: str
+    node: fx.Node
+    reader: fx.Node
+    spec: FakeTensorSpec
+
+
+def roles_of(node: fx.Node, kind: str) -> dict[str, fx.Node]:
+    """The tensors of an operator by role: constants, float activations."""
+    if kind == "embedding":
+        weight = Embedding.of(node).weight
+        return {"weight": weight, "output": node} if weight.op == "get_attr" else {}
+    view = Weighted.of(node)
+    found = {"input": view.input, "output": node}
+    found |= {role: n for role, n in (("weight", view.weight), ("bias", view.bias)) if n is not None and n.op == "get_attr"}
+    return {role: n for role, n in found.items() if is_float_tensor(n)}
+
+
+def static_sites(module: fx.GraphModule, plan: Plan) -> list[Site]:
+    """All activations of simulated operators that need calibration."""
+    specs = {d.operator: d for d in plan.quantized if d.spec.fake is not None}
+    sites = []
+    for node in module.graph.nodes:
+        decision = specs.get(node.meta.get("operator"))
+        if decision is None or decision.spec.fake is None:
+            continue
+        tensors = roles_of(node, decision.kind)
+        for role, spec in decision.spec.fake.roles.items():
+            if role in ("input", "output") and not spec.dynamic:
+                sites.append(Site(decision.operator, role, tensors[role], node if role == "input" else node.next, spec))
+    return sites
+
+
+def insert_fake_quant(module: fx.GraphModule, plan: Plan, ranges: Ranges) -> None:
+    """Simulate the formats of a plan in a graph.
+
+    Args:
+        module: changed in place.
+        plan: gives the formats of each operator.
+        ranges: of all `static_sites`.
+
+    Raises:
+        ConfigError: scales of a constant underflow in their type.
+    """
+    in_place = works_in_place(module)
+    decisions = {d.operator: d for d in plan.quantized if d.spec.fake is not None}
+    constants: dict[tuple[str, FakeTensorSpec], tuple[fx.Node, ...]] = {}
+    inputs: dict[tuple[fx.Node, FakeTensorSpec | str], fx.Node] = {}
+    for node in [n for n in module.graph.nodes if n.meta.get("operator") in decisions]:
+        decision = decisions[node.meta["operator"]]
+        assert decision.spec.fake is not None
+        tensors = roles_of(node, decision.kind)
+        for role, spec in decision.spec.fake.roles.items():
+            source = tensors[role]
+            if role in ("weight", "bias"):
+                key = str(source.target), spec
+                if key not in constants:
+                    constants[key] = _constants(module, source, spec, decision.operator)
+                set_argument(node, role, _dequantize(module.graph, node, source, constants[key], spec))
+            elif role == "input":
+                key_of_input = source, spec if spec.dynamic else decision.operator
+                if key_of_input not in inputs or in_place:
+                    arguments = _arguments(module, node, spec, decision.operator, role, ranges)
+                    with module.graph.inserting_before(node):
+                        inputs[key_of_input] = _simulate(module.graph, source, spec, arguments)
+                set_argument(node, "input", inputs[key_of_input])
+            else:
+                readers = list(node.users)
+                arguments = _arguments(module, node, spec, decision.operator, role, ranges)
+                with module.graph.inserting_after(node):
+                    simulated = _simulate(module.graph, node, spec, arguments)
+                for reader in readers:
+                    reader.replace_input_with(node, simulated)
+    drop_unused(module)
+    module.graph.lint()
+    module.recompile()
+
+
+def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scale and zero point of a constant.
+
+    Args:
+        value: any float tensor.
+        spec: resolved.
+
+    Returns:
+        Codes of the shape of `value`; scale fp32 and zero point int32 (None: 0) of shape [] per tensor, else of the shape of the grid of
+        blocks.
+
+    Raises:
+        ConfigError: the blocks do not cover the constant, or a scale underflows in its type.
+    """
+    form, block = spec.format, spec.blocks.block_size(value.shape)
+    value = value.detach().float()
+    low, high = affine.block_range(value, block)
+    options = {"symmetric": bool(spec.symmetric), "scale_type": str(spec.scale_type), "tensor_scale": bool(spec.tensor_scale)}
+    method, seed = str(spec.round_method), int(spec.seed or 0)
+    if spec.observer == "mse":
+        rows, grid = affine.block_rows(value, block)
+        row = (1, rows.shape[1])
+
+        def rounded(limit: torch.Tensor) -> torch.Tensor:
+            scale, zero_point = fake_quant.choose(-limit, limit, form, **options)  # type: ignore[arg-type]
+            codes = fake_quant.codes_of(rows, scale, zero_point, form, method, seed, row)
+            return fake_quant.values_of(codes, scale, zero_point, form, row)
+
+        low, high = (end.reshape(grid) for end in weight_mse.best_range(rows, rounded))
+    scale, zero_point = fake_quant.choose(low, high, form, **options)  # type: ignore[arg-type]
+    if bool(((scale == 0) & ((low != 0) | (high != 0))).any()):
+        msg = f"{int((scale == 0).sum())} scales are 0 in {spec.scale_type}: the values are too small for it. Use another scale_type."
+        raise ConfigError(msg)
+    codes = fake_quant.codes_of(value, scale, zero_point, form, method, seed, block)
+    if block == tuple(value.shape):
+        return codes, scale.reshape(()), None if zero_point is None else zero_point.reshape(())
+    return codes, scale, zero_point
+
+
+def _constants(module: fx.GraphModule, source: fx.Node, spec: FakeTensorSpec, operator: str) -> tuple[fx.Node, ...]:
+    """Nodes of the codes, the scale, and the zero point if there is one."""
+    try:
+        values = constant_codes(constant_of(module, source), spec)
+    except ConfigError as error:
+        msg = f"Operator {operator!r}: {source.meta.get('fqn', source.target)} as {spec}: {error}"
+        raise ConfigError(msg) from error
+    fqn, first = source.meta.get("fqn", str(source.target)), next(iter(module.graph.nodes))
+    names = (str(spec.dtype), "scale", "zero_point")
+    return tuple(
+        add_constant(module, first, f"{source.target}_{name}", value, fqn if i == 0 else f"{fqn}.{name}")
+        for i, (name, value) in enumerate(zip(names, values, strict=True))
+        if value is not None
+    )
+
+
+def _dequantize(graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Sequence[fx.Node], spec: FakeTensorSpec) -> fx.Node:
+    codes, scale, *rest = constants
+    with graph.inserting_before(reader):
+        if spec.format.kind == "float":
+            node = call_operator(graph, dequantize_float, codes, scale, str(spec.dtype))
+        else:
+            node = call_operator(graph, dequantize_tensor, codes, scale, rest[0] if rest else None, spec.format.storage)
+    node.meta["val"] = source.meta["val"]
+    return node
+
+
+def _arguments(module: fx.GraphModule, node: fx.Node, spec: FakeTensorSpec, operator: str, role: str, ranges: Ranges) -> tuple[object, ...]:
+    """What follows the tensor in the call that simulates it."""
+    if spec.dynamic:
+        how = str(spec.blocks), bool(spec.symmetric), str(spec.round_method), str(spec.scale_type), bool(spec.tensor_scale)
+        return str(spec.dtype), *how, int(spec.seed or 0)
+    scale, zero_point = ranges[operator, role]
+    first = next(iter(module.graph.nodes))
+    name = f"{node.name}_{role}"
+    scale_node = add_constant(module, first, f"{name}_scale", scale, f"{operator}.{role}.scale")
+    zero_node = (
+        None if zero_point is None else add_constant(module, first, f"{name}_zero_point", zero_point, f"{operator}.{role}.zero_point")
+    )
+    return scale_node, zero_node, str(spec.dtype), str(spec.round_method), int(spec.seed or 0)
+
+
+def _simulate(graph: fx.Graph, source: fx.Node, spec: FakeTensorSpec, arguments: Sequence[object]) -> fx.Node:
+    operator = fake_quantize_dynamic if spec.dynamic else fake_quantize
+    node = call_operator(graph, operator, source, *arguments)  # type: ignore[arg-type]
+    node.meta["val"] = source.meta.get("val")
+    return node

@@ -1,0 +1,42 @@
+"""Values of a configuration → what is simulated of one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from nc.errors import ConfigError
+from nc.graph.fake_quant import roles_of
+from nc.spec import FakeSpec, FakeTensorSpec
+from nc.spec.fake_spec import ROLES
+
+
+def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:
+    """The resolved specs of the roles that an operator has.
+
+    Args:
+        values: role → spec, or None or "fp32" where the role stays fp32.
+        kind: of the operator.
+        node: the operator in the captured graph.
+
+    Raises:
+        ConfigError: values that contradict each other, an axis that a tensor has not, or blocks that do not cover it.
+    """
+    tensors = roles_of(node, kind)
+    specs = {role: values[role].resolved(role, kind) for role in ROLES if isinstance(values.get(role), FakeTensorSpec) and role in tensors}
+    for role, spec in specs.items():
+        _check_blocks(spec, role, tensors[role])
+    return FakeSpec(**specs)
+
+
+def _check_blocks(spec: FakeTensorSpec, role: str, node: fx.Node) -> None:
+    """Raise ConfigError if blocks do not cover a tensor; sizes that differ between calls count as they were captured."""
+    shape = [int(size) if isinstance(size, int) else size.node.hint for size in node.meta["val"].shape]
+    try:
+        if all(size is not None for size in shape):
+            spec.blocks.block_size(shape)
+    except ConfigError as error:
+        msg = f"{role} as {spec} does not fit its shape {tuple(shape)}. {error}"
+        raise ConfigError(msg) from error
