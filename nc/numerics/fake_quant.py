@@ -56,7 +56,7 @@ def choose(
 def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
     """The E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
-    emax is the exponent of the largest power of two in the format. Of integers of b bits it is b - 2, so that int8 codes are those of MXINT8.
+    emax is the exponent of the largest power of two in the format. Of integers of b bits it is b - 2: int8 codes are then those of MXINT8.
 
     Args:
         amax: largest magnitudes, any shape; 0 gives scale 1.

@@ -41,7 +41,8 @@ class Sizes:
 
     def node(self, op: Operator) -> fx.Node:
         """The node of an operator."""
-        return next(n for n in self._graph.module.graph.nodes if n.name == op.node)
+        node: fx.Node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
+        return node
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why dynamic int8 is slower than fp32 for an operator at the size of the example; None if it is not slower."""
