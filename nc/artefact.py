@@ -18,7 +18,7 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
 from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel, without_autocast
-from nc.storage import store
+from nc.storage import folder, store
 from nc.storage.atomic import replaced
 
 
@@ -103,7 +103,7 @@ def load(
         return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
     def check() -> None:
-        with store.malformed(directory / store.MODEL):
+        with folder.malformed(directory / folder.MODEL):
             _run(graph, lambda inputs: graph.module(*inputs))
 
     if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):

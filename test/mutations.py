@@ -190,7 +190,7 @@ MUTATIONS = (
     Mutation(
         "checksum",
         "a byte changed in an artefact is noticed",
-        "storage/store.py",
+        "storage/folder.py",
         "if expected != got:",
         'if expected["size"] != got["size"]:',
         ("artefact",),

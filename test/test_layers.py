@@ -86,6 +86,7 @@ INSIDE = {
     ),
     "nc.storage": (
         ("nc.storage.atomic", "nc.storage.json_values", "nc.storage.allowlist", "nc.storage.schema_1", "nc.storage.arguments"),
+        ("nc.storage.folder",),
         ("nc.storage.pytree_json",),
         ("nc.storage.graph_json",),
         ("nc.storage.store",),

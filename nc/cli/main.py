@@ -249,7 +249,7 @@ def _contents(folder: Path) -> dict[str, Any]:
             }
             for d in plan.decisions
         ],
-        "bytes_by_dtype": _bytes_by_dtype(stored.weights),
+        "bytes_by_dtype": _bytes_by_dtype(stored.content.weights),
         "fp32_bytes": document["float_bytes"],
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),

@@ -1,0 +1,286 @@
+"""A directory of model.json, weights.safetensors and checksums.json: written atomically, checked when it is read.
+
+What the document says is the business of the format: `nc.storage.store` for graphs, `nc.lowbit.artefact` for models with low-bit weights.
+Checksums find accidents, not attackers, who can write new checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from nc._version import __version__
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
+from nc.storage.atomic import staging_path
+
+#: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
+#: the files; docs/artefact.md has the policy.
+FORMATS = {"nc-model": 2, "nc-weights": 1}
+
+MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
+_FILES = (MODEL, WEIGHTS)
+_ADVICE = "Copy the artefact again from where it was made, or save the model again."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Content:
+    """Complete, unaltered files; nothing of them is built yet.
+
+    Attributes:
+        directory: where they lie.
+        document: the content of model.json.
+        weights: the bytes of weights.safetensors.
+    """
+
+    directory: Path
+    document: dict[str, Any]
+    weights: bytes
+
+    @property
+    def format(self) -> str:
+        """Which of `FORMATS` it is."""
+        return str(self.document["format"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name; raises ArtefactCorruptError."""
+        with malformed(self.directory / WEIGHTS):
+            tensors = safetensors.torch.load(self.weights)
+            for name, tensor in tensors.items():
+                # into torch's own, aligned memory: matrix kernels round differently where it isn't
+                tensors[name] = tensor.clone()
+            return tensors
+
+
+def replaceable(directory: str | os.PathLike[str]) -> Path:
+    """The directory to write, before any work is done for it.
+
+    Raises:
+        ArtefactError: something else than an artefact is there.
+    """
+    target = Path(directory).resolve()  # a link to a directory stays a link
+    if target.exists():
+        with _alone_in(target.parent):
+            _check_replaceable(target)
+    return target
+
+
+def write(target: Path, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write an artefact; the same content gives the same bytes.
+
+    Args:
+        target: the result of `replaceable`; created with its parents. An artefact that is there is replaced as a whole.
+        document: with the keys "format" and "schema".
+        tensors: contiguous ones that share no memory.
+
+    Raises:
+        ArtefactError: something else is there by now.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = staging_path(target)
+    staged.mkdir()
+    try:
+        (staged / MODEL).write_text(_model_json(document), encoding="ascii")
+        safetensors.torch.save_file(tensors, staged / WEIGHTS)
+        shutil.copymode(staged / MODEL, staged / WEIGHTS)  # safetensors lets nobody else read it
+        sums = {name: _checksum((staged / name).read_bytes()) for name in _FILES}
+        (staged / CHECKSUMS).write_text(_checksums_json(sums), encoding="ascii")
+        for path in (*staged.iterdir(), staged):
+            _flush(path)
+        with _alone_in(target.parent):
+            _check_replaceable(target)
+            _publish(staged, target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS)) -> Content:
+    """Read and check an artefact.
+
+    Args:
+        directory: where it lies.
+        formats: those that are expected, out of `FORMATS`.
+
+    Raises:
+        ArtefactMissingError: the directory or a file of it is not there.
+        ArtefactCorruptError: a file is truncated or altered.
+        ArtefactSchemaError: a newer version wrote it, or it has none of these formats.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        msg = f"There is no directory {str(folder)!r}; give the directory that save() wrote."
+        raise ArtefactMissingError(msg)
+    path = folder / CHECKSUMS
+    raw = _bytes(path)
+    with malformed(path):
+        sums = json.loads(raw)
+        # every byte counts here: nothing else would notice a change of white space, or of a name
+        if MODEL not in sums or _checksums_json(sums).encode() != raw:
+            msg = "it is not as it was written"
+            raise ValueError(msg)
+    document = _document(folder, sums, formats)
+    if sorted(sums) != sorted(_FILES):
+        found = ", ".join(sums)
+        msg = f"{path}: expected the checksums of {', '.join(_FILES)}, but got those of {found}. {_ADVICE}"
+        raise ArtefactCorruptError(msg)
+    weights = _checked(folder, WEIGHTS, sums)
+    return Content(folder, document, weights)
+
+
+def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> dict[str, Any]:
+    """model.json, once its checksum and its schema are known to be right."""
+    raw = _checked(folder, MODEL, sums)
+    with malformed(folder / MODEL):
+        document: dict[str, Any] = json.loads(raw)
+    found = document.get("format") if isinstance(document, dict) else None
+    if found not in formats:
+        msg = (
+            f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: nc.save() wrote none of "
+            "this. Give the directory that it wrote."
+        )
+        raise ArtefactSchemaError(msg)
+    schema = document.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= FORMATS[found]:
+        versions = document.get("versions")
+        writer = versions.get("nc") if isinstance(versions, dict) else None
+        msg = (
+            f"{folder / MODEL} has schema {schema!r} and is from nc {writer}; this is nc {__version__}, "
+            f"which reads schemas up to {FORMATS[found]}. Upgrade nc to read it."
+        )
+        raise ArtefactSchemaError(msg)
+    return document
+
+
+def _checked(folder: Path, name: str, sums: dict[str, Any]) -> bytes:
+    """A file's bytes, read once: what was checked is what is used."""
+    raw = _bytes(folder / name)
+    expected, got = sums[name], _checksum(raw)
+    if expected != got:
+        size = expected.get("size") if isinstance(expected, dict) else None
+        what = "its SHA-256 differs" if size == got["size"] else f"it has {got['size']} bytes instead of {size}"
+        msg = f"{folder / name}: damaged, or {CHECKSUMS} beside it is: {what}. {_ADVICE}"
+        raise ArtefactCorruptError(msg)
+    return raw
+
+
+def _bytes(path: Path) -> bytes:
+    if not path.is_file():
+        msg = f"{path} is missing; an artefact consists of {', '.join((*_FILES, CHECKSUMS))}. {_ADVICE}"
+        raise ArtefactMissingError(msg)
+    return path.read_bytes()
+
+
+@contextlib.contextmanager
+def malformed(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while a file's content is taken apart means that the content is wrong."""
+    try:
+        yield
+    except ArtefactError:
+        raise
+    except Exception as error:
+        msg = f"{path}: not what nc writes ({type(error).__name__}: {error}). {_ADVICE}"
+        raise ArtefactCorruptError(msg) from error
+
+
+def _checksum(raw: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
+
+
+def _checksums_json(sums: dict[str, Any]) -> str:
+    return json.dumps(sums, indent=2, sort_keys=True) + "\n"
+
+
+def _model_json(document: dict[str, Any]) -> str:
+    """One line per node, and per entry of other lists and tables: artefacts can be compared with diff."""
+
+    def lines(value: object, depth: int) -> str:
+        pad = "\n" + "  " * depth
+        if depth < 3 and isinstance(value, dict) and value:
+            items = (f"{json.dumps(k)}: {lines(v, depth + 1)}" for k, v in value.items())
+            return "{" + ",".join(pad + item for item in items) + pad[:-2] + "}"
+        if depth < 4 and isinstance(value, list) and any(isinstance(v, dict) for v in value):
+            return "[" + ",".join(pad + json.dumps(v, allow_nan=False) for v in value) + pad[:-2] + "]"
+        return json.dumps(value, allow_nan=False)
+
+    return lines(document, 1) + "\n"
+
+
+def versions(*, transformers: bool) -> dict[str, str]:
+    """Of nc, torch and Python, and if asked of transformers."""
+    found = {"nc": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if transformers:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a loaded model is saved again where there is none
+            found["transformers"] = importlib.metadata.version("transformers")
+    return found
+
+
+def _flush(path: Path) -> None:
+    """Hand a file, or a directory's entries, to the disk before the artefact gets its name."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_replaceable(target: Path) -> None:
+    """Only an artefact, or nothing, is ever replaced."""
+    if not target.exists():
+        return
+    names = sorted(p.name for p in target.iterdir()) if target.is_dir() else None
+    if names == [] or (names is not None and set(names) <= {*_FILES, CHECKSUMS} and _is_ours(target)):
+        return
+    what = "is a file" if names is None else f"holds other files ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    msg = f"{str(target)!r} exists and {what}; save() replaces only an earlier artefact. Choose another directory, or remove this one."
+    raise ArtefactError(msg)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether one of the two JSON files, the other of which may be damaged, says that nc wrote them."""
+    marks: dict[str, Callable[[dict[str, Any]], bool]] = {
+        MODEL: lambda data: data.get("format") in tuple(FORMATS),
+        CHECKSUMS: lambda data: MODEL in data,
+    }
+    for name, is_marked in marks.items():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if is_marked(json.loads((folder / name).read_bytes())):
+                return True
+    return False
+
+
+def _publish(staged: Path, target: Path) -> None:
+    """Give a complete directory its name; what was there survives until then, and a failure."""
+    aside = staged.with_suffix(".old")
+    try:
+        if target.exists():  # a full directory can't be renamed over another
+            target.rename(aside)
+        staged.rename(target)
+    finally:
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        elif aside.exists():
+            aside.rename(target)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other savers, in threads and processes, out of a directory while its entries are renamed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # there are file systems without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
