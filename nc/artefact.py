@@ -13,17 +13,19 @@ import torch
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import ArtefactError, ConfigError, NCError, NCWarning, StateError, UnsupportedError
+from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
+from nc.lowbit import artefact as low_bit
+from nc.lowbit.layers import has_low_bit
 from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
 
 
-def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
-    """Save a quantized model as a directory of three files: weights, graph and checksums.
+def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
+    """Save a quantized model as a directory of three files: weights, graph (or how low-bit weights are read) and checksums.
 
     The directory is written under another name and then renamed, so it is never incomplete. Saving the same model
     again gives the same bytes. The example inputs of `prepare` are saved too, because `load` warms up and
@@ -43,7 +45,11 @@ def save(model: QuantizedModel, checkpoint_dir: str | os.PathLike[str] = "saved_
     if format != "default":
         msg = f'Expected format="default", but got {format!r}.'
         raise ConfigError(msg)
-    store.write(_checked(model, "save").graph, model.backend, checkpoint_dir)
+    if isinstance(model, torch.nn.Module) and not isinstance(model, QuantizedModel) and has_low_bit(model):
+        low_bit.write(model, checkpoint_dir)
+        return
+    q_model = _checked(model, "save")
+    store.write(q_model.graph, q_model.backend, checkpoint_dir)
 
 
 def load(
@@ -52,12 +58,15 @@ def load(
     format: str = "default",  # noqa: A002 - Neural Compressor's name
     device: str = "cpu",
     *,
+    model: torch.nn.Module | None = None,
     backend: str = "auto",
     verify: str = "raise",
     isolate: str = "auto",
     compile: bool = False,  # noqa: A002
-) -> QuantizedModel:
-    """Load a saved model; the class of the user's model is not needed.
+) -> Any:
+    """Load a saved model.
+
+    The class of the user's model is not needed, except for a model with low-bit weights that is not of transformers: give `model`.
 
     Every file is checked before anything is built from it. Nothing is unpickled, and no code from the
     artefact is executed: its graph may only call operators of a fixed list. Outputs have the
@@ -68,14 +77,19 @@ def load(
 
     Args:
         model_name_or_path: the directory that `save` wrote.
-        original_model: for scripts written for Neural Compressor; ignored, because an artefact contains the whole model.
+        original_model: as `model`, for scripts written for Neural Compressor. Ignored for a graph, which contains the whole model.
         format: "default", the only one.
         device: "cpu", the only one.
+        model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy; it stays as it is.
         backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here and computes this
             model correctly. The report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
+
+    Returns:
+        A `QuantizedModel`; for a model with low-bit weights a module of the user's class, for which `verify`, `isolate` and `compile`
+        have no effect.
 
     Raises:
         ArtefactMissingError: the directory or one of its files does not exist.
@@ -87,16 +101,25 @@ def load(
         VerificationError: the results of the engine differ from those of the reference.
         BackendError: the engine failed; for "auto", every engine failed, and the message has all reasons.
         ConfigError: another format or device, or the backend has no `compile`.
+        ArtefactError: `model` is needed, or is not the model that was saved.
+        InputError: `model` is not a torch.nn.Module.
     """
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
-    stored = store.read(model_name_or_path)
+    content = folder.read(model_name_or_path)
     first = choose_backend(backend).name
+    if content.format == low_bit.FORMAT:
+        given = original_model if model is None else model
+        if given is not None and not isinstance(given, torch.nn.Module):
+            msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
+            raise InputError(msg)
+        return low_bit.read(content, given)
+    stored = store.checked(content)
     if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)
     graph, directory = stored.graph(), stored.directory
-    del stored  # it holds the weights once more
+    del stored, content  # they hold the weights once more
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         narrowed = _narrowed(graph, engine, frames=2)
@@ -229,7 +252,7 @@ def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:
         staged.write_bytes(data)
 
 
-def _checked(q_model: QuantizedModel, step: str) -> QuantizedModel:
+def _checked(q_model: object, step: str) -> QuantizedModel:
     if not isinstance(q_model, QuantizedModel):
         msg = f"{step}() expects the result of convert() or load(), but got {type(q_model).__name__}."
         raise StateError(msg)

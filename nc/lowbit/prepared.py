@@ -68,7 +68,7 @@ class PreparedWeights(torch.nn.Module):
             for module in model.modules():
                 if not isinstance(module, (QuantLinear, QuantEmbedding)):
                     module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})  # noqa: SLF001
-        model.__dict__["nc_record"] = Record(plan=self.plan, applied=tuple(driver.applied), config=self.quant_config.to_dict())
+        model.__dict__["nc_record"] = Record(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
         return model.eval()
 
 

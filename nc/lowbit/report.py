@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from nc.lowbit.plan import WeightPlan
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.plan import Applied, format_table
 
@@ -17,12 +16,12 @@ class Record:
     """What was done to a model; it is the model's attribute `nc_record`.
 
     Attributes:
-        plan: the decisions; None for a model that was loaded from another tool's files.
+        plan: the decisions, as plain values (`WeightPlan.to_dict`); None for a model that was loaded from another tool's files.
         applied: what each transform did.
         config: the configuration, as plain values.
     """
 
-    plan: WeightPlan | None = None
+    plan: dict[str, Any] | None = None
     applied: tuple[Applied, ...] = ()
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -117,7 +116,7 @@ class WeightReport:
 def weight_report(model: torch.nn.Module) -> WeightReport:
     """The report of a model; see `WeightReport`."""
     record = model.__dict__.get("nc_record", Record())
-    reasons = {} if record.plan is None else {d.operator: d.reason for d in record.plan.decisions if d.reason}
+    reasons = {} if record.plan is None else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, (QuantLinear, QuantEmbedding)):

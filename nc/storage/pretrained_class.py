@@ -1,0 +1,151 @@
+"""Models of transformers ↔ the name of their class and their configuration. A model is rebuilt without weights.
+
+A name is only accepted if it is in a table of transformers' auto classes, so what is called is transformers' own code, never that of an
+artefact or of a hub. Options that would fetch something (weights of a backbone, kernels, quantizers) are left out or refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nc.errors import ArtefactError
+from nc.global_lock import LOCK
+
+_TABLES = "transformers.models.auto.modeling_auto"
+_ATTENTION = ("sdpa", "eager")
+#: Keys of configurations that name code, or say how weights are read.
+_LEFT_OUT = ("auto_map", "quantization_config", "attn_implementation", "experts_implementation")
+#: More blocks, heads or labels than this are no model, but would take for ever to build.
+_MOST = 1_000_000
+
+
+def description(model: torch.nn.Module) -> dict[str, Any] | None:
+    """What `build` needs for a model: class, configuration, generation configuration, attention; None if it is not a listed class."""
+    cls, config = type(model), getattr(model, "config", None)
+    if not cls.__module__.startswith("transformers.models.") or cls.__name__ not in _listed() or type(config) is not _config_class(cls):
+        return None
+    if _fetches(config):
+        return None
+    generation = getattr(model, "generation_config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    return {
+        "class": cls.__name__,
+        "config": _without_code(json.loads(config.to_json_string(use_diff=True))),
+        "generation_config": None if generation is None else _without_code(json.loads(generation.to_json_string(use_diff=True))),
+        "attention": attention if attention in _ATTENTION else None,
+    }
+
+
+def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
+    """The model of a description, in eval mode. Its parameters are on the meta device or hold first values; nothing is read or fetched.
+
+    Args:
+        data: a result of `description`.
+        tensors: how many parameters and buffers it is known to have.
+
+    Raises:
+        ArtefactError: transformers is missing, does not list the class, or cannot build it.
+        ValueError, KeyError, TypeError: it is not what `description` writes.
+    """
+    name, attention = data["class"], data["attention"]
+    try:
+        listed = _listed()
+    except ImportError as error:
+        msg = f"The artefact holds a {name} of transformers, which is not installed here: {error}. Install it, or give model=…"
+        raise ArtefactError(msg) from error
+    if not isinstance(name, str) or name not in listed:
+        msg = f"transformers {_version()} has no model class {name!r} in its auto classes; use the version that saved it, or give model=…"
+        raise ArtefactError(msg)
+    if attention is not None and attention not in _ATTENTION:
+        msg = f"attention {attention!r}"
+        raise ValueError(msg)
+    _check_counts(data["config"])
+    try:
+        cls = getattr(importlib.import_module("transformers"), name)
+        config = _config_class(cls).from_dict(_without_code(data["config"]))
+        if _fetches(config):
+            msg = "its configuration asks for weights of another model"
+            raise ValueError(msg)
+        if attention is not None:
+            config._attn_implementation = attention  # noqa: SLF001 - there is no public setter in all versions
+        with LOCK, torch.random.fork_rng(devices=[]), _WithoutWeights(most=4 * tensors + 1000):
+            model: torch.nn.Module = cls(config)
+        if data["generation_config"] is not None and hasattr(model, "generation_config"):
+            generation = type(model.generation_config)
+            model.generation_config = generation.from_dict(_without_code(data["generation_config"]))
+    except Exception as error:
+        msg = (
+            f"transformers {_version()} cannot build the {name} of the artefact ({type(error).__name__}: {error}). Use the version that "
+            "saved it, or give model=…, a model of that class."
+        )
+        raise ArtefactError(msg) from error
+    return model.eval()
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Memory that nothing initialises yet, which is what modules make their parameters of, is put on the meta device."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            self.left -= 1
+            if self.left < 0:
+                msg = "its configuration describes a much larger model than was saved"
+                raise ValueError(msg)
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+def _listed() -> frozenset[str]:
+    """Names of the classes in the tables of transformers' auto classes."""
+    tables = importlib.import_module(_TABLES)
+    found: set[str] = set()
+    for table in (value for name, value in vars(tables).items() if name.endswith("_MAPPING_NAMES")):
+        for entry in table.values():
+            found.update((entry,) if isinstance(entry, str) else entry)
+    return frozenset(name for name in found if "timm" not in name.lower())  # these are classes of another package
+
+
+def _config_class(cls: Any) -> Any:
+    return getattr(cls, "config_class", None)
+
+
+def _version() -> str:
+    return str(importlib.import_module("transformers").__version__)
+
+
+def _fetches(config: Any) -> bool:
+    """Whether building a model of this configuration reads weights of another one."""
+    parts = (config, *(value for value in vars(config).values() if hasattr(value, "to_json_string")))
+    options = ("use_pretrained_backbone", "use_timm_backbone", "backbone")
+    return any(getattr(part, option, None) for part in parts for option in options)
+
+
+def _without_code(data: Any) -> Any:
+    """A configuration without private keys and those in `_LEFT_OUT`, at every depth."""
+    if isinstance(data, dict):
+        return {key: _without_code(value) for key, value in data.items() if not key.startswith("_") and key not in _LEFT_OUT}
+    return [_without_code(value) for value in data] if isinstance(data, list) else data
+
+
+def _check_counts(data: Any) -> None:
+    for key, value in _entries(data):
+        if isinstance(value, (int, float)) and abs(value) > _MOST and (key.startswith(("num_", "n_")) or key.endswith(("layer", "layers"))):
+            msg = f"{key} is {value}"
+            raise ValueError(msg)
+
+
+def _entries(data: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in data.items() if isinstance(data, dict) else ():
+        yield key, value
+        yield from _entries(value)
