@@ -8,6 +8,7 @@ PUBLIC = {
     "ArtefactCorruptError", "ArtefactError", "ArtefactMissingError", "ArtefactOperatorError", "ArtefactSchemaError",
     "BackendError", "BackendUnavailableError", "BiasAbsorption", "BiasCorrection", "CalibrationError", "CaptureError",
     "Comparison", "ComposedConfig", "ConfigError", "DynamicQuantConfig", "Equalization",
+    "FakeQuantConfig", "FakeTensorSpec",
     "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",
     "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",

@@ -126,6 +126,18 @@ def dequantized_float(codes, scale, name):
     )
 
 
+def simulated(x, scale, zero_point, name, *_):
+    """The codes of the formats above, and what they stand for."""
+    if dtype(name).kind == "float":
+        return dequantized_float(quantized_float(x, scale, name).astype(np.int64), scale, name)
+    blocks = block(x.shape, scale.shape)
+    return dequantized(quantized(x, scale, zero_point, dtype(name).quant_min, dtype(name).quant_max, blocks), scale, zero_point, blocks)
+
+
+def simulated_dynamic(x, name, text, symmetric, *_):
+    return dynamic(x, text == "per_token", dtype(name).quant_min, dtype(name).quant_max, symmetric)
+
+
 def bf16(x):
     """Nearest, ties to even: by the bits."""
     bits = x.view(np.uint32).astype(np.uint64)
@@ -259,6 +271,15 @@ SAMPLES = {
         Sample(dequantized_float, (codes(*SHAPE, signed=False) % 16, scales(1, 2, 8), "nf4"), tolerance=1e-6),
         # codes of FP8, which torch's checks cannot compare, are in test_formats.py
         Sample(dequantized_float, (codes(*SHAPE, signed=False) % 64, torch.tensor(0.25), "fp6_e3m2")),
+    ],
+    # rounding modes, scale types and granularities are in test_fake_quant.py
+    "fake_quantize.default": lambda: [
+        Sample(simulated, (values(*SHAPE), torch.tensor(0.25), None, "fp4_e2m1", "half_even", 0)),
+        Sample(simulated, (values(*SHAPE), scales(1, 3, 4), zero_points(1, 3, 4), "int8", "half_even", 0)),
+    ],
+    "fake_quantize_dynamic.default": lambda: [
+        Sample(simulated_dynamic, (torch.randn(*SHAPE), "int8", text, True, "half_even", "fp32", False, 0), tolerance=1e-6)
+        for text in ("per_tensor", "per_token")
     ],
     "quantize_dequantize_dynamic.default": lambda: [
         Sample(dynamic, (torch.randn(*SHAPE), per_token, *limits, symmetric, dtype), tolerance=1e-6)
