@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,19 @@ from nc.lowbit.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 
 _PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+
+
+class LinearEngine(Protocol):
+    """Computes linears with packed weights by kernels; `nc.backends.low_bit.engine` makes them.
+
+    Attributes:
+        name: of the backend.
+    """
+
+    name: str
+
+    def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """The layer's result for `x` of shape [..., K], or None where the operator has to compute it."""
 
 
 class _Packed(torch.nn.Module):
@@ -51,8 +64,13 @@ class QuantLinear(_Packed, torch.nn.Linear):
         in_features: K.
         out_features: N.
         bias: shape [N], or None.
+        engine: computes it; None: the operator, which is the reference. `nc.backends.low_bit.engine.set_backend` sets it.
         act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", or "int8" per token.
     """
+
+    engine: LinearEngine | None = None
+    #: What the engine keeps between calls. It is never stored or copied.
+    packed_for_engine: Any = None
 
     def __init__(
         self, weight: PackedWeight, bias: torch.Tensor | None = None, act_dtype: str = "fp32", result: LayerResult | None = None
@@ -64,9 +82,25 @@ class QuantLinear(_Packed, torch.nn.Linear):
         self._hold(weight, result)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """`input` of shape [..., K] → [..., N]."""
+        """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator."""
+        if self.engine is not None and not torch.compiler.is_compiling():
+            found = self.engine.linear(self, input)
+            if found is not None:
+                return found
         result: torch.Tensor = ops.quant_linear(input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype)
         return result
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.packed_for_engine = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.packed_for_engine = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `pickle` and `copy.deepcopy` take."""
+        return {name: value for name, value in self.__dict__.items() if name != "packed_for_engine"}
 
     @property
     def packed(self) -> PackedWeight:

@@ -40,6 +40,11 @@ def backend_names() -> tuple[str, ...]:
     return (*BUILT_IN, *_REGISTERED)
 
 
+def registered_backends() -> tuple[str, ...]:
+    """Names of the backends that are not part of nc."""
+    return tuple(_REGISTERED)
+
+
 def available_backends() -> dict[str, str]:
     """Every backend with why it can't run here; "" for those that can."""
     return {name: get_backend(name).why_unavailable() for name in backend_names()}

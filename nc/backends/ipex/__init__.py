@@ -14,6 +14,8 @@ from packaging.version import Version
 from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, check_available, write_script
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
+from nc.backends.low_bit.aten import IPEX_WOQ
+from nc.backends.low_bit.kernel import LowBitKernel
 from nc.graph.qdq import QDQGraph
 from nc.spec import Capabilities, OpSupport
 
@@ -48,6 +50,10 @@ class IpexBackend:
     exports: Mapping[str, Exporter] = {"torchscript": Exporter(write_script)}
     capture_passes = CAPTURE_PASSES
     around_model = staticmethod(right_layer_norms)
+
+    def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
+        """Kernels for low-bit weights."""
+        return (IPEX_WOQ,)
 
     def why_unavailable(self) -> str:
         """What is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""

@@ -11,6 +11,10 @@ import torch
 
 from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, check_available
+from nc.backends.low_bit.aten import DYN_QUANT_4BIT, INT4PACK, INT8PACK
+from nc.backends.low_bit.bag import BAG
+from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
+from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native import lower, package
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
@@ -56,6 +60,10 @@ class NativeBackend:
             why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
             bf16_isa=(_BF16,),
         )
+
+    def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
+        """Kernels for low-bit weights, the preferred ones first."""
+        return (INT4PACK, INT8PACK, DYN_QUANT_4BIT, BAG, BLOCKS_BF16, BLOCKS)
 
     def start(self) -> None:
         """Nothing to import. Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.

@@ -1,0 +1,1 @@
+"""Kernels for linears with low-bit weights, as rows of data, and the engine that chooses among them layer by layer."""

@@ -1,0 +1,188 @@
+"""Which kernel computes which low-bit linear: chosen from the rows of a backend by format, shape, activations and their number."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from nc.backends import AUTO, get_backend, registered_backends
+from nc.backends.base import Backend, check_available
+from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.errors import UnsupportedError
+from nc.nn import QuantLinear
+from nc.numerics.dynamic import quantize_dequantize_dynamic
+from nc.spec.weight_format import WeightFormat
+
+#: One layer is packed by one thread; others wait for it.
+_PACKING = threading.Lock()
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What an engine keeps of a layer between calls.
+
+    Attributes:
+        stored: the stored tensors that it was made from, each with its version.
+        packed: layouts, by name of the kernel.
+        chosen: kernels in the order of preference, by the dtype of activations.
+    """
+
+    stored: tuple[tuple[torch.Tensor, int], ...]
+    packed: dict[str, PackedLayout]
+    chosen: dict[str, tuple[LowBitKernel, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LowBitEngine:
+    """Computes low-bit linears by the kernels of a backend.
+
+    Attributes:
+        name: of the backend, or "auto".
+        kernels: its rows, the preferred ones first.
+    """
+
+    name: str
+    kernels: tuple[LowBitKernel, ...]
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Another machine has other kernels: only the name is stored."""
+        return engine, (self.name,)
+
+    def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU."""
+        if type(x) is not torch.Tensor or x.dtype not in _FLOATS or x.device.type != "cpu" or not x.numel():
+            return None
+        if (x.requires_grad and torch.is_grad_enabled()) or layer.codes.device.type != "cpu" or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return None
+        activations = computed_as(layer.act_dtype, x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        ready = self._ready(layer)
+        kernels = ready.chosen.get(activations)
+        if kernels is None:
+            kernels = self.choose(layer.form, (layer.out_features, layer.in_features), activations)
+            ready.chosen[activations] = kernels
+        kernel = next((k for k in kernels if flat.shape[0] <= k.max_rows), None)
+        if kernel is None:
+            return None
+        with torch.no_grad():
+            return _computed(layer, x, flat, activations, kernel, _layout(layer, kernel, ready))
+
+    def choose(self, form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
+        """The kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less.
+
+        Args:
+            form: of the weight.
+            shape: its (N, K).
+            activations: what they are multiplied as, "fp32" or "bf16".
+        """
+        return tuple(kernel for kernel in self.kernels if kernel.why_not(form, shape, activations) is None)
+
+    def why_not(self, form: WeightFormat, shape: tuple[int, int], activations: str) -> dict[str, str]:
+        """The kernels that can't compute a layer, with the reason; arguments as for `choose`."""
+        reasons = {kernel.name: kernel.why_not(form, shape, activations) for kernel in self.kernels}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def _ready(self, layer: QuantLinear) -> _Ready:
+        ready = layer.packed_for_engine
+        if isinstance(ready, _Ready) and _is_of(ready, layer):
+            return ready
+        ready = _Ready(tuple((t, _version(t)) for t in _stored(layer)), {}, {})
+        layer.packed_for_engine = ready
+        return ready
+
+
+def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
+    """What activations of a dtype are multiplied as: "fp32" or "bf16"."""
+    return "bf16" if act_dtype == "bf16" or (act_dtype == "fp32" and dtype == torch.bfloat16) else "fp32"
+
+
+def engine(name: str = "auto") -> LowBitEngine | None:
+    """The low-bit engine of a backend; None for the reference.
+
+    Args:
+        name: of a backend; "auto": for each layer the first kernel of all backends that can run here, registered ones first.
+
+    Raises:
+        UnknownBackendError: no backend has that name.
+        BackendUnavailableError: it cannot run here.
+        UnsupportedError: it has no kernel for low-bit weights.
+    """
+    if name == "reference":
+        return None
+    if name == "auto":
+        names = (*registered_backends(), *AUTO)
+        found = [kernel for each in names if not get_backend(each).why_unavailable() for kernel in rows_of(get_backend(each))]
+        return LowBitEngine(name, tuple(found)) if any(not kernel.refused for kernel in found) else None
+    backend = get_backend(name)
+    kernels = rows_of(backend)
+    if all(kernel.refused for kernel in kernels):
+        why = "".join(f" {kernel.what}: {kernel.refused}." for kernel in kernels)
+        msg = f"Backend {name!r} has no kernel for low-bit weights.{why} Use \"auto\", \"native\" or \"reference\"."
+        raise UnsupportedError(msg)
+    check_available(backend)
+    return LowBitEngine(name, kernels)
+
+
+def rows_of(backend: Backend) -> tuple[LowBitKernel, ...]:
+    """The low-bit kernels that a backend declares by a method `low_bit_kernels`; the preferred ones first."""
+    declared = getattr(backend, "low_bit_kernels", None)
+    return () if declared is None else declared()
+
+
+def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
+    """Let a backend compute the low-bit linears of a model; layouts of another one are freed. Weights are packed in the first call.
+
+    Args:
+        model: changed in place, and returned.
+        name: of a backend, or "auto", see `engine`.
+
+    Raises:
+        UnknownBackendError, BackendUnavailableError, UnsupportedError: see `engine`.
+    """
+    found = engine(name)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.engine = found
+            module.packed_for_engine = None
+    return model
+
+
+def _computed(
+    layer: QuantLinear, x: torch.Tensor, flat: torch.Tensor, activations: str, kernel: LowBitKernel, layout: PackedLayout
+) -> torch.Tensor:
+    if layer.act_dtype == "int8":
+        flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
+    flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
+    result = kernel.linear(flat, layout, layer.packed)
+    if layer.bias is not None:
+        result = result.add_(layer.bias)
+    return result.to(x.dtype).reshape(*x.shape[:-1], layer.out_features)
+
+
+def _layout(layer: QuantLinear, kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
+    """What the kernel packed; it does so once per layer, whatever threads call."""
+    layout = ready.packed.get(kernel.name)
+    if layout is None:
+        with _PACKING:
+            layout = ready.packed.get(kernel.name)
+            if layout is None:
+                layout = ready.packed[kernel.name] = kernel.pack(layer.packed)
+    return layout
+
+
+def _stored(layer: QuantLinear) -> tuple[torch.Tensor, ...]:
+    return tuple(t for t in layer.buffers(recurse=False))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's only counter of changes in place
+
+
+def _is_of(ready: _Ready, layer: QuantLinear) -> bool:
+    now = _stored(layer)
+    return len(now) == len(ready.stored) and all(
+        a is b and _version(a) == version for a, (b, version) in zip(now, ready.stored, strict=True)
+    )

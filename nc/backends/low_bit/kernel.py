@@ -1,0 +1,108 @@
+"""The contract of a low-bit kernel: what it takes as data, how it packs a weight, how it multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+
+from nc.backends import cpu
+from nc.numerics.packed_weight import PackedWeight
+from nc.spec.weight_format import WeightFormat
+
+#: What a kernel makes of a weight for itself. It is never stored.
+PackedLayout = tuple[torch.Tensor | None, ...]
+#: A kernel without a limit of rows.
+ANY_ROWS = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowBitKernel:
+    """One kernel. All that it cannot do is data, so nothing runs to find that out.
+
+    Attributes:
+        name: in reports.
+        what: what it computes, one line for documents.
+        bits: sizes of integer codes that it takes.
+        floats: names of floating-point formats that it takes; None: any.
+        activations: what it multiplies: "fp32", "bf16" or both.
+        groups: group sizes that it takes; None: any. A group of a whole row counts with its size K.
+        whole_row: it needs one group per row.
+        zero_points: it takes integer zero points and minima; otherwise only symmetric weights.
+        outputs: N must be a multiple of this.
+        inputs: K must be a multiple of this.
+        isa: features of the CPU that it needs, see `features`.
+        max_rows: it is not used for more rows M of activations.
+        needs: what torch must have: names of operators, "namespace::name".
+        refused: why it is never used; "" for kernels that are.
+        pack: weight → what `linear` reads.
+        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of x.
+    """
+
+    name: str
+    what: str
+    bits: tuple[int, ...] = ()
+    floats: tuple[str, ...] | None = ()
+    activations: tuple[str, ...] = ("fp32",)
+    groups: tuple[int, ...] | None = None
+    whole_row: bool = False
+    zero_points: bool = True
+    outputs: int = 1
+    inputs: int = 1
+    isa: tuple[str, ...] = ()
+    max_rows: int = ANY_ROWS
+    needs: tuple[str, ...] = ()
+    refused: str = ""
+    pack: Callable[[PackedWeight], PackedLayout] = lambda _: ()
+    linear: Callable[[torch.Tensor, PackedLayout, PackedWeight], torch.Tensor]
+
+    def why_not(self, form: WeightFormat, shape: tuple[int, int], activations: str, available: Collection[str] | None = None) -> str | None:
+        """Why it cannot compute a layer; None if it can.
+
+        Args:
+            form: of the weight.
+            shape: (N, K) of the weight.
+            activations: what they are multiplied as, "fp32" or "bf16".
+            available: features of the CPU; None: of this one.
+        """
+        outputs, inputs = shape
+        group = inputs if form.group_size == -1 else form.group_size
+        missing = [feature for feature in self.isa if feature not in (features() if available is None else available)]
+        absent = [name for name in self.needs if not _exists(name)]
+        checks = (
+            (self.refused, self.refused),
+            (absent, f"torch {torch.__version__} has no {', '.join(absent)}"),
+            (missing, f"this CPU has no {', '.join(missing)}{cpu.why_narrow()}"),
+            (not self._takes(form), f"it does not take {form.dtype}"),
+            (activations not in self.activations, f'it multiplies {" and ".join(self.activations)} only; {_WAY_OUT.get(activations, "")}'),
+            (not self.zero_points and not (form.symmetric and not form.float_zero), "it takes symmetric weights only"),
+            (self.whole_row and group != inputs, f"it takes one scale per row only, not groups of {group}"),
+            (self.groups is not None and group not in self.groups, f"it takes groups of {self.groups}, not {group}"),
+            (outputs % self.outputs, f"{outputs} outputs are no multiple of {self.outputs}"),
+            (inputs % self.inputs, f"{inputs} inputs are no multiple of {self.inputs}"),
+        )
+        return next((reason for found, reason in checks if found), None)
+
+    def _takes(self, form: WeightFormat) -> bool:
+        if form.dtype.kind == "integer":
+            return form.bits in self.bits
+        return self.floats is None or form.dtype.name in self.floats
+
+    @property
+    def rows(self) -> str:
+        """The rows it is used for, as text; "" for any."""
+        return "" if self.max_rows == ANY_ROWS else f"M <= {self.max_rows}"
+
+
+_WAY_OUT = {"fp32": 'ask for act_dtype="bf16" if that precision is enough'}
+
+
+def features() -> tuple[str, ...]:
+    """Features of this CPU that kernels may need: those of `nc.backends.cpu`, and "aten_avx2" where ATen runs vector code."""
+    return (*cpu.features(), *(("aten_avx2",) if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ()))
+
+
+def _exists(operator: str) -> bool:
+    namespace, _, name = operator.partition("::")
+    return hasattr(getattr(torch.ops, namespace), name)
