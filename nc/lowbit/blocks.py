@@ -127,8 +127,7 @@ class Driver:
         rest = [name for name in self.asked if not self._is_done(name)]
         self.progress(total - 1, total, "the other layers")
         if rest:
-            calls = Calls([sample.call for sample in self.samples])
-            self._block_of("", self.model, rest, calls, None)
+            self._block_of("", self.model, rest, Calls([sample.call for sample in self.samples]), None)
         self.progress(total, total, "")
 
     def _block(self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations) -> None:

@@ -85,10 +85,11 @@ def quantize_folder(
     driver.run()
     for one in (model.config, model.generation_config):
         one.use_cache = True
-    model.__dict__["nc_record"] = Record(plan=plan, applied=tuple(driver.applied), config=config.to_dict())
+    model.__dict__["nc_record"] = Record(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict())
     artefact.write(model.eval(), out)
     store.remove()
-    return model
+    quantized: torch.nn.Module = model
+    return quantized
 
 
 class Shards:

@@ -120,7 +120,7 @@ def engine(name: str = "auto") -> LowBitEngine | None:
     kernels = rows_of(backend)
     if all(kernel.refused for kernel in kernels):
         why = "".join(f" {kernel.what}: {kernel.refused}." for kernel in kernels)
-        msg = f"Backend {name!r} has no kernel for low-bit weights.{why} Use \"auto\", \"native\" or \"reference\"."
+        msg = f'Backend {name!r} has no kernel for low-bit weights.{why} Use "auto", "native" or "reference".'
         raise UnsupportedError(msg)
     check_available(backend)
     return LowBitEngine(name, kernels)

@@ -75,7 +75,7 @@ class LowBitKernel:
             (absent, f"torch {torch.__version__} has no {', '.join(absent)}"),
             (missing, f"this CPU has no {', '.join(missing)}{cpu.why_narrow()}"),
             (not self._takes(form), f"it does not take {form.dtype}"),
-            (activations not in self.activations, f'it multiplies {" and ".join(self.activations)} only; {_WAY_OUT.get(activations, "")}'),
+            (activations not in self.activations, f"it multiplies {' and '.join(self.activations)} only; {_WAY_OUT.get(activations, '')}"),
             (not self.zero_points and not (form.symmetric and not form.float_zero), "it takes symmetric weights only"),
             (self.whole_row and group != inputs, f"it takes one scale per row only, not groups of {group}"),
             (self.groups is not None and group not in self.groups, f"it takes groups of {self.groups}, not {group}"),
