@@ -145,22 +145,21 @@ class Blocks:
                 msg = f"{directory} exists and is not a part of an earlier run; move it away."
                 raise ArtefactError(msg)
             shutil.rmtree(directory)  # of another model, configuration or data
-        directory.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as staged:
-            staged.write_text(json.dumps(job), encoding="utf-8")
+        self._job = job
 
     def load_rest(self, blocks: Sequence[str]) -> None:
         """Fill everything outside of some blocks; tied weights stay tied."""
         inside = tuple(f"{name}." for name in blocks)
-        tied: dict[int, torch.nn.Parameter] = {}
+        tied: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # the first one is kept, so that no other gets its id
         for name, module in self._model.named_modules():
             if f"{name}.".startswith(inside or ("\0",)):
                 continue
             for part, parameter in module._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
-                if parameter is not None:
+                if parameter is not None and id(parameter) not in tied:
                     full = f"{name}.{part}" if name else part
-                    module._parameters[part] = tied.get(id(parameter)) or self._parameter(full, module, part)  # noqa: SLF001
-                    tied[id(parameter)] = module._parameters[part]  # type: ignore[assignment] # noqa: SLF001
+                    tied[id(parameter)] = parameter, self._parameter(full, module, part)
+                if parameter is not None:
+                    module._parameters[part] = tied[id(parameter)][1]  # noqa: SLF001
 
     def load(self, name: str, module: torch.nn.Module) -> None:
         """See `Store`."""
@@ -189,11 +188,15 @@ class Blocks:
 
     def finish(self, name: str, module: torch.nn.Module) -> None:
         """See `Store`."""
+        path = self._directory / _JOB
+        if not path.exists():
+            with replaced(path) as staged:
+                staged.write_text(json.dumps(self._job), encoding="utf-8")
         artefact.write(module, self._directory / name)
 
     def remove(self) -> None:
         """Take away what is kept: the result is complete."""
-        shutil.rmtree(self._directory)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _empty(source: Path, tensors: int) -> Any:
