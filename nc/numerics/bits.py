@@ -35,21 +35,21 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
     padded = torch.nn.functional.pad(codes, (0, -count % period)).contiguous() if count % period else codes.contiguous()
     wide = _WIDE.get(bits)
-    if wide is not None and codes.numel():
+    if wide is not None:
         # code i of a byte stands in bits 8 i of a wide number, and goes to bits `bits * i`
         together = padded.view(wide)
         packed = together.clone()
         for i in range(1, period):
             packed |= together >> ((8 - bits) * i)
         return packed.to(torch.uint8)
-    parts = padded.reshape(rows, -1, period)
+    parts = padded.reshape(rows, padded.shape[1] // period, period)
     found = torch.zeros(rows, parts.shape[1], period * bits // 8, dtype=torch.uint8)
     for i in range(period):
         byte, shift = divmod(i * bits, 8)
         found[..., byte] |= parts[..., i] << shift
         if shift + bits > 8:
             found[..., byte + 1] |= parts[..., i] >> (8 - shift)
-    return found.reshape(rows, -1)[:, : packed_size(count, bits)].contiguous()
+    return found.flatten(1)[:, : packed_size(count, bits)].contiguous()
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     period = 8 // math.gcd(bits, 8)
     mask = 2**bits - 1
     wide = _WIDE.get(bits)
-    if wide is not None and packed.numel():
+    if wide is not None:
         together = packed.to(wide)
         spread = together.clone()
         for i in range(1, period):
@@ -77,4 +77,4 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         if shift + bits > 8:
             low = low | (padded[..., byte + 1] << (8 - shift))
         codes[..., i] = low & mask
-    return codes.reshape(rows, -1)[:, :count].contiguous()
+    return codes.flatten(1)[:, :count].contiguous()

@@ -8,11 +8,10 @@ All three return scales that are rounded to their storage format (`nc.numerics.s
   reference code, arXiv 2210.17323). Of powers of two the neighbours are tried.
 * wls: weighted least squares, `nc.numerics.least_squares`.
 
-NVFP4: the scale of the tensor is amax / (448 * 6), that of a group E4M3(amax / 6 / tensor scale). torchao clamps the latter to at least 2^-6;
-here subnormal numbers down to 2^-9 are used, so that groups of small weights keep their resolution.
+NVFP4: the scale of the tensor is amax / (448 * 6), that of a group E4M3(amax / 6 / tensor scale). torchao clamps the latter to at least
+2^-6; here subnormal numbers down to 2^-9 are used, so that groups of small weights keep their resolution.
 
-Formats with two levels of scales: for `double_quant` the rule runs with scales in full precision, which gives the
-outer scales, then once more with these fixed.
+With `double_quant` the rule runs with scales in full precision, which gives the outer scales, then once more with these fixed.
 """
 
 from __future__ import annotations

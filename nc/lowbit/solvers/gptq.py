@@ -12,7 +12,7 @@ from nc.lowbit.solvers.base import Needs, Problem
 from nc.lowbit.solvers.rtn import RTN
 from nc.numerics.error_feedback import Factor, factor, round_columns
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams
+from nc.numerics.groups import GroupParams, join
 from nc.numerics.packed_weight import PackedWeight, pack
 
 Order = Literal["none", "static", "groups"]
@@ -82,20 +82,23 @@ class GPTQ:
         target, first, value_feed = self._two_sided(problem, parts, perm)
 
         index = (perm // group).tolist()
-        scales: list[GroupParams | None] = [None] * (weight.shape[1] // group)
-        # scales of scales depend on all groups
-        fixed = self.static_groups or self.order == "static" or form.double_quant is not None or form.tensor_scale
-        if fixed:
+        scales: dict[int, GroupParams] = {}
+        groups = weight.shape[1] // group
+        fixed = self.static_groups or self.order == "static"
+        outer = None
+        if fixed or form.two_levels:  # scales of scales depend on all groups, and are those of the weight before rounding
             whole = choose(_unordered(target, perm), form, problem.rule, importance)
-            scales = [whole.of_group(i) for i in range(len(scales))]
+            outer = whole.outer
+        if fixed:
+            scales = {i: whole.of_group(i) for i in range(groups)}
 
         def begin(column: int, updated: torch.Tensor) -> None:
-            scales[index[column]] = choose(updated, form, problem.rule, importance[perm[column : column + group]])
+            i = index[column]
+            known = None if outer is None else outer.of_groups(i, 1, groups)
+            scales[i] = choose(updated, form, problem.rule, importance[perm[column : column + group]], known)
 
         def of_column(column: int) -> GroupParams:
-            found = scales[index[column]]
-            assert found is not None
-            return found
+            return scales[index[column]]
 
         codes = round_columns(
             target,
@@ -108,7 +111,7 @@ class GPTQ:
             value_feed=value_feed,
             first=first,
         )
-        return pack(_unordered(codes, perm), whole if fixed else _joined(scales), form)
+        return pack(_unordered(codes, perm), join([scales[i] for i in range(groups)], outer=outer), form)
 
     def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
         """The factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
@@ -175,13 +178,3 @@ def _unordered(columns: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     result = torch.empty_like(columns)
     result[:, perm] = columns
     return result
-
-
-def _joined(scales: list[GroupParams | None]) -> GroupParams:
-    def of(name: str) -> torch.Tensor | None:
-        parts = [getattr(p, name) for p in scales]
-        return None if parts[0] is None else torch.cat(parts, 1)
-
-    scale = of("scale")
-    assert scale is not None
-    return GroupParams(scale, of("zero"), of("minimum"))
