@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -86,5 +87,39 @@ class Solver(Protocol):
 
         Raises:
             UnsupportedError: it cannot produce this format; says which it can.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProblem:
+    """The layers of one block, to be solved together.
+
+    Attributes:
+        name: of the block.
+        module: the float block. A solver leaves it as it was.
+        layers: the problems of its linears, by their name in `module`.
+        samples: what reaches the block in the model as it is quantized so far, as (args, kwargs).
+        targets: for each sample the output that the block should have.
+        run: a sample → the output tensor of `module`, with gradients.
+    """
+
+    name: str
+    module: torch.nn.Module
+    layers: Mapping[str, Problem]
+    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    targets: Sequence[torch.Tensor]
+    run: Callable[[tuple[tuple[Any, ...], dict[str, Any]]], torch.Tensor]
+
+
+@runtime_checkable
+class BlockSolver(Solver, Protocol):
+    """Solves the layers of a block together; a single layer that is in no block it solves too."""
+
+    def solve_block(self, problem: BlockProblem) -> dict[str, PackedWeight]:
+        """Codes and scales of all layers of a block, by the names in `problem.layers`.
+
+        Raises:
+            UnsupportedError: it cannot produce a format; says which it can.
         """
         ...

@@ -28,6 +28,9 @@ class GPTQ:
     Channels that calibration never saw a value of are rounded to nearest. Where the Hessian is not positive definite, damp is raised, and
     if that does not help the layer is rounded to nearest; `Problem.notes` says both.
 
+    On 25 linears of SmolLM2-135M the H-weighted loss, as a part of that of round to nearest (geometric mean), is with order "none",
+    "groups" and "static": 0.30, 0.26 and 0.25 (int4, groups of 64), 0.27, 0.24 and 0.21 (int3), 0.22, 0.18 and 0.16 (uint4 with zero points).
+
     Attributes:
         damp: share of the mean of diag(H) that is added to it.
         block: columns whose updates are put together before the rest is updated.
@@ -45,7 +48,7 @@ class GPTQ:
 
     damp: float = 0.01
     block: int = 128
-    order: Order = "groups"
+    order: Order = "static"
     static_groups: bool = False
     two_sided: TwoSided | None = None
     alpha: float = 0.25

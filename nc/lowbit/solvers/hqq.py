@@ -5,7 +5,7 @@ It minimises `|W - W^|_p^p`, p < 1, over the zero points: weights with a large e
 
 Differences from the authors' code: errors are measured in units of the scale, so that the result does not depend on the size of the
 weights, and groups with a small range are not zeroed; the best step of each group stays, not the last one; symmetric integers and floats,
-which have no zero point, get the scale that fits `W - e` best.
+which have no zero point, get the scale that fits `W - e` best. The range rule gives the start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs, Problem
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams, decode, encode
+from nc.numerics.groups import GroupParams, decode, encode, round_scale
 from nc.numerics.packed_weight import PackedWeight, pack
-from nc.numerics.stored_scales import round_scale, stored_minimum
 from nc.spec.weight_format import WeightFormat
 
 
@@ -62,7 +61,7 @@ class HQQ:
         """See `Solver.solve`."""
         weight, form = problem.weight, problem.form
         group = form.group(weight.shape[1])
-        start = choose(weight, form, "minmax")
+        start = choose(weight, form, problem.rule)
         if form.two_levels:  # the scales are codes themselves, and stay
             return pack(encode(weight, start, form), start, form)
         rows = weight.reshape(-1, group)
@@ -109,8 +108,8 @@ class HQQ:
 def _covering(rows: torch.Tensor, form: WeightFormat) -> GroupParams:
     """Params whose range is exactly that of the row, which need not hold 0."""
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
-    scale = torch.where(high == low, torch.ones_like(low), (high - low) / (2**form.bits - 1))
-    return GroupParams(round_scale(scale, form.scale_dtype), minimum=low)
+    scale = round_scale((high - low) / (2**form.bits - 1), form.scale_dtype)
+    return GroupParams(torch.where(scale == 0, torch.ones_like(scale), scale), minimum=low)
 
 
 def _minimum(params: GroupParams) -> torch.Tensor:
@@ -124,7 +123,7 @@ def _stored(rows: torch.Tensor, params: GroupParams, form: WeightFormat) -> Iter
     """Params with a free minimum as the format can store them."""
     assert params.minimum is not None
     if form.float_zero:
-        yield GroupParams(params.scale, minimum=stored_minimum(params.minimum, form))
+        yield GroupParams(params.scale, minimum=round_scale(params.minimum, form.scale_dtype))
         return
     zero = (-params.minimum / params.scale).round_().clamp_(0, 2**form.bits - 1)
     rounded = GroupParams(params.scale, zero)
@@ -136,8 +135,9 @@ def _fitted(rows: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: 
     """The scale with the least squared error for given codes; the old one where that has no value."""
     units = decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form)
     scale = (rows * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = round_scale(scale, form.scale_dtype)
     usable = (scale != 0) & scale.isfinite()
-    return GroupParams(torch.where(usable, round_scale(scale, form.scale_dtype), params.scale), params.zero)
+    return GroupParams(torch.where(usable, scale, params.scale), params.zero)
 
 
 def _better(best: GroupParams, least: torch.Tensor, tried: GroupParams, loss: torch.Tensor) -> tuple[GroupParams, torch.Tensor]:
