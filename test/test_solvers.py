@@ -1,13 +1,19 @@
 """Solvers of low-bit weights, against float64 re-implementations of the papers and exhaustive search."""
 
+import copy
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from nc import ConfigError
-from nc.errors import InputError, UnsupportedError
-from nc.lowbit.solvers import GPTQ, RTN, SOLVERS, Problem, solve_best
+from nc.errors import CalibrationError, InputError, UnsupportedError
+from nc.lowbit.solvers import GPTQ, HQQ, RTN, SOLVERS, AutoRound, BlockProblem, Problem, solve_best
+from nc.lowbit.solvers.autoround import _Rounding
 from nc.lowbit.solvers.gptq import column_order
 from nc.lowbit.statistics import InputStatistics, weighted_loss
 from nc.numerics.error_feedback import factor
@@ -237,3 +243,250 @@ def test_the_loss_is_that_of_the_outputs():
     outputs = x.double() @ weight.double().T
     expected = (outputs - x.double() @ rounded.double().T).square().sum() / outputs.square().sum()
     assert weighted_loss(weight, rounded, statistics(x)) == pytest.approx(float(expected), rel=1e-5)
+
+
+# HQQ
+
+
+ASYMMETRIC = [{"dtype": "uint4", "symmetric": False}, {"dtype": "uint4", "symmetric": False, "float_zero": True}]
+FORMS = [
+    *[{"dtype": f"int{bits}"} for bits in (2, 3, 4, 8)],
+    *ASYMMETRIC,
+    {"dtype": "uint2", "symmetric": False},
+    {"dtype": "nf4"},
+    {"dtype": "fp4_e2m1"},
+    {"dtype": "int4", "scale_dtype": "fp16"},
+    {"dtype": "uint4", "symmetric": False, "float_zero": True, "scale_dtype": "bf16"},
+]
+
+
+def norm(weight, packed, group, p=0.7):
+    return (weight - packed.dequantize()).abs().pow(p).reshape(-1, group).sum(1)
+
+
+def loop_of_the_paper(weight, bits, steps=20, p=0.7, beta=10.0):
+    """HQQ of one group in float64 as its authors write it, with errors in units of the scale; the loss of its best step."""
+    w = weight.double()
+    scale, top = (w.max() - w.min()) / (2**bits - 1), 2**bits - 1
+    zero = -w.min() / scale
+    losses = []
+    for _ in range(steps + 1):
+        q = (w / scale + zero).round().clamp(0, top)
+        error = w / scale - (q - zero)
+        losses.append(float((error * scale).abs().pow(p).sum()))
+        kept = error.sign() * (error.abs() - error.abs().pow(p - 1) / beta).clamp(min=0)
+        zero = (q - (w / scale - kept)).mean()
+    return min(losses)
+
+
+def test_hqq_is_at_least_as_good_as_the_best_step_of_the_authors_loop():
+    weight = torch.randn(16, 64) + 0.3
+    packed = HQQ().solve(problem(weight, dtype="uint3", group=32, symmetric=False, float_zero=True))
+    expected = torch.tensor([loop_of_the_paper(row, 3) for row in weight.reshape(-1, 32)])
+    assert (norm(weight, packed, 32) <= expected * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_hqq_is_never_worse_than_its_start_and_better_in_most_groups(form):
+    weight = torch.distributions.StudentT(4.0).sample((32, 64))
+    asked = problem(weight, group=32, **form)
+    start, found = norm(weight, RTN().solve(asked), 32), norm(weight, HQQ().solve(asked), 32)
+    assert (found <= start * (1 + 1e-6)).all()
+    if form["dtype"] != "int8":
+        assert (found < start).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_hqq_does_not_depend_on_the_size_of_the_weights(form):
+    weight = torch.randn(8, 64)
+    codes = [HQQ().solve(problem(weight * 2.0**power, group=32, **form)).unpacked() for power in (0, -10)]
+    assert torch.equal(*codes)
+    assert len(codes[1].unique()) > 2
+
+
+def test_each_step_of_hqq_is_a_candidate():
+    weight = torch.randn(16, 64)
+    losses = [norm(weight, HQQ(steps=n).solve(problem(weight, group=32, **ASYMMETRIC[1])), 32) for n in (0, 1, 5, 20)]
+    assert all((b <= a).all() for a, b in itertools.pairwise(losses))
+
+
+# AutoRound
+
+
+def block_problem(block, x, forms, targets=None):
+    layers = {n: Problem(name=n, weight=m.weight.detach(), **forms) for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+    samples = [((part,), {}) for part in x]
+    with torch.no_grad():
+        targets = [block(part) for part in x] if targets is None else targets
+    return BlockProblem(
+        name="block", module=block, layers=layers, samples=samples, targets=targets, run=lambda call: block(*call[0], **call[1])
+    )
+
+
+def block_loss(block, x, packed):
+    changed = copy.deepcopy(block)
+    for name, weight in packed.items():
+        changed.get_submodule(name).weight.data = weight.dequantize()
+    with torch.no_grad():
+        return float(sum((changed(part) - block(part)).square().sum() for part in x))
+
+
+@pytest.mark.parametrize(
+    "form", [{"dtype": "int2"}, {"dtype": "int3"}, *ASYMMETRIC, {"dtype": "nf4"}, {"dtype": "int4", "scale_dtype": "fp16"}], ids=str
+)
+def test_autoround_beats_round_to_nearest_on_a_block(form):
+    block = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).eval()
+    x = correlated(16 * 10, 32).mul(0.1).reshape(16, 10, 32)
+    asked = block_problem(block, x, {"form": WeightFormat(group_size=16, **form), "rule": "wls"})
+    before = {name: parameter.clone() for name, parameter in block.named_parameters()}
+    nearest = block_loss(block, x, {name: RTN().solve(layer) for name, layer in asked.layers.items()})
+    state = torch.random.get_rng_state()
+    found = AutoRound().solve_block(asked)
+    assert block_loss(block, x, found) < 0.9 * nearest
+    again = AutoRound().solve_block(asked)
+    assert all(torch.equal(found[n].unpacked(), again[n].unpacked()) for n in found)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert type(block[0]) is nn.Linear
+    assert {n: p.equal(before[n]) for n, p in block.named_parameters()} == dict.fromkeys(before, True)
+
+
+def test_what_autoround_learns_on_is_what_it_stores():
+    """Without a step that helps, the codes are those of round to nearest; and weights in training are those of the codes."""
+    for form in FORMS:
+        asked = problem(torch.randn(8, 32), correlated(50, 32), group=16, **form)
+        start = RTN().solve(asked)
+        rounding = _Rounding(asked)
+        assert torch.equal(rounding.packed().unpacked(), start.unpacked()), form
+        with torch.no_grad():
+            rounding.offsets[0].uniform_(-0.5, 0.5)
+            rounding.factors[0].uniform_(0.9, 1.1)
+            values = rounding(asked.weight)
+        assert torch.allclose(values, rounding.packed().dequantize(), rtol=1e-6, atol=1e-6), form
+
+
+def test_autoround_solves_a_single_layer_by_its_weighted_loss():
+    asked = problem(torch.randn(16, 64), correlated(300, 64), "int3", 32, "wls")
+    loss = [weighted_loss(asked.weight, s.solve(asked).dequantize(), asked.inputs) for s in (RTN(), AutoRound())]
+    assert loss[1] < 0.9 * loss[0]
+
+
+def test_autoround_takes_weights_that_lie_the_other_way_round():
+    class Conv1D(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x):
+            return x @ self.weight
+
+    x = correlated(40, 24).reshape(4, 10, 24) * 0.1
+    for rows in (24, 16):
+        weight = torch.randn(rows, 24)
+        plain, other = nn.Sequential(nn.Linear(24, rows, bias=False)), nn.Sequential(Conv1D(weight.T.contiguous()))
+        plain[0].weight.data = weight
+        form = {"form": WeightFormat(dtype="int3", group_size=8), "rule": "minmax"}
+        first = block_problem(plain, x, form)
+        found = AutoRound(steps=10).solve_block(first)
+        same = dataclasses.replace(first, module=other, run=lambda call, other=other: other(*call[0]))
+        assert torch.equal(found["0"].unpacked(), AutoRound(steps=10).solve_block(same)["0"].unpacked())
+
+
+# what no solver may do
+
+SOLVE = [GPTQ(), GPTQ(order="groups"), GPTQ(order="none"), GPTQ(two_sided="gptaq"), GPTQ(two_sided="qronos"), HQQ(), AutoRound(steps=5)]
+
+
+@settings(max_examples=60)
+@given(
+    form=st.sampled_from(FORMS),
+    solver=st.sampled_from(SOLVE),
+    group=st.sampled_from([4, 8, 16, -1]),
+    rule=st.sampled_from(["minmax", "mse", "wls"]),
+    kind=st.sampled_from(["normal", "zero", "constant", "tiny", "outliers", "positive"]),
+    inputs=st.sampled_from(["many", "few", "one token", "dead", "zero", "equal"]),
+    seed=st.integers(0, 2**31),
+)
+def test_no_layer_is_worse_than_round_to_nearest(form, solver, group, rule, kind, inputs, seed):
+    torch.manual_seed(seed)
+    weight = torch.randn(6, 16)
+    weight = {
+        "normal": weight,
+        "zero": weight * (torch.arange(16) >= 8),
+        "constant": torch.full_like(weight, 0.3),
+        "tiny": weight * 1e-4,
+        "outliers": weight + 50 * (torch.rand(6, 16) > 0.9),
+        "positive": weight.abs() + 1,
+    }[kind]
+    x = correlated({"many": 100, "few": 5, "one token": 1}.get(inputs, 40), 16)
+    x = {"dead": x * (torch.arange(16) % 3 > 0), "zero": x * 0, "equal": x[:, :1].expand(-1, 16)}.get(inputs, x)
+    asked = problem(weight, x, group=group, rule=rule, float_x=x + 0.1 * x.roll(1, 1), **form)
+    packed, result = solve_best(asked, solver)
+    assert packed.dequantize().isfinite().all()
+    assert result.loss <= result.rtn_loss
+    assert result.loss == weighted_loss(weight, packed.dequantize(), asked.inputs)
+    assert result.rtn_loss == weighted_loss(weight, RTN().solve(asked).dequantize(), asked.inputs)
+    assert (result.asked, result.solver in (solver.name, "rtn"), result.tokens) == (solver.name, True, len(x))
+
+
+@pytest.mark.parametrize("solver", [GPTQ(), AutoRound()])
+def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_so(solver):
+    weight = torch.randn(8, 32)
+    for inputs in (None, InputStatistics.empty(32, hessian=True)):
+        asked = Problem(name="expert", weight=weight, form=WeightFormat(dtype="int4", group_size=16), rule="wls", inputs=inputs)
+        packed, result = solve_best(asked, solver)
+        assert torch.equal(packed.unpacked(), RTN().solve(asked).unpacked())
+        assert (result.solver, result.asked, result.tokens, result.note) == ("rtn", solver.name, 0, "calibration never reached it")
+    assert solve_best(problem(weight), HQQ())[1].note == ""
+
+
+def test_round_to_nearest_wins_where_a_solver_is_worse():
+    class Bad:
+        name, needs = "bad", RTN().needs
+
+        def solve(self, asked):
+            return RTN().solve(dataclasses.replace(asked, weight=-asked.weight))
+
+    asked = problem(torch.randn(8, 32), correlated(50, 32))
+    packed, result = solve_best(asked, Bad())
+    assert torch.equal(packed.unpacked(), RTN().solve(asked).unpacked())
+    assert (result.solver, result.asked) == ("rtn", "bad")
+    assert result.loss == result.rtn_loss > 0
+
+
+@pytest.mark.parametrize("order", ["none", "static", "groups"])
+def test_channels_without_a_value_are_rounded_to_nearest(order):
+    weight, x = torch.randn(8, 32), correlated(100, 32)
+    x[:, [3, 17]] = 0
+    solved = GPTQ(order=order, static_groups=True).solve(problem(weight, x, group=16))
+    nearest = RTN().solve(problem(weight, x, group=16))
+    assert torch.equal(solved.unpacked()[:, [3, 17]], nearest.unpacked()[:, [3, 17]])
+    live = [k for k in range(32) if k not in (3, 17)]
+    alone = obq(weight[:, live], damped(x[:, live]), 4, 30, True, range(30), True)  # noqa: FBT003
+    if order == "none":
+        whole = GPTQ(order=order).solve(problem(weight, x, group=-1)).unpacked()
+        top = weight.abs().argmax(1)
+        same = [row for row in range(8) if int(top[row]) in live]
+        assert torch.equal(whole[same][:, live].double(), alone[same])
+
+
+def test_a_singular_hessian_is_damped_more_and_says_so():
+    weight, x = torch.randn(8, 32), correlated(5, 32)
+    asked = problem(weight, x)
+    _, result = solve_best(asked, GPTQ(damp=0.0))
+    assert result.solver == "gptq"
+    assert result.note == "its Hessian is not positive definite: damp was raised from 0 to 0.01"
+    assert solve_best(problem(weight, x), GPTQ())[1].note == ""
+
+
+def test_a_hessian_that_cannot_be_factored_is_said_so():
+    asked = problem(torch.randn(8, 32), correlated(100, 32))
+    asked.inputs.outer.sub_(1e9 * torch.ones(32, 32, dtype=torch.float64))
+    packed = GPTQ().solve(asked)
+    assert asked.notes == ["its Hessian cannot be factored: rounded to nearest"]
+    assert torch.equal(packed.unpacked(), RTN().solve(asked).unpacked())
+
+
+def test_statistics_that_overflowed_are_refused():
+    asked = problem(torch.randn(8, 32), correlated(100, 32) * 1e25)
+    with pytest.raises(CalibrationError, match="'layer' .* overflow"):
+        solve_best(asked, GPTQ())

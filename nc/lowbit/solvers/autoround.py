@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -127,9 +128,7 @@ class _Rounding(torch.nn.Module):
         super().__init__()
         self.form = problem.form
         if self.form.double_quant is not None or self.form.tensor_scale:
-            msg = (
-                f"{problem.name!r}: AutoRound learns each scale and cannot make {self.form}, whose scales depend on each other; use GPTQ()."
-            )
+            msg = f"{problem.name!r}: AutoRound learns each scale, and those of {self.form} depend on each other; use GPTQ()."
             raise UnsupportedError(msg)
         self.register_buffer("weight", problem.weight.float())
         importance = None if problem.inputs is None else problem.inputs.mean_square
@@ -202,7 +201,7 @@ def _straight(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
 
 def _gaps(units: torch.Tensor, problem: Problem) -> torch.Tensor:
     """The distance of the two values of a floating-point format that each number is between."""
-    values = torch.tensor(sorted({v for v in problem.form.dtype.values if v == v and abs(v) != float("inf")}))  # noqa: PLR0124 - not NaN
+    values = torch.tensor(sorted(set(filter(math.isfinite, problem.form.dtype.values))))
     above = torch.bucketize(units.contiguous(), values).clamp(1, len(values) - 1)
     return values[above] - values[above - 1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nc.errors import InputError
+from nc.errors import CalibrationError, InputError
 from nc.lowbit.result import LayerResult
 from nc.lowbit.solvers.base import Problem, Solver
 from nc.lowbit.solvers.rtn import RTN
@@ -18,6 +18,7 @@ def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerRes
     A solver that needs data is not asked where no token reached the layer; the note says so.
 
     Raises:
+        CalibrationError: sums over its inputs overflowed.
         InputError: the weight holds NaN or infinite values.
         UnsupportedError: the solver cannot produce this format.
     """
@@ -50,7 +51,7 @@ def keep_best(problem: Problem, solved: PackedWeight | None, asked: str) -> tupl
 
 
 def refuse_not_finite(problem: Problem) -> None:
-    """Raises InputError if the weight holds NaN or infinite values."""
+    """Raises InputError if the weight holds NaN or infinite values, CalibrationError if the statistics do."""
     bad = ~problem.weight.isfinite()
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
@@ -59,3 +60,10 @@ def refuse_not_finite(problem: Problem) -> None:
             "Repair the model, or exclude this layer."
         )
         raise InputError(msg)
+    inputs = problem.inputs
+    sums = [] if inputs is None else [inputs.squares, inputs.outer, inputs.cross]
+    if not all(part is None or bool(part.isfinite().all()) for part in sums):
+        msg = (
+            f"The inputs of {problem.name!r} are so large that sums of their products overflow. Check the calibration data, or exclude it."
+        )
+        raise CalibrationError(msg)
