@@ -63,7 +63,5 @@ def refuse_not_finite(problem: Problem) -> None:
     inputs = problem.inputs
     sums = [] if inputs is None else [inputs.squares, inputs.outer, inputs.cross]
     if not all(part is None or bool(part.isfinite().all()) for part in sums):
-        msg = (
-            f"The inputs of {problem.name!r} are so large that sums of their products overflow. Check the calibration data, or exclude it."
-        )
+        msg = f"The inputs of {problem.name!r} are so large that their sums overflow. Check the calibration data, or exclude this layer."
         raise CalibrationError(msg)

@@ -147,6 +147,5 @@ def _better(best: GroupParams, least: torch.Tensor, tried: GroupParams, loss: to
     def of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
         return None if a is None or b is None else torch.where(better, a, b)
 
-    return GroupParams(
-        torch.where(better, tried.scale, best.scale), of(tried.zero, best.zero), of(tried.minimum, best.minimum)
-    ), torch.where(better[:, 0], loss, least)
+    kept = GroupParams(torch.where(better, tried.scale, best.scale), of(tried.zero, best.zero), of(tried.minimum, best.minimum))
+    return kept, torch.where(better[:, 0], loss, least)
