@@ -17,7 +17,7 @@ from nc.lowbit.solvers.autoround import _Rounding
 from nc.lowbit.solvers.gptq import column_order
 from nc.lowbit.statistics import InputStatistics, weighted_loss
 from nc.numerics.error_feedback import factor
-from nc.spec.weight_format import WeightFormat
+from nc.spec.weight_format import DoubleQuant, WeightFormat
 
 
 def correlated(tokens, channels, rank=None):
@@ -257,6 +257,10 @@ FORMS = [
     {"dtype": "fp4_e2m1"},
     {"dtype": "int4", "scale_dtype": "fp16"},
     {"dtype": "uint4", "symmetric": False, "float_zero": True, "scale_dtype": "bf16"},
+    {"dtype": "uint4", "symmetric": False, "float_zero": True, "double_quant": DoubleQuant(bits=6, group_size=4, outer_dtype="fp16")},
+    {"dtype": "int4", "double_quant": DoubleQuant(bits=8, group_size=-1)},
+    {"dtype": "fp4_e2m1", "scale_dtype": "e4m3", "tensor_scale": True},
+    {"dtype": "fp4_e2m1", "scale_dtype": "e8m0"},
 ]
 
 

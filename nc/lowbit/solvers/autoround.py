@@ -11,12 +11,13 @@ from typing import ClassVar
 import torch
 from torch.nn.utils import parametrize
 
-from nc.errors import ConfigError, UnsupportedError
+from nc.errors import ConfigError
 from nc.lowbit.solvers.base import BlockProblem, Needs, Problem
 from nc.numerics import formats
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams, decode, round_scale
+from nc.numerics.groups import GroupParams, decode, spread
 from nc.numerics.packed_weight import PackedWeight, pack
+from nc.numerics.stored_scales import stored, stored_minimum
 
 #: How far the ends of a range may move from those of the range rule, as parts of it.
 _RANGE = (0.5, 1.5)
@@ -128,9 +129,6 @@ class _Rounding(torch.nn.Module):
     def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.form = problem.form
-        if self.form.double_quant is not None or self.form.tensor_scale:
-            msg = f"{problem.name!r}: AutoRound learns each scale, and those of {self.form} depend on each other; use GPTQ()."
-            raise UnsupportedError(msg)
         self.register_buffer("weight", problem.weight.float())
         importance = None if problem.inputs is None else problem.inputs.mean_square
         self.start = choose(problem.weight, self.form, problem.rule, importance)
@@ -144,18 +142,20 @@ class _Rounding(torch.nn.Module):
         """Scales, zero points and minima as they are now."""
         start, top = self.start, 2**self.form.bits - 1
         if self.form.symmetric:
-            return GroupParams(self._stored(start.scale * self.factors[0], start.scale))
+            return GroupParams(self._stored(start.scale * self.factors[0], start.scale), outer=start.outer)
         low = start.minimum if start.minimum is not None else -start.zero * start.scale  # type: ignore[operator]
         high = (low + top * start.scale) * self.factors[0]
         low = low * self.factors[1]
         scale = self._stored((high - low) / top, start.scale)
         if self.form.float_zero:
-            return GroupParams(scale, minimum=_straight(low, round_scale(low.detach(), self.form.scale_dtype)))
-        return GroupParams(scale, zero=_straight(-low / scale, (-low / scale).detach().round().clamp(0, top)))
+            outer = None if start.outer is None or start.outer.minimum is None else spread(start.outer.minimum, scale.shape[1])
+            return GroupParams(scale, minimum=_straight(low, stored_minimum(low.detach(), self.form, outer)), outer=start.outer)
+        return GroupParams(scale, _straight(-low / scale, (-low / scale).detach().round().clamp(0, top)), outer=start.outer)
 
     def _stored(self, scale: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Scales rounded to their storage format; those that would be zero or change their sign stay as they began."""
-        rounded = round_scale(scale.detach(), self.form.scale_dtype)
+        outer = None if self.start.outer is None else spread(self.start.outer.scale, scale.shape[1])
+        rounded = stored(scale.detach(), self.form, outer)
         return _straight(scale, torch.where(rounded * start > 0, rounded, start))
 
     def _codes(self, params: GroupParams) -> torch.Tensor:

@@ -117,9 +117,5 @@ class BlockSolver(Solver, Protocol):
     """Solves the layers of a block together; a single layer that is in no block it solves too."""
 
     def solve_block(self, problem: BlockProblem) -> dict[str, PackedWeight]:
-        """Codes and scales of all layers of a block, by the names in `problem.layers`.
-
-        Raises:
-            UnsupportedError: it cannot produce a format; says which it can.
-        """
+        """Codes and scales of all layers of a block, by the names in `problem.layers`."""
         ...
