@@ -23,9 +23,9 @@ from nc.plan import Applied
 class Rotation:
     """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all channels.
 
-    It costs nothing at run time. For decoders whose norms stand in front of attention and feed-forward part. The gains of these norms are first folded into the linears
-    behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings too) by its transpose. For a model with
-    LayerNorm, R1 keeps the mean of the channels.
+    It costs nothing at run time. It is for decoders whose norms stand in front of attention and feed-forward part. The gains of these norms
+    are first folded into the linears behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings too) by
+    its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
 
     Attributes:
         heads: also rotate values per head (R2).
@@ -57,7 +57,7 @@ class Rotation:
         except NotEquivalentError as error:
             return Applied(self.name, (), f"nothing: {error}; it is for decoders whose norms stand in front of attention and feed-forward")
         if stream.tied:
-            getattr(model, "config", None).tie_word_embeddings = False
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
         parts = [f"residual stream of {stream.size} channels, {checked}"]
         changed = [*stream.embeddings, *stream.readers, *stream.writers]
         if self.heads:
@@ -140,7 +140,7 @@ def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -
 
 def _random(size: int, generator: torch.Generator) -> torch.Tensor:
     q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
-    result: torch.Tensor = q * r.diagonal().sign()
+    result: torch.Tensor = (q * r.diagonal().sign()).contiguous()
     return result
 
 

@@ -184,7 +184,7 @@ def difference(before: torch.Tensor, after: torch.Tensor) -> float:
     """The largest difference of two tensors over the largest magnitude of the first."""
     if not torch.equal(before.isnan(), after.isnan()):
         return float("inf")
-    before, after = before.nan_to_num().double(), after.nan_to_num().double()
+    before, after = (x.detach().nan_to_num().double() for x in (before, after))
     return float((after - before).abs().max() / before.abs().max().clamp(min=1e-300))
 
 
