@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,23 @@ from nc.lowbit.result import LayerResult
 from nc.numerics.packed_weight import PackedWeight
 
 _PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """How an engine computes a layer.
+
+    Attributes:
+        kernels: (name, the numbers of rows M that it is for as text, "" for all others), the first one first.
+        refused: (name, reason) of the kernels that would come before.
+    """
+
+    kernels: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """Names and rows, e.g. "bag (M <= 8), blocks"."""
+        return ", ".join(name + (f" ({rows})" if rows else "") for name, rows in self.kernels) or "reference"
 
 
 class LinearEngine(Protocol):
@@ -25,6 +43,9 @@ class LinearEngine(Protocol):
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
         """The layer's result for `x` of shape [..., K], or None where the operator has to compute it."""
+
+    def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
+        """The kernels for a layer whose inputs have that dtype; nothing is packed for that."""
 
 
 class _Packed(torch.nn.Module):

@@ -14,6 +14,8 @@ from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
 from nc.backends import choose_backend, engine_options, first_that_can, get_backend, precautions, why_chosen
 from nc.backends.base import Backend, EngineModel, lower
+from nc.backends.low_bit.engine import engine as low_bit_engine
+from nc.backends.low_bit.engine import set_backend
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.capture.capture import Graph, capture
@@ -32,7 +34,7 @@ from nc.plan import Plan
 from nc.planning.layer_rules import Modules, named_layers, plan_layers
 from nc.planning.rules import Named, check_rules, decide
 from nc.prepared import PreparedModel
-from nc.quantized import QuantizedModel, ReferenceModule
+from nc.quantized import QuantizedModel, ReferenceModule, as_call
 from nc.reporting import Report
 
 
@@ -48,8 +50,8 @@ def prepare(
 ) -> PreparedModel | PreparedWeights | PreparedMixed:
     """Capture a model and insert observers for calibration.
 
-    With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs`, `backend` and `dynamic_shapes`
-    are not used.
+    With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs` and `dynamic_shapes` are not
+    used. `backend` says what computes the low-bit layers: "auto", "native" or "reference".
 
     Args:
         model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
@@ -78,7 +80,8 @@ def prepare(
     _check_model(model)
     if weight_only(config):
         _warn_of_training(model, inplace=inplace, frames=1)
-        return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace)
+        low_bit_engine(backend)
+        return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace, asked=backend)
     if has_weight_only(config):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
         options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict}
@@ -166,7 +169,9 @@ def convert(
         msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
     if isinstance(model, PreparedWeights):
-        return model.quantized(progress)
+        name = backend or model.asked
+        low_bit_engine(name)  # refused before the work, not after it
+        return set_backend(model.quantized(progress), name)
     if isinstance(model, PreparedMixed):
         prepared = model.calibrated(progress)
         return convert(prepared, backend=backend, verify=verify, isolate=isolate, compile=compile, measure=measure)
@@ -246,7 +251,8 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
 
     Args:
         model: the result of `convert` or `load`.
-        options: those of `QuantizedModel.report`.
+        options: those of `QuantizedModel.report`. With `profile_inputs`, each layer with low-bit weights is timed on them, and its rate
+            compared with the read bandwidth of this machine, which is measured.
 
     Raises:
         StateError: nothing in the model is quantized.
@@ -256,7 +262,11 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
     if not has_low_bit(model):
         msg = f"report() expects the result of convert() or load(), but this {type(model).__name__} has no quantized layer."
         raise StateError(msg)
-    return weight_report(model)
+    inputs = options.pop("profile_inputs", None)
+    if options:
+        msg = f"report() of a model with low-bit weights has no option {', '.join(options)}; it has profile_inputs."
+        raise ConfigError(msg)
+    return weight_report(model, None if inputs is None else as_call(inputs))
 
 
 def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:

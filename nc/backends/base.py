@@ -127,8 +127,8 @@ class Backend(Protocol):
         options: what `lower` takes beside `verify`, by name. A backend that leaves it out takes `isolate`.
         exports: what it can write, by name of the format. A backend that leaves it out writes the TorchScript program of its models.
 
-    A backend with kernels for low-bit weights has a method `low_bit_kernels()`: rows of `nc.backends.low_bit.kernel.LowBitKernel`, the preferred
-    ones first.
+    A backend with kernels for low-bit weights has a method `low_bit_kernels()`, which gives rows of
+    `nc.backends.low_bit.kernel.LowBitKernel`, the preferred ones first.
 
     An engine whose import changes torch's kernels in the whole process has two more attributes:
 

@@ -26,14 +26,18 @@ class PreparedWeights(torch.nn.Module):
         plan: the decisions; `print(prepared.plan)` shows them.
         quant_config: the configuration.
         samples: the calls so far.
+        asked: the backend that `prepare` was asked for.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False, asked: str = "auto"
+    ) -> None:
         super().__init__()
         self.model = model
         self.plan = plan
         self.quant_config = quant_config
         self.inplace = inplace
+        self.asked = asked
         self.samples: list[Sample] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
 
-from nc.nn import QuantEmbedding, QuantLinear
+from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.lowbit.record import Call
+from nc.lowbit.speed import LayerSpeed, layer_speeds
+from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.plan import Applied, format_table
 
 
@@ -41,6 +45,9 @@ class LayerReport:
         bits: stored bits per weight.
         size: stored bytes of the weight.
         note: what a reader must know, or why it stays float.
+        kernel: what computes it, with the numbers of rows M of activations that each kernel is for; "" if it stays float.
+        refused: (kernel, why it does not compute this layer) of the kernels that would be preferred.
+        speed: its time, None where it was not measured.
     """
 
     operator: str
@@ -53,6 +60,9 @@ class LayerReport:
     bits: float
     size: int
     note: str
+    kernel: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
+    speed: LayerSpeed | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +74,14 @@ class WeightReport:
         applied: what each transform did.
         weight_bytes: bytes of all parameters and buffers, tied ones once.
         float_bytes: the same with every low-bit weight in fp32.
+        bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
     """
 
     layers: tuple[LayerReport, ...]
     applied: tuple[Applied, ...]
     weight_bytes: int
     float_bytes: int
+    bandwidth: float | None = None
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -91,11 +103,23 @@ class WeightReport:
         ]
         lines += [str(applied) for applied in self.applied]
         lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
+        lines += [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in self._refused().items()]
+        if self.bandwidth is not None:
+            timed = [x for x in self.layers if x.speed is not None]
+            total = sum(x.speed.us * x.speed.calls for x in timed if x.speed is not None)
+            lines.append(
+                f"{len(timed)} low-bit layers take {total / 1e3:.2f} ms of a call; this machine reads {self.bandwidth:.1f} GB/s (measured)"
+            )
         return "\n".join(lines)
+
+    def _refused(self) -> Counter[tuple[str, str]]:
+        return Counter(reason for layer in self.layers for reason in layer.refused)
 
     def __str__(self) -> str:
         """All layers as a table, then the figures."""
-        rows: list[tuple[str, ...]] = [("layer", "N x K", "weight", "solver", "loss", "loss of rtn", "bits", "MB", "note")]
+        rows: list[tuple[str, ...]] = [
+            ("layer", "N x K", "weight", "solver", "loss", "loss of rtn", "bits", "MB", "kernel", *self._speed_head(), "note")
+        ]
         for x in self.layers:
             losses = ("-" if loss is None else f"{loss:.2e}" for loss in (x.loss, x.rtn_loss))
             rows.append(
@@ -107,20 +131,42 @@ class WeightReport:
                     *losses,
                     f"{x.bits:.2f}",
                     f"{x.size / 1e6:.2f}",
+                    x.kernel or "-",
+                    *self._speed_row(x),
                     x.note,
                 )
             )
         return f"{format_table(rows)}\n\n{self.summary()}"
 
+    def _speed_head(self) -> tuple[str, ...]:
+        return () if self.bandwidth is None else ("M", "us", "GB/s", "% of reading")
 
-def weight_report(model: torch.nn.Module) -> WeightReport:
-    """The report of a model; see `WeightReport`."""
+    def _speed_row(self, layer: LayerReport) -> tuple[str, ...]:
+        if self.bandwidth is None:
+            return ()
+        if layer.speed is None:
+            return ("-",) * 4
+        rate = layer.size / layer.speed.us / 1e3
+        return str(layer.speed.rows), f"{layer.speed.us:.0f}", f"{rate:.2f}", f"{100 * rate / self.bandwidth:.0f}"
+
+
+def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightReport:
+    """The report of a model; see `WeightReport`.
+
+    Args:
+        model: with low-bit layers.
+        call: arguments of the model, on which each low-bit linear is timed; None: nothing is timed.
+    """
+    speeds = {} if call is None else layer_speeds(model, call)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     record = model.__dict__.get("nc_record", Record())
     reasons = {} if record.plan is None else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, (QuantLinear, QuantEmbedding)):
             packed, found = module.packed, module.result
+            engine = module.engine if isinstance(module, QuantLinear) else None
+            choice = KernelChoice(()) if engine is None else engine.kernels_of(module, dtype)  # type: ignore[arg-type] # it is a linear
             layers.append(
                 LayerReport(
                     operator=name,
@@ -133,6 +179,9 @@ def weight_report(model: torch.nn.Module) -> WeightReport:
                     bits=packed.bytes * 8 / (packed.shape[0] * packed.shape[1]),
                     size=packed.bytes,
                     note="" if found is None else found.note,
+                    kernel=str(choice),
+                    refused=choice.refused,
+                    speed=speeds.get(name),
                 )
             )
         elif name in reasons:
@@ -153,7 +202,13 @@ def weight_report(model: torch.nn.Module) -> WeightReport:
                     note=reasons[name],
                 )
             )
-    return WeightReport(layers=tuple(layers), applied=record.applied, weight_bytes=_bytes(model), float_bytes=_bytes(model) + _saved(model))
+    return WeightReport(
+        layers=tuple(layers),
+        applied=record.applied,
+        weight_bytes=_bytes(model),
+        float_bytes=_bytes(model) + _saved(model),
+        bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
+    )
 
 
 def _bytes(model: torch.nn.Module) -> int:

@@ -1,9 +1,12 @@
 """A few rows of activations in fp32, by FBGEMM's operators for weighted sums of embeddings.
 
 The transposed weight is a table with one row of codes per input channel. The sum of the rows of one group, weighted with the
-activations, is the group's share of all outputs before its scale: `y[n] = sum_g scale[n, g] * sum_(k in g) x[k] * code[k, n]`. FBGEMM sums in fp32
-with vector instructions and reads every code once; the scales stay outside. So nothing is rounded, and the results differ from the reference
-only in the order of fp32 sums.
+activations, is the group's share of all outputs before its scale:
+
+    y[n] = sum_g scale[n, g] * sum_(k in g) x[k] * code[k, n]
+
+FBGEMM sums in fp32 with vector instructions. The scales stay outside and weights are never rounded, so the results differ from the reference
+as fp32 sums in another order do.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from nc.backends import AUTO, get_backend, registered_backends
 from nc.backends.base import Backend, check_available
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.errors import UnsupportedError
-from nc.nn import QuantLinear
+from nc.nn import KernelChoice, QuantLinear
 from nc.numerics.dynamic import quantize_dequantize_dynamic
+from nc.numerics.packed_weight import PackedWeight
 from nc.spec.weight_format import WeightFormat
 
 #: One layer is packed by one thread; others wait for it.
@@ -25,11 +26,13 @@ class _Ready:
     """What an engine keeps of a layer between calls.
 
     Attributes:
-        stored: the stored tensors that it was made from, each with its version.
+        weight: the stored weight.
+        stored: its tensors, each with its version.
         packed: layouts, by name of the kernel.
         chosen: kernels in the order of preference, by the dtype of activations.
     """
 
+    weight: PackedWeight
     stored: tuple[tuple[torch.Tensor, int], ...]
     packed: dict[str, PackedLayout]
     chosen: dict[str, tuple[LowBitKernel, ...]]
@@ -67,8 +70,10 @@ class LowBitEngine:
         kernel = next((k for k in kernels if flat.shape[0] <= k.max_rows), None)
         if kernel is None:
             return None
-        with torch.no_grad():
-            return _computed(layer, x, flat, activations, kernel, _layout(layer, kernel, ready))
+        if torch.is_autocast_enabled("cpu"):  # the kernel says what is multiplied in which precision
+            with torch.autocast("cpu", enabled=False):
+                return _computed(layer, x, flat, activations, kernel, ready)
+        return _computed(layer, x, flat, activations, kernel, ready)
 
     def choose(self, form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
         """The kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less.
@@ -80,17 +85,24 @@ class LowBitEngine:
         """
         return tuple(kernel for kernel in self.kernels if kernel.why_not(form, shape, activations) is None)
 
-    def why_not(self, form: WeightFormat, shape: tuple[int, int], activations: str) -> dict[str, str]:
-        """The kernels that can't compute a layer, with the reason; arguments as for `choose`."""
-        reasons = {kernel.name: kernel.why_not(form, shape, activations) for kernel in self.kernels}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+    def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
+        """See `nc.nn.LinearEngine`."""
+        shape, activations = (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype)
+        chosen = self.choose(layer.form, shape, activations)
+        before = self.kernels[: self.kernels.index(chosen[0])] if chosen else self.kernels
+        reasons = tuple((kernel.name, str(kernel.why_not(layer.form, shape, activations))) for kernel in before if kernel.takes(layer.form))
+        used = [kernel for i, kernel in enumerate(chosen) if all(kernel.max_rows > other.max_rows for other in chosen[:i])]
+        return KernelChoice(tuple((kernel.name, kernel.rows) for kernel in used), reasons)
 
     def _ready(self, layer: QuantLinear) -> _Ready:
         ready = layer.packed_for_engine
         if isinstance(ready, _Ready) and _is_of(ready, layer):
             return ready
-        ready = _Ready(tuple((t, _version(t)) for t in _stored(layer)), {}, {})
-        layer.packed_for_engine = ready
+        with _PACKING:
+            ready = layer.packed_for_engine  # another thread may have been faster
+            if not isinstance(ready, _Ready) or not _is_of(ready, layer):
+                ready = _Ready(layer.packed, tuple((t, _version(t)) for t in _stored(layer)), {}, {})
+                layer.packed_for_engine = ready
         return ready
 
 
@@ -151,30 +163,30 @@ def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
 
 
 def _computed(
-    layer: QuantLinear, x: torch.Tensor, flat: torch.Tensor, activations: str, kernel: LowBitKernel, layout: PackedLayout
+    layer: QuantLinear, x: torch.Tensor, flat: torch.Tensor, activations: str, kernel: LowBitKernel, ready: _Ready
 ) -> torch.Tensor:
     if layer.act_dtype == "int8":
         flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
     flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
-    result = kernel.linear(flat, layout, layer.packed)
+    result = kernel.linear(flat, _layout(kernel, ready), ready.weight)
     if layer.bias is not None:
-        result = result.add_(layer.bias)
+        result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(layer.bias)
     return result.to(x.dtype).reshape(*x.shape[:-1], layer.out_features)
 
 
-def _layout(layer: QuantLinear, kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
+def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
     """What the kernel packed; it does so once per layer, whatever threads call."""
     layout = ready.packed.get(kernel.name)
     if layout is None:
         with _PACKING:
             layout = ready.packed.get(kernel.name)
             if layout is None:
-                layout = ready.packed[kernel.name] = kernel.pack(layer.packed)
+                layout = ready.packed[kernel.name] = kernel.pack(ready.weight)
     return layout
 
 
 def _stored(layer: QuantLinear) -> tuple[torch.Tensor, ...]:
-    return tuple(t for t in layer.buffers(recurse=False))
+    return tuple(t for t in layer._buffers.values() if t is not None)  # noqa: SLF001 - `buffers()` takes longer than some kernels
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -74,7 +74,7 @@ class LowBitKernel:
             (self.refused, self.refused),
             (absent, f"torch {torch.__version__} has no {', '.join(absent)}"),
             (missing, f"this CPU has no {', '.join(missing)}{cpu.why_narrow()}"),
-            (not self._takes(form), f"it does not take {form.dtype}"),
+            (not self.takes(form), f"it does not take {form.dtype}"),
             (activations not in self.activations, f"it multiplies {' and '.join(self.activations)} only; {_WAY_OUT.get(activations, '')}"),
             (not self.zero_points and not (form.symmetric and not form.float_zero), "it takes symmetric weights only"),
             (self.whole_row and group != inputs, f"it takes one scale per row only, not groups of {group}"),
@@ -84,7 +84,8 @@ class LowBitKernel:
         )
         return next((reason for found, reason in checks if found), None)
 
-    def _takes(self, form: WeightFormat) -> bool:
+    def takes(self, form: WeightFormat) -> bool:
+        """Whether it is for weights of that number format at all."""
         if form.dtype.kind == "integer":
             return form.bits in self.bits
         return self.floats is None or form.dtype.name in self.floats
