@@ -33,13 +33,11 @@ class KernelChoice:
 
 
 class LinearEngine(Protocol):
-    """Computes linears with packed weights by kernels; `nc.backends.low_bit.engine` makes them.
+    """Computes linears with packed weights by kernels; `nc.backends.low_bit.engine` makes them."""
 
-    Attributes:
-        name: of the backend.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """Of the backend."""
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
         """The layer's result for `x` of shape [..., K], or None where the operator has to compute it."""

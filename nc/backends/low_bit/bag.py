@@ -5,8 +5,8 @@ activations, is the group's share of all outputs before its scale:
 
     y[n] = sum_g scale[n, g] * sum_(k in g) x[k] * code[k, n]
 
-FBGEMM sums in fp32 with vector instructions. The scales stay outside and weights are never rounded, so the results differ from the reference
-as fp32 sums in another order do.
+FBGEMM sums in fp32 with vector instructions. The scales stay outside and weights are never rounded, so the results differ from the
+reference as fp32 sums in another order do.
 """
 
 from __future__ import annotations

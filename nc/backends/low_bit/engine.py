@@ -58,7 +58,7 @@ class LowBitEngine:
         """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU."""
         if type(x) is not torch.Tensor or x.dtype not in _FLOATS or x.device.type != "cpu" or not x.numel():
             return None
-        if (x.requires_grad and torch.is_grad_enabled()) or layer.codes.device.type != "cpu" or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if (x.requires_grad and torch.is_grad_enabled()) or layer.codes.device.type != "cpu" or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return None
         activations = computed_as(layer.act_dtype, x.dtype)
         flat = x.reshape(-1, x.shape[-1])
