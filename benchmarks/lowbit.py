@@ -1,0 +1,287 @@
+"""Our low-bit weights and those of other tools, in one format at a time, judged by one program.
+
+    python benchmarks/lowbit_prepare.py --data DIR                             # once
+    python benchmarks/lowbit.py ours --data DIR --rows rows.jsonl              # this project's methods
+    python benchmarks/lowbit.py peer nncf --data DIR --rows rows.jsonl         # another tool's, in an environment of its own
+    python benchmarks/lowbit.py table --rows rows.jsonl
+
+A row that is in the file already is not computed again. Another tool hands over dequantized fp32 weights (peers_lowbit), which are put into
+the fp32 model here: what is judged is what its numbers are worth, and not the precision of its kernels.
+Bits per weight count the code, the scale and the zero point as the tool stores them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lowbit_subjects import BLOCKS, FORMATS, IGNORED, Format, Subject, load, logits, settings
+from safetensors import safe_open
+
+#: Tools in peers_lowbit → their methods there.
+PEERS = {
+    "torchao": ("RTN", "HQQ scale"),
+    "nncf": ("RTN", "scale estimation", "GPTQ", "scale estimation + GPTQ", "AWQ + scale estimation"),
+    "inc": ("RTN", "RTN full range", "RTN mse", "HQQ", "GPTQ", "GPTQ mse", "GPTQ hybrid order", "AWQ"),
+    "autoround": ("RTN", "opt RTN", "light"),
+    "llmcompressor": ("RTN", "GPTQ", "AWQ"),
+}
+
+
+@dataclass
+class Row:
+    """One line of the file.
+
+    Attributes:
+        subject: a name of `BLOCKS`.
+        format: a name of `FORMATS`.
+        tool: "nc" or a name of `PEERS`.
+        method: of the tool.
+        data: whether it used calibration data.
+        bits: per weight, scales and zero points included.
+        levels: the most different values in a group of the layers that were looked at.
+        kl: mean KL(fp32 || low bit) per judged token, nats.
+        top1: percent of judged tokens with fp32's first choice.
+        perplexity: on what is judged.
+        fp32_perplexity: likewise, of the fp32 model.
+        seconds: what quantizing took, on a machine that did other things as well.
+        setting: "fast" or "full".
+        error: why there are no figures.
+    """
+
+    subject: str
+    format: str
+    tool: str
+    method: str
+    setting: str
+    data: bool = False
+    bits: float = 0.0
+    levels: int = 0
+    kl: float = 0.0
+    top1: float = 0.0
+    perplexity: float = 0.0
+    fp32_perplexity: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What identifies it."""
+        return self.subject, self.format, self.tool, self.method, self.setting
+
+
+def methods(form: Format, group: int) -> dict[str, Any]:
+    """Our configurations by name; what this version does not have is left out."""
+    import nc
+
+    def config(**more: Any) -> Any:
+        kind = "nf4" if form.kind == "nf" else f"{'int' if form.symmetric else 'uint'}{form.bits}"
+        return nc.WeightOnlyConfig(kind, group_size=group, w_sym=form.symmetric, scale_dtype="fp16", **more)
+
+    def has(*names: str) -> bool:
+        return all(hasattr(nc, name) for name in names)
+
+    found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "mse", "wls")}
+    found["GPTQ"] = config(solver=nc.GPTQ())
+    found["GPTQ minmax"] = config(solver=nc.GPTQ(), w_algo="minmax")
+    if "order" in nc.GPTQ.__dataclass_fields__:
+        found |= {f"GPTQ {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "groups", "static")}
+    if "two_sided" in nc.GPTQ.__dataclass_fields__:
+        found |= {f"GPTQ {kind}": config(solver=nc.GPTQ(two_sided=kind)) for kind in ("gptaq", "qronos")}
+    if has("AWQ"):
+        found |= {"AWQ": config(transforms=[nc.AWQ()]), "AWQ + GPTQ": config(transforms=[nc.AWQ()], solver=nc.GPTQ())}
+    if has("Rotation"):
+        found |= {
+            "Rotation + GPTQ": config(transforms=[nc.Rotation()], solver=nc.GPTQ()),
+            "Rotation + RTN wls": config(transforms=[nc.Rotation()]),
+        }
+    if has("HQQ"):
+        found["HQQ"] = config(solver=nc.HQQ())
+    if has("AutoRound"):
+        found["AutoRound light"] = config(solver=nc.AutoRound())
+    return found
+
+
+def ours(subject: Subject, name: str, method: str, setting: str) -> Row:
+    """A row of this project."""
+    import nc
+
+    form = FORMATS[name]
+    group = form.of(subject.name)
+    config = methods(form, group)[method]
+    config.white_list = subject.layers
+    row = Row(subject.name, name, "nc", method, setting)
+    tick = time.perf_counter()
+    prepared = nc.prepare(subject.model, config)
+    row.data = bool(prepared.plan.needs_data)
+    if row.data:
+        for batch in subject.calibration:
+            prepared(**batch)
+    quantized = nc.convert(prepared)
+    row.seconds = time.perf_counter() - tick
+    report = nc.report(quantized)
+    done = {layer.operator for layer in report.quantized}
+    if done != set(subject.layers):
+        msg = f"not the layers that were asked: {sorted(done ^ set(subject.layers))[:4]}"
+        raise RuntimeError(msg)
+    count = sum(math.prod(layer.shape) for layer in report.quantized)
+    row.bits = 8 * sum(layer.size for layer in report.quantized) / count
+    row.levels = max(levels(quantized.get_submodule(n).packed.dequantize(), group) for n in looked_at(subject))
+    judge(subject, quantized, row)
+    return row
+
+
+def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python: Path) -> Row:
+    """A row of another tool: a process in its environment makes the weights."""
+    form = FORMATS[name]
+    row = Row(subject.name, name, tool, method, settings(data)["setting"])
+    script = Path(__file__).resolve().parent / "peers_lowbit" / f"{tool}.py"
+    with tempfile.TemporaryDirectory(dir=data) as folder:
+        made = Path(folder) / "weights.safetensors"
+        asked = ["--data", data, "--subject", subject.name, "--format", name, "--method", method, "--out", made]
+        done = subprocess.run([python, script, *asked], check=False, capture_output=True, text=True)
+        if done.returncode:
+            row.error = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            print(done.stderr[-3000:], file=sys.stderr)
+            return row
+        with safe_open(made, "pt") as file:
+            told, weights = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    model = copy.deepcopy(subject.model)
+    group = form.of(subject.name)
+    wanted = {f"{layer}.weight" for layer in subject.layers}
+    if missing := sorted(wanted - weights.keys()):
+        row.error = f"weights are missing: {missing[:3]}"
+        return row
+    looked = [weights[f"{n}.weight"] for n in looked_at(subject)]
+    row.levels = max(levels(w, group) for w in looked)
+    # what a transform multiplies the input by belongs to the weight
+    for key in [k for k in weights if k.endswith(".input_scale")]:
+        weights[key.replace(".input_scale", ".weight")] *= weights.pop(key)
+    model.load_state_dict({**model.state_dict(), **weights})
+    same = [n for n in subject.layers if torch.equal(model.get_submodule(n).weight, subject.model.get_submodule(n).weight)]
+    if same:
+        row.error = f"left as they were: {same[:3]}"
+        return row
+    row.data, row.seconds = told["data"] == "1", float(told["seconds"])
+    row.bits = bits(subject, form, float(told["scale_bits"]), float(told["zero_bits"]))
+    judge(subject, model, row)
+    return row
+
+
+def bits(subject: Subject, form: Format, scale: float, zero: float) -> float:
+    """Stored bits per weight: the code, and a group's share of scale and zero point."""
+    shapes = [subject.model.get_submodule(n).weight.shape for n in subject.layers]
+    groups = [n * (1 if form.group == -1 else k // form.of(subject.name)) for n, k in shapes]
+    return form.bits + (scale + zero) * sum(groups) / sum(n * k for n, k in shapes)
+
+
+def looked_at(subject: Subject) -> list[str]:
+    """The layers of one block in the middle."""
+    inside = sorted({int(n.removeprefix(f"{subject.blocks}.").split(".")[0]) for n in subject.layers})
+    return [n for n in subject.layers if n.startswith(f"{subject.blocks}.{inside[len(inside) // 2]}.")]
+
+
+def levels(weight: torch.Tensor, group: int) -> int:
+    """The most different values that a group has."""
+    rows = weight.reshape(-1, weight.shape[1] if group == -1 else group).sort(1).values
+    step = rows.abs().amax(1, keepdim=True) * 1e-4  # products in other orders differ in the last bits
+    return int(((rows.diff(dim=1)) > step).sum(1).max()) + 1
+
+
+@torch.no_grad()
+def judge(subject: Subject, model: Any, row: Row) -> None:
+    """Put the figures into a row."""
+    kl = same = before = after = 0.0
+    count = 0
+    for batch in subject.evaluation:
+        chosen = batch["labels"] != IGNORED
+        right = batch["labels"][chosen][:, None]
+        a, b = (logits(m, batch)[chosen].log_softmax(-1) for m in (subject.model, model))
+        count += len(right)
+        kl += (a.exp() * (a - b)).sum(dtype=torch.float64).item()
+        same += (a.argmax(-1) == b.argmax(-1)).sum().item()
+        before, after = (total - x.gather(1, right).sum(dtype=torch.float64).item() for total, x in ((before, a), (after, b)))
+    row.kl, row.top1 = kl / count, 100 * same / count
+    row.fp32_perplexity, row.perplexity = math.exp(before / count), math.exp(after / count)
+
+
+def read(rows: Path) -> list[Row]:
+    """The rows so far; of equal ones the last."""
+    lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    return list({row.key: row for row in (Row(**json.loads(line)) for line in lines)}.values())
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown: per subject and format one table, the best row first in each half."""
+    lines: list[str] = []
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.subject, row.format), []).append(row)
+    for (subject, name), some in sorted(groups.items(), key=lambda g: (list(BLOCKS).index(g[0][0]), list(FORMATS).index(g[0][1]))):
+        size = FORMATS[name].of(subject)
+        lines += ["", f"**{subject}, {name}**" + f" (groups of {size})" * (size != FORMATS[name].group), ""]
+        lines += ["| tool | method | data | bits | KL | top-1 % | perplexity |", "|---|---|---|---|---|---|---|"]
+        for row in sorted(some, key=lambda r: (r.data, bool(r.error), r.kl)):
+            who = f"**{row.tool}**" if row.tool == "nc" else row.tool
+            if row.error:
+                lines.append(f"| {who} | {row.method} | | | {row.error} | | |")
+            else:
+                figures = f"{row.bits:.2f} | {row.kl:.4f} | {row.top1:.1f} | {row.perplexity:.3f}"
+                lines.append(f"| {who} | {row.method} | {'yes' if row.data else 'no'} | {figures} |")
+        good = [r for r in some if not r.error]
+        if good:
+            lines += [f"| | fp32 | | 32 | 0 | 100 | {good[0].fp32_perplexity:.3f} |"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """See the module's description."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("ours", "peer", "table"))
+    parser.add_argument("tool", nargs="?", choices=list(PEERS))
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--python", type=Path, help="of the tool's environment; default .venv-lowbit-TOOL/bin/python")
+    parser.add_argument("--subject", nargs="+", choices=list(BLOCKS), default=["antiberty", "smollm2"])
+    parser.add_argument("--format", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--method", nargs="+", help="default: all")
+    parser.add_argument("--again", action="store_true", help="also rows that are there")
+    options = parser.parse_args()
+    if options.what == "table":
+        print(table(read(options.rows)))
+        return
+    setting = settings(options.data)["setting"]
+    done = set() if options.again else {row.key for row in read(options.rows) if not row.error}
+    tool = options.tool or "nc"
+    python = (options.python or Path(f".venv-lowbit-{tool}/bin/python")).absolute()
+    for name in options.subject:
+        subject = load(options.data, name)
+        for form in options.format:
+            known = list(methods(FORMATS[form], 64)) if tool == "nc" else list(PEERS[tool])
+            for method in options.method or known:
+                if (name, form, tool, method, setting) in done or method not in known:
+                    continue
+                try:
+                    row = ours(subject, form, method, setting) if tool == "nc" else peer(subject, form, tool, method, options.data, python)
+                except Exception as error:
+                    traceback.print_exc()
+                    row = Row(name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300])
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+                print(f"{name} {form} {tool} {method}: " + (row.error or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} {row.seconds:.0f} s"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Writes the models and the data of lowbit.py: `python benchmarks/lowbit_prepare.py --data DIR [--full]`. Needs no network.
+
+Calibration and evaluation never share a file of text, nor a generated sequence. "fast" is 4 k tokens to calibrate and 2 k to judge, "full"
+64 k and 16 k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from lowbit_subjects import IGNORED, Batch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+#: (calibration sequences, their tokens, evaluation sequences, their tokens)
+SIZES = {"fast": (16, 256, 8, 256), "full": (128, 512, 64, 256)}
+_MASKED = 0.15
+
+
+def smollm2(folder: Path, setting: str) -> None:
+    """The model, and English texts: what installed packages say about themselves, and Python's documentation."""
+    import smollm2 as source
+
+    source.load_model().save_pretrained(folder)
+    tokenizer = source.load_tokenizer()
+    tokenizer.save_pretrained(folder)
+    count, length, held, held_length = SIZES[setting]
+    pieces: dict[str, list[list[int]]] = {"calibration": [], "evaluation": []}
+    for i, text in enumerate(texts()):
+        part, size = (("calibration", length), ("evaluation", held_length))[i % 2]
+        ids = tokenizer(text)["input_ids"]
+        pieces[part] += [ids[j * size : (j + 1) * size] for j in range(min(len(ids) // size, 16))]
+    order = torch.Generator().manual_seed(0)
+    chosen = {
+        part: torch.tensor([pieces[part][i] for i in torch.randperm(len(pieces[part]), generator=order)[:n]])
+        for part, n in (("calibration", count), ("evaluation", held))
+    }
+    evaluation = [{"input_ids": ids, "labels": shifted(ids)} for ids in chosen["evaluation"].split(2)]
+    write(folder, [{"input_ids": ids} for ids in chosen["calibration"].split(2)], evaluation)
+
+
+def texts() -> list[str]:
+    """Long texts, one per file, in a fixed order."""
+    found = {}
+    for package in importlib.metadata.distributions():
+        found[package.name.lower()] = str(package.metadata.get_payload() or package.metadata.get("Description") or "")
+        for file in package.files or ():
+            if re.search(r"(LICENSE|COPYING|NOTICE)[^/]*$", file.name) and file.locate().is_file():
+                found[f"{package.name.lower()} {file.name}"] = Path(str(file.locate())).read_text(encoding="utf-8", errors="replace")[:6000]
+    found |= {f"topic {name}": text for name, text in topics.items()}
+    seen: set[str] = set()
+    kept = []
+    for _, text in sorted(found.items()):  # licences and topics repeat each other: each paragraph is taken once
+        fresh = [p for p in re.split(r"\n\s*\n", text) if (key := " ".join(p.lower().split())) not in seen and not seen.add(key)]  # type: ignore[func-returns-value]
+        kept.append("\n\n".join(fresh))
+    return [text for text in kept if len(text) > 1500]
+
+
+def shifted(ids: torch.Tensor) -> torch.Tensor:
+    """The next token at each position."""
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], 1)
+
+
+def antiberty(folder: Path, setting: str) -> None:
+    """The model, and sequences that it makes itself: from those in its package's description, by masking and drawing again and again."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    spec = importlib.util.find_spec("antiberty")
+    if spec is None or not spec.submodule_search_locations:
+        msg = "The weights are missing: pip install --no-deps antiberty==0.1.3 (`make demo` does it)."
+        raise SystemExit(msg)
+    trained = Path(spec.submodule_search_locations[0]) / "trained_models"
+    source = trained / "AntiBERTy_md_smooth"
+    model: Any = BertForMaskedLM(BertConfig.from_json_file(str(source / "config.json")))
+    weights = torch.load(source / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    missing, _ = model.load_state_dict(weights, strict=False)  # its heads for species and chain, and a pooler, are left out
+    if missing:
+        msg = f"the file lacks {missing}"
+        raise SystemExit(msg)
+    model.eval().save_pretrained(folder)
+    letters = (trained / "vocab.txt").read_text(encoding="utf-8").split()
+    description = str(importlib.metadata.metadata("antiberty").get_payload() or importlib.metadata.metadata("antiberty")["Description"])
+    found = sorted(set(re.findall(r'"([A-Z]{100,})"', description)))
+    batch = 8
+    calibrate, judge = (4, 16) if setting == "fast" else (32, 64)  # batches of 8 sequences of about 120 residues
+    start = [torch.tensor([[2, *(letters.index(c) for c in s), 3]]).repeat(batch, 1) for s in found]
+    random = torch.Generator().manual_seed(0)
+    made = [resampled(model, start[i % len(start)], letters.index("[MASK]"), random) for i in range(calibrate + judge)]
+    masked = [mask(ids, letters.index("[MASK]"), random) for ids in made]
+    write(folder, [{"input_ids": b["input_ids"]} for b in masked[:calibrate]], masked[calibrate:])
+
+
+@torch.no_grad()
+def resampled(model: Any, ids: torch.Tensor, hole: int, random: torch.Generator, rounds: int = 20) -> torch.Tensor:
+    """Sequences after rounds in which a part is masked and drawn from the model's distribution."""
+    for _ in range(rounds):
+        batch = mask(ids, hole, random)
+        chosen = batch["labels"] != IGNORED
+        scores = model(input_ids=batch["input_ids"]).logits[chosen][:, 5:]  # residues only
+        ids = ids.masked_scatter(chosen, torch.multinomial(scores.softmax(-1), 1, generator=random)[:, 0] + 5)
+    return ids
+
+
+def mask(ids: torch.Tensor, hole: int, random: torch.Generator) -> Batch:
+    """Inputs with some residues masked, and these residues as labels."""
+    chosen = torch.rand(ids.shape, generator=random) < _MASKED
+    chosen[:, 0] = chosen[:, -1] = False
+    return {"input_ids": ids.masked_fill(chosen, hole), "labels": ids.masked_fill(~chosen, IGNORED)}
+
+
+def lm(folder: Path, setting: str) -> None:
+    """The byte-level model of tasks.py: trained once, then read."""
+    from tasks import LanguageModel
+
+    task = LanguageModel(folder / "task")
+    save_file({k: v.contiguous() for k, v in task.model.state_dict().items()}, folder / "model.safetensors")
+    some = 2 if setting == "fast" else 4
+    held = task.evaluation[: 2 if setting == "fast" else 8]
+    write(folder, task.calibration[:some], [{**b, "labels": shifted(b["tokens"])} for b in held])
+
+
+def write(folder: Path, calibration: list[Batch], evaluation: list[Batch]) -> None:
+    """The data file of a subject."""
+    parts = (("calibration", calibration), ("evaluation", evaluation))
+    named = {f"{part}.{i}.{k}": v.contiguous() for part, some in parts for i, batch in enumerate(some) for k, v in batch.items()}
+    save_file(named, folder / "data.safetensors")
+    judged = sum(int((b["labels"] != IGNORED).sum()) for b in evaluation)
+    print(f"{folder.name}: {sum(next(iter(b.values())).numel() for b in calibration)} tokens calibrate, {judged} are judged", flush=True)
+
+
+SUBJECTS = {"smollm2": smollm2, "antiberty": antiberty, "lm": lm}
+
+
+def main() -> None:
+    """Write what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--subject", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    options = parser.parse_args()
+    setting = "full" if options.full else "fast"
+    options.data.mkdir(parents=True, exist_ok=True)
+    (options.data / "settings.json").write_text(json.dumps({"setting": setting}), encoding="utf-8")
+    for name in options.subject:
+        if not (options.data / name / "data.safetensors").exists():
+            (options.data / name).mkdir(exist_ok=True)
+            SUBJECTS[name](options.data / name, setting)
+
+
+if __name__ == "__main__":
+    main()

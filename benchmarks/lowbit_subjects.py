@@ -1,0 +1,132 @@
+"""Models, texts and formats for the comparison of low-bit weights: see lowbit.py, which writes the data, and peers_lowbit, which reads it.
+
+* `smollm2`: SmolLM2-135M of examples/smollm2.py, a causal language model. The reference is the fp32 model of its dequantized weights.
+* `antiberty`: a masked language model of antibody sequences with fp32 weights (package `antiberty`), 8 BERT layers.
+* `lm`: the byte-level language model of tasks.py.
+
+Reading needs torch, transformers and safetensors only, so that every environment can do it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+Batch = dict[str, torch.Tensor]
+#: Positions that are not judged.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is compared: tools in one format store codes of as many bits, in groups of one size.
+
+    Attributes:
+        bits: of a code.
+        group: input channels that share a scale; -1: all of a row.
+        kind: "int" or "nf".
+        symmetric: without zero points.
+        other: for a subject whose rows `group` does not divide, the size instead.
+    """
+
+    bits: int
+    group: int
+    kind: str = "int"
+    symmetric: bool = True
+    other: tuple[tuple[str, int], ...] = ()
+
+    def of(self, subject: str) -> int:
+        """The group size for a subject."""
+        return dict(self.other).get(subject, self.group)
+
+
+#: 576 = 64 * 9 input channels are no multiple of 128: the legal sizes around it that divide 1536 too are 96 and 192.
+FORMATS = {
+    "int4-g64": Format(4, 64),
+    "int4-g128": Format(4, 128, other=(("smollm2", 192),)),
+    "int3-g64": Format(3, 64),
+    "nf4-g64": Format(4, 64, kind="nf"),
+    "int4-asym-g64": Format(4, 64, symmetric=False),
+    "int8-row": Format(8, -1),
+}
+
+
+@dataclass
+class Subject:
+    """A model and its data.
+
+    Attributes:
+        name: of the subject.
+        model: fp32, eval mode.
+        calibration: keyword inputs, batch by batch.
+        evaluation: likewise, each with `labels`: what is right at each position of the logits, `IGNORED` where nothing is judged.
+        folder: what `from_pretrained` reads; None for a model that is not from transformers.
+        blocks: the module list of the blocks.
+    """
+
+    name: str
+    model: Any
+    calibration: list[Batch]
+    evaluation: list[Batch]
+    folder: Path | None
+    blocks: str
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers that are quantized: all linears of the blocks. Embeddings and heads stay float."""
+        return [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(f"{self.blocks}.")]
+
+
+BLOCKS = {"smollm2": "model.layers", "antiberty": "bert.encoder.layer", "lm": "layers"}
+
+
+def load(data: Path, name: str) -> Subject:
+    """Read what `lowbit.py prepare` wrote.
+
+    Args:
+        data: its folder.
+        name: one of `BLOCKS`.
+    """
+    folder = data / name
+    tensors = load_file(folder / "data.safetensors")
+    calibration, evaluation = (_batches(tensors, part) for part in ("calibration", "evaluation"))
+    model: Any
+    if name == "lm":
+        from tasks import LanguageModel, Transformer
+
+        model = Transformer(width=128, heads=4, layers=4, positions=LanguageModel.positions)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return Subject(name, model.eval(), calibration, evaluation, None, BLOCKS[name])
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    auto = AutoModelForCausalLM if name == "smollm2" else AutoModelForMaskedLM
+    model = auto.from_pretrained(folder, local_files_only=True, attn_implementation="eager").float().eval()
+    return Subject(name, model, calibration, evaluation, folder, BLOCKS[name])
+
+
+def logits(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's logits for a batch; `labels` in it are not passed on."""
+    output = model(**{k: v for k, v in batch.items() if k != "labels"})
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def settings(data: Path) -> dict[str, Any]:
+    """What `lowbit.py prepare` was told."""
+    return dict(json.loads((data / "settings.json").read_text(encoding="utf-8")))
+
+
+def _batches(tensors: Batch, part: str) -> list[Batch]:
+    found: dict[int, Batch] = {}
+    for key, tensor in tensors.items():
+        owner, number, name = key.split(".", 2)
+        if owner == part:
+            found.setdefault(int(number), {})[name] = tensor
+    return [found[i] for i in sorted(found)]
