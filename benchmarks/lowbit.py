@@ -280,7 +280,11 @@ def main() -> None:
                     row = Row(name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300])
                 with options.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
-                print(f"{name} {form} {tool} {method}: " + (row.error or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} {row.seconds:.0f} s"), flush=True)
+                print(
+                    f"{name} {form} {tool} {method}: "
+                    + (row.error or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} {row.seconds:.0f} s"),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import torch
 from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs, Problem
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams, decode, encode, round_scale
+from nc.numerics.groups import GroupParams, decode, encode
+from nc.numerics.stored_scales import round_scale
 from nc.numerics.packed_weight import PackedWeight, pack
 from nc.spec.weight_format import WeightFormat
 
