@@ -19,9 +19,9 @@ import torch
 from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs, Problem
 from nc.numerics.group_ranges import choose
-from nc.numerics.groups import GroupParams, decode, encode
-from nc.numerics.stored_scales import round_scale
+from nc.numerics.groups import GroupParams, Outer, decode, encode, spread
 from nc.numerics.packed_weight import PackedWeight, pack
+from nc.numerics.stored_scales import stored, stored_minimum
 from nc.spec.weight_format import WeightFormat
 
 
@@ -61,56 +61,58 @@ class HQQ:
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`."""
         weight, form = problem.weight, problem.form
-        group = form.group(weight.shape[1])
-        start = choose(weight, form, problem.rule)
-        if form.two_levels:  # the scales are codes themselves, and stay
-            return pack(encode(weight, start, form), start, form)
-        rows = weight.reshape(-1, group)
-        best = GroupParams(*(None if part is None else part.reshape(-1, 1) for part in (start.scale, start.zero, start.minimum)))  # type: ignore[arg-type]
-        least = self._loss(rows, best, form)
-        for tried in self._steps(rows, best, form):
-            loss = self._loss(rows, tried, form)
-            best, least = _better(best, least, tried, loss)
-        shape = start.scale.shape
-        found = GroupParams(*(None if part is None else part.reshape(shape) for part in (best.scale, best.zero, best.minimum)))  # type: ignore[arg-type]
-        return pack(encode(weight, found, form), found, form)
+        importance = None if problem.inputs is None else problem.inputs.mean_square
+        best = choose(weight, form, problem.rule, importance)
+        least = self._loss(weight, best, form)
+        for tried in self._steps(weight, best, form):
+            loss = self._loss(weight, tried, form)
+            better = loss < least
+            best, least = tried.where(better, best), torch.where(better, loss, least)
+        return pack(encode(weight, best, form), best, form)
 
-    def _steps(self, rows: torch.Tensor, start: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
-        """Params after each step; of rows of shape [groups, group]."""
+    def _steps(self, weight: torch.Tensor, start: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
+        """Params after each step."""
         if form.symmetric:
-            yield from self._scales(rows, start, form)
+            yield from self._scales(weight, start, form)
             return
         # in the loop zero points are minima, in fp32
-        free = replace(form, float_zero=True, scale_dtype="fp32")
-        for now in (_covering(rows, form), GroupParams(start.scale, minimum=_minimum(start))):
+        free = replace(form, float_zero=True, scale_dtype="fp32", double_quant=None, tensor_scale=False)
+        for now in (_covering(weight, start, form), GroupParams(start.scale, minimum=_minimum(start))):
             for _ in range(self.steps):
-                codes = encode(rows, now, free)
-                errors = self._shrunk(rows - decode(codes, now, free), now.scale)
-                now = GroupParams(now.scale, minimum=(rows - errors - codes * now.scale).mean(1, keepdim=True))
-                yield from _stored(rows, now, form)
+                codes = encode(weight, now, free)
+                kept = weight - self._shrunk(weight - decode(codes, now, free), now.scale)
+                units = decode(codes, GroupParams(now.scale, minimum=torch.zeros_like(now.scale)), free)
+                now = GroupParams(now.scale, minimum=_grouped(kept - units, now).mean(2))
+                yield from _stored(weight, now, form, start.outer)
 
-    def _scales(self, rows: torch.Tensor, now: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
+    def _scales(self, weight: torch.Tensor, now: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
         for _ in range(self.steps):
-            codes = encode(rows, now, form)
-            errors = self._shrunk(rows - decode(codes, now, form), now.scale)
-            now = _fitted(rows - errors, codes, now, form)
+            codes = encode(weight, now, form)
+            errors = self._shrunk(weight - decode(codes, now, form), now.scale)
+            now = _fitted(weight - errors, codes, now, form)
             yield now
 
     def _shrunk(self, errors: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """`sign(x) max(|x| - |x|^(p-1) / beta, 0)`, x in units of the scale."""
-        size = (errors / scale).abs()
-        return errors.sign() * (size - size.pow(self.p - 1) / self.beta).clamp_(min=0) * scale.abs()
+        sizes = scale.abs().repeat_interleave(errors.shape[1] // scale.shape[1], 1)
+        size = errors.abs() / sizes
+        return errors.sign() * (size - size.pow(self.p - 1) / self.beta).clamp_(min=0) * sizes
 
-    def _loss(self, rows: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
-        """`|W - W^|_p^p` of each row."""
-        return (rows - decode(encode(rows, params, form), params, form)).abs().pow(self.p).sum(1)
+    def _loss(self, weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
+        """`|W - W^|_p^p` of each group."""
+        return _grouped((weight - decode(encode(weight, params, form), params, form)).abs().pow(self.p), params).sum(2)
 
 
-def _covering(rows: torch.Tensor, form: WeightFormat) -> GroupParams:
-    """Params whose range is exactly that of the row, which need not hold 0."""
-    low, high = torch.aminmax(rows, dim=1, keepdim=True)
-    scale = round_scale((high - low) / (2**form.bits - 1), form.scale_dtype)
-    return GroupParams(torch.where(scale == 0, torch.ones_like(scale), scale), minimum=low)
+def _grouped(weight: torch.Tensor, params: GroupParams) -> torch.Tensor:
+    """[N, K] → [N, G, K / G]."""
+    return weight.reshape(*params.scale.shape, -1)
+
+
+def _covering(weight: torch.Tensor, start: GroupParams, form: WeightFormat) -> GroupParams:
+    """Params whose range is exactly that of the group, which need not hold 0."""
+    low, high = torch.aminmax(_grouped(weight, start), dim=2)
+    scale = (high - low) / (2**form.bits - 1)
+    return GroupParams(_stored_scale(torch.where(scale == 0, start.scale, scale), form, start.outer), minimum=low)
 
 
 def _minimum(params: GroupParams) -> torch.Tensor:
@@ -120,33 +122,28 @@ def _minimum(params: GroupParams) -> torch.Tensor:
     return -params.zero * params.scale
 
 
-def _stored(rows: torch.Tensor, params: GroupParams, form: WeightFormat) -> Iterator[GroupParams]:
+def _stored_scale(scale: torch.Tensor, form: WeightFormat, outer: Outer | None) -> torch.Tensor:
+    return stored(scale, form, None if outer is None else spread(outer.scale, scale.shape[1]))
+
+
+def _stored(weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer: Outer | None) -> Iterator[GroupParams]:
     """Params with a free minimum as the format can store them."""
     assert params.minimum is not None
     if form.float_zero:
-        yield GroupParams(params.scale, minimum=round_scale(params.minimum, form.scale_dtype))
+        outside = None if outer is None or outer.minimum is None else spread(outer.minimum, params.scale.shape[1])
+        yield GroupParams(params.scale, minimum=stored_minimum(params.minimum, form, outside), outer=outer)
         return
     zero = (-params.minimum / params.scale).round_().clamp_(0, 2**form.bits - 1)
-    rounded = GroupParams(params.scale, zero)
+    rounded = GroupParams(params.scale, zero, outer=outer)
     yield rounded
-    yield _fitted(rows, encode(rows, rounded, form), rounded, form)
+    yield _fitted(weight, encode(weight, rounded, form), rounded, form)
 
 
-def _fitted(rows: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> GroupParams:
-    """The scale with the least squared error for given codes; the old one where that has no value."""
-    units = decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form)
-    scale = (rows * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-    scale = round_scale(scale, form.scale_dtype)
-    usable = (scale != 0) & scale.isfinite()
-    return GroupParams(torch.where(usable, scale, params.scale), params.zero)
-
-
-def _better(best: GroupParams, least: torch.Tensor, tried: GroupParams, loss: torch.Tensor) -> tuple[GroupParams, torch.Tensor]:
-    """Of each row the params with the smaller loss."""
-    better = (loss < least).unsqueeze(1)
-
-    def of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-        return None if a is None or b is None else torch.where(better, a, b)
-
-    kept = GroupParams(torch.where(better, tried.scale, best.scale), of(tried.zero, best.zero), of(tried.minimum, best.minimum))
-    return kept, torch.where(better[:, 0], loss, least)
+def _fitted(weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> GroupParams:
+    """The scale with the least squared error for given codes; the old one where that has no value or changes its sign."""
+    units = _grouped(decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form), params)
+    squares = units.square().sum(2)
+    scale = (_grouped(weight, params) * units).sum(2) / squares
+    usable = (squares > 0) & scale.isfinite() & (scale * params.scale > 0)
+    scale = torch.where(usable, scale, params.scale)
+    return replace(params, scale=torch.where(usable, _stored_scale(scale, form, params.outer), params.scale))
