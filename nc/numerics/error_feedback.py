@@ -40,7 +40,8 @@ class Factor:
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """The x of `damped @ x = right`, float64, shape [K, N]."""
         half = torch.linalg.solve_triangular(self.upper, right, upper=True)
-        return torch.linalg.solve_triangular(self.upper.T, half, upper=False)
+        solution: torch.Tensor = torch.linalg.solve_triangular(self.upper.T, half, upper=False)
+        return solution
 
 
 def factor(hessian: torch.Tensor, damp: float) -> Factor | None:
@@ -133,4 +134,5 @@ def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: torch.Tensor,
     The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A that part of the matrix.
     """
     inside = feed[part, part].T
-    return original[part] + torch.linalg.solve_triangular(inside, current[part] - original[part], upper=False, unitriangular=True)
+    change: torch.Tensor = torch.linalg.solve_triangular(inside, current[part] - original[part], upper=False, unitriangular=True)
+    return original[part] + change

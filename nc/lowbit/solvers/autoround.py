@@ -74,7 +74,7 @@ class AutoRound:
         hessian = problem.inputs.hessian.float()
 
         def loss(_: Sequence[int]) -> torch.Tensor:
-            error = rounding(rounding.weight) - rounding.weight
+            error: torch.Tensor = rounding(rounding.weight) - rounding.weight
             return ((error @ hessian) * error).sum()
 
         self._learn([rounding], loss, 1)
