@@ -30,8 +30,8 @@ _TRIES, _AFFINE_TRIES = 12, 9
 _POWERS = (1.0, 0.5, 2.0)  # neighbours
 #: The best scale is tried again with its fitted value, more often where a minimum is fitted too.
 _REPEATS, _MINIMUM_REPEATS = 1, 3
-#: Up to so many bits each scale is tried with two zero points.
-_TWO_ZEROS = 3
+#: Up to so many bits each scale is tried with both signs, or with two zero points.
+_COARSE = 3
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -46,14 +46,16 @@ def fit(weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.T
         positive: no scale is to be below 0, no minimum above 0.
     """
     search = _Symmetric(weight, form, start, h) if form.symmetric else _Affine(weight, form, start, h, positive=positive)
-    first = start.scale
+    first = [start.scale]
     if form.symmetric and form.dtype.kind == "integer" and not (positive or form.powers):
         low, high = torch.aminmax(weight, dim=2)
-        first = torch.where(
-            high > -low, -first, first
-        )  # the largest weight gets code 0, which is one further from the middle than the last
-    for stretch in _stretches(form):
-        search.attempt(first / stretch)
+        # the largest weight gets code 0, which is one further from the middle than the last one
+        first = [torch.where(high > -low, -start.scale, start.scale)]
+        if form.bits <= _COARSE:
+            first.append(-first[0])
+    for scale in first:
+        for stretch in _stretches(form):
+            search.attempt(scale / stretch)
     for _ in range(_MINIMUM_REPEATS if form.float_zero else _REPEATS):
         search.attempt(search.best.scale, again=True)
     return search.best
@@ -129,7 +131,7 @@ class _Affine:
             self._attempt(scale, minimum)
             return
         zero = -minimum / scale
-        for near in (zero.floor(), zero.ceil()) if self.form.bits <= _TWO_ZEROS else (zero.round(),):
+        for near in (zero.floor(), zero.ceil()) if self.form.bits <= _COARSE else (zero.round(),):
             self._attempt(scale, -near.clamp_(0, self.steps) * scale)
 
     def _minimum(self, params: GroupParams) -> torch.Tensor:
