@@ -15,7 +15,7 @@ from nc.numerics import formats
 from nc.spec.weight_format import WeightFormat
 
 #: Weights that are worked on at once: several passes over so many stay in the cache.
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
