@@ -10,7 +10,7 @@ from torch import nn
 import nc
 from nc.lowbit.collect import Collector
 from nc.lowbit.layers import layers_of
-from nc.lowbit.record import filled, recording
+from nc.lowbit.record import Sample, record
 from nc.lowbit.solvers import RTN, Needs
 from nc.lowbit.transforms import TRANSFORMS, Scope, Target, folding, sets
 from nc.lowbit.transforms.folding import NotEquivalentError, fold, rewrite
@@ -81,10 +81,9 @@ def output(model, ids):
 def first_block(name, model=None):
     """A block and a call that reaches it."""
     model = model or tiny(name)
-    block = model.get_submodule(MODELS[name][3])[0]
-    with recording([block]) as calls:
-        output(model, tokens())
-    return block, filled(calls[0][1], None)
+    blocks = model.get_submodule(MODELS[name][3])
+    ((call, *_),) = record(model, list(blocks), [Sample(((tokens(),), {"use_cache": False} if name != "bert" else {}))])
+    return blocks[0], call
 
 
 def bytes_of(module):
@@ -387,6 +386,13 @@ def test_rotation_says_why_it_did_nothing(name, reason):
     assert applied.text.startswith(f"nothing: {reason}")
     assert not applied.operators
     assert is_as(model, old)
+
+
+def test_rotation_refuses_a_model_whose_weights_are_elsewhere():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(nc.UnsupportedError, match="Rotation needs all weights in memory"):
+        nc.Rotation().apply(Scope(model=model, module=model, prefix="", targets={}))
 
 
 def test_a_head_that_was_tied_is_quantized_apart_from_the_embedding_after_a_rotation():

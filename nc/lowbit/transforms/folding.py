@@ -152,9 +152,9 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
 
 
 def smallest(samples: Sequence[Call]) -> Call:
-    """The sample with the fewest elements."""
+    """The sample with the fewest elements, of the first eight: others may have to be read from a file."""
 
     def elements(call: Call) -> int:
         return sum(v.numel() for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor))
 
-    return min(samples, key=elements)
+    return min(samples[:8], key=elements)

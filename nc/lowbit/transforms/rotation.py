@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from nc.errors import UnsupportedError
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.record import Call, Sample, block_lists, filled, record, run
 from nc.lowbit.solvers.base import Needs
@@ -44,8 +45,15 @@ class Rotation:
         return Needs()
 
     def apply(self, scope: Scope) -> Applied:
-        """See `Transform.apply`."""
+        """See `Transform.apply`.
+
+        Raises:
+            UnsupportedError: some weights are not in memory.
+        """
         model = scope.model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            msg = "Rotation needs all weights in memory, because it changes them together. Load the model first, or leave Rotation() out."
+            raise UnsupportedError(msg)
         try:
             stream = _stream(model, smallest(scope.samples) if scope.samples else _some_tokens(model))
         except NotEquivalentError as error:
@@ -128,8 +136,9 @@ def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -
         basis = torch.eye(size, dtype=torch.float64)
         basis[:, 0] = 1
         basis = torch.linalg.qr(basis).Q
-        inner = torch.block_diag(torch.ones(1, 1, dtype=torch.float64), _random(size - 1, generator))
-        return basis @ inner @ basis.T
+        inner = torch.eye(size, dtype=torch.float64)
+        inner[1:, 1:] = _random(size - 1, generator)
+        return torch.linalg.multi_dot([basis, inner, basis.T])
     power = size & -size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < power:
@@ -174,7 +183,7 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
     readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
     linked = {_name(prefix, link.producer) for prefix, link in norms}
     for name, part in model.named_modules():
-        if is_norm_like(part) and part.weight.numel() == size and name not in linked:  # type: ignore[operator]
+        if is_norm_like(part) and part.weight.numel() == size and name not in linked:
             msg = f"the output of {name!r} goes elsewhere than to linears only"
             raise NotEquivalentError(msg)
     tables = {id(layer.module.weight): name for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
@@ -211,9 +220,8 @@ def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: Call) ->
 
 def _subtracts_mean(norm: torch.nn.Module) -> bool:
     """Whether a norm's output does not depend on the mean of the channels."""
-    size: int = norm.weight.numel()  # type: ignore[operator,assignment]
     weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, size).sin().to(weight.dtype).unsqueeze(0)
+    x = torch.linspace(-1, 1, weight.numel()).sin().to(weight.dtype).unsqueeze(0)
     with torch.no_grad():
         return bool(torch.allclose(norm(x), norm(x + 1), rtol=1e-2, atol=1e-3))
 

@@ -112,7 +112,8 @@ class BlockError:
         values = {f"{n}.weight": self._stored(n, w) for n, w in weights.items()}
         output = first_tensor(torch.func.functional_call(self.module, values, call[0], call[1]))
         output = output if keep is None else output[keep]
-        return (output.double() - expected).square().sum() / max(self.total, 1e-300)
+        error: torch.Tensor = (output.double() - expected).square().sum() / max(self.total, 1e-300)
+        return error
 
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> float:
         """The error with these weights, by name in the block, each of shape [N, K]."""

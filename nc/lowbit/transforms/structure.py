@@ -19,7 +19,7 @@ from nc.lowbit.collect import inputs_of
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.record import Call, run
 
-_BASE = 3  # exponents 1 to 3 are the digits of a channel's index; 0 means "not changed"
+_BASE = 7  # exponents 1 to 7 are the digits of a channel's index; 0 means "not changed"
 _TOLERANCE = 1e-6
 
 
