@@ -23,8 +23,9 @@ from nc.backends.low_bit.engine import LowBitEngine, engine, set_backend
 from nc.backends.profiling import bandwidth
 from nc.lowbit.speed import layer_speeds
 from nc.nn import QuantLinear
-from nc.numerics.groups import GroupParams, round_scale
+from nc.numerics.groups import GroupParams
 from nc.numerics.packed_weight import pack
+from nc.numerics.stored_scales import round_scale
 from nc.spec import dtype
 from nc.spec.weight_format import WeightFormat
 
