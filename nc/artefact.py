@@ -12,6 +12,8 @@ import torch
 
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
+from nc.backends.low_bit.engine import engine as low_bit_engine
+from nc.backends.low_bit.engine import set_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
@@ -108,13 +110,14 @@ def load(
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
     content = folder.read(model_name_or_path)
-    first = choose_backend(backend).name
     if content.format == low_bit.FORMAT:
+        low_bit_engine(backend)  # refused before the work, not after it
         given = original_model if model is None else model
         if given is not None and not isinstance(given, torch.nn.Module):
             msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
             raise InputError(msg)
-        return low_bit.read(content, given)
+        return set_backend(low_bit.read(content, given), backend)
+    first = choose_backend(backend).name
     stored = store.checked(content)
     if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)

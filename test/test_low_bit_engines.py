@@ -246,6 +246,21 @@ def test_the_workflow_takes_a_backend():
 
 
 @native
+def test_a_saved_model_is_loaded_for_a_backend(tmp_path):
+    q, x = nc.quantize(mlp(), CONFIG, backend="native"), torch.randn(3, 64)
+    expected = q(x)
+    nc.save(q, tmp_path)
+    for name in ("auto", "native", "reference"):
+        loaded = nc.load(tmp_path, model=mlp(), backend=name)
+        assert torch.allclose(loaded(x), expected, rtol=1e-5, atol=1e-6)
+        assert ("nc::quant_linear" in ran(lambda: loaded(x))) is (name == "reference")  # noqa: B023
+    with pytest.raises(nc.UnsupportedError, match="no kernel for low-bit"):
+        nc.load(tmp_path, model=mlp(), backend="ipex")
+    with pytest.raises(nc.UnknownBackendError):
+        nc.load(tmp_path, model=mlp(), backend="x")
+
+
+@native
 def test_a_registered_backend_brings_kernels(monkeypatch):
     calls = []
     counted = dataclasses.replace(BLOCKS, name="own blocks", linear=lambda *a: calls.append(a[0].shape[0]) or BLOCKS.linear(*a))
