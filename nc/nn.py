@@ -61,6 +61,16 @@ class _Packed(torch.nn.Module):
             self.register_buffer(name, getattr(weight, name))
         self.requires_grad_(False)
 
+    @property
+    def packed(self) -> PackedWeight:
+        """The stored weight."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dequantized copy in fp32, made in each access: some models read its dtype."""
+        return self.packed.dequantize()
+
     def _parts(self) -> tuple[torch.Tensor | None, ...]:
         return tuple(getattr(self, name) for name in _PARTS)
 
@@ -74,10 +84,10 @@ class _Packed(torch.nn.Module):
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
-class QuantLinear(_Packed, torch.nn.Linear):
+class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight` is no parameter
     """A linear whose weight of shape [N, K] is packed. It is made by `convert`, or from a `PackedWeight`.
 
-    Its result has the dtype of its input. `packed` gives the stored weight, `weight` a dequantized copy.
+    Its result has the dtype of its input. `packed` gives the stored weight, `weight` a dequantized copy in fp32.
 
     Attributes:
         in_features: K.
@@ -132,7 +142,7 @@ class QuantLinear(_Packed, torch.nn.Linear):
         return f"{self.in_features}, {self.out_features}, {self.form}{act}, bias={self.bias is not None}"
 
 
-class QuantEmbedding(_Packed, torch.nn.Embedding):
+class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # likewise
     """An embedding whose table of shape [rows, features] is packed; only the rows that are read are dequantized.
 
     Attributes:
