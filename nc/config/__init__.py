@@ -1,7 +1,25 @@
 """What the user asks for."""
 
-from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, config_from, outer_field, parts_of
+from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, outer_field, parts_of
 from nc.config.fake_quant import FakeQuantConfig
+from nc.config.neural_compressor import (
+    AutoRoundConfig,
+    AWQConfig,
+    GPTQConfig,
+    HQQConfig,
+    MXQuantConfig,
+    RTNConfig,
+    TEQConfig,
+    config_from,
+    get_default_AutoRound_config,
+    get_default_awq_config,
+    get_default_double_quant_config,
+    get_default_gptq_config,
+    get_default_hqq_config,
+    get_default_mx_config,
+    get_default_rtn_config,
+    get_default_teq_config,
+)
 from nc.config.strategies import (
     DynamicQuantConfig,
     INT8StaticQuantConfig,
@@ -15,19 +33,34 @@ from nc.config.strategies import (
 )
 
 __all__ = [
+    "AWQConfig",
     "AnyConfig",
+    "AutoRoundConfig",
     "ComposedConfig",
     "DynamicQuantConfig",
     "FakeQuantConfig",
+    "GPTQConfig",
+    "HQQConfig",
     "INT8StaticQuantConfig",
+    "MXQuantConfig",
     "QuantConfig",
+    "RTNConfig",
     "SmoothQuantConfig",
     "StaticQuantConfig",
+    "TEQConfig",
     "WeightOnlyConfig",
     "config_from",
+    "get_default_AutoRound_config",
+    "get_default_awq_config",
+    "get_default_double_quant_config",
     "get_default_dynamic_config",
+    "get_default_gptq_config",
+    "get_default_hqq_config",
+    "get_default_mx_config",
+    "get_default_rtn_config",
     "get_default_sq_config",
     "get_default_static_config",
+    "get_default_teq_config",
     "outer_field",
     "parts_of",
     "weight_format",

@@ -25,7 +25,7 @@ from nc.config.fields import (
 from nc.errors import ConfigError
 from nc.lowbit.solvers import RTN, SOLVERS
 from nc.lowbit.transforms import TRANSFORMS
-from nc.spec import DTYPES, SCALE_DTYPES, WeightFormat, dtype
+from nc.spec import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
 
 _WEIGHTS = {
     "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),
@@ -193,6 +193,8 @@ class WeightOnlyConfig(QuantConfig):
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
         double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`.
+        float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero point.
+        scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or "rceil" (docs/lowbit.md).
         white_list: as for static quantization.
 
     Raises:
@@ -216,6 +218,8 @@ class WeightOnlyConfig(QuantConfig):
         "lm_head": Field(None, one_of(*DTYPES), outer=True),
         "embedding": Field(None, one_of(*DTYPES), outer=True),
         "double_quant": Field(None, double_quant),
+        "float_zero": Field(False, flag),
+        "scale_mode": Field("floor", one_of(*SCALE_MODES)),
     }
 
     @classmethod
@@ -241,6 +245,8 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
         symmetric=values["w_sym"],
         scale_dtype=values["scale_dtype"],
         double_quant=values["double_quant"],
+        float_zero=values["float_zero"],
+        scale_mode=values["scale_mode"],
     )
 
 

@@ -198,14 +198,13 @@ def _packed_of(model: torch.nn.Module) -> Iterator[tuple[str, QuantLinear | Quan
 
 
 def _layer(name: str, module: QuantLinear | QuantEmbedding) -> dict[str, Any]:
-    linear = isinstance(module, QuantLinear)
     result = None if module.result is None else {k: json_values.encode(v, name) for k, v in module.result.to_dict().items()}
     return {
-        "kind": "linear" if linear else "embedding",
+        "kind": "linear" if isinstance(module, QuantLinear) else "embedding",
         "shape": list(module.packed.shape),
         "form": module.form.to_dict(),
-        "act_dtype": module.act_dtype if linear else "fp32",
-        "result_dtype": None if linear else json_values.dtype_name(module.result_dtype, name),
+        "act_dtype": module.act_dtype if isinstance(module, QuantLinear) else "fp32",
+        "result_dtype": json_values.dtype_name(module.result_dtype, name) if isinstance(module, QuantEmbedding) else None,
         "result": result,
     }
 
@@ -235,10 +234,9 @@ def _check_parts(packed: PackedWeight) -> None:
     """Raise ValueError unless shapes and dtypes are those of the format: kernels do not look at them."""
     form, (rows, columns) = packed.form, packed.shape
     groups, double = columns // form.group(columns), form.double_quant
-    outer_groups = 1 if double is None or double.group_size == -1 else -(-groups // double.group_size)
     inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
     outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
-    outer_shape = (1, 1) if double is None else (rows, outer_groups)
+    outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
     expected = {"codes": (torch.uint8, (rows, packed_size(columns, form.bits))), "scale": (inner, (rows, groups))}
     if form.float_zero:
         expected["minimum"] = (inner, (rows, groups))

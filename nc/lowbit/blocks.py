@@ -229,7 +229,7 @@ class Driver:
                 del self._packed[first]
 
 
-def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult) -> None:
+def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:
     """Put a module with a packed weight in the place of a layer."""
     module = layer.module
     new: torch.nn.Module
