@@ -152,7 +152,7 @@ class QuantConfig(Document):
             ConfigError: `config` is not a configuration, or has rules, a white list, or a field for whole models only.
             PatternError: the key is neither a name nor a valid regular expression.
         """
-        added = tuple(Rule(k, _local(key, config)) for k in parse_keys(key))
+        added = tuple(Rule(k, _local(key, config, self.given)) for k in parse_keys(key))
         self.__dict__["rules"] = _with_rules(self.rules, added)
         return self
 
@@ -336,8 +336,11 @@ def check_excluded(values: Mapping[str, Any]) -> None:
             raise ConfigError(msg)
 
 
-def _local(key: object, config: object) -> QuantConfig:
-    """A checked copy, so that later changes of `config` have no effect on the rule."""
+def _local(key: object, config: object, around: Mapping[str, Any] | None = None) -> QuantConfig:
+    """A checked copy, so that later changes of `config` have no effect on the rule.
+
+    It may repeat what `around`, the outer configuration's fields, says of the whole model.
+    """
     where = f"set_local({key_text(key)!r}, …)"
     if not isinstance(config, QuantConfig):
         msg = f"{where} expects a configuration, e.g. StaticQuantConfig(), but got {type(config).__name__}."
@@ -346,11 +349,15 @@ def _local(key: object, config: object) -> QuantConfig:
         what = "local rules" if config.rules else "a white list"
         msg = f"{where}: the local configuration has {what}; set them on the outer one."
         raise ConfigError(msg)
-    outer = next((name for name in config.given if config.FIELDS[name].outer), None)
+    around = around or {}
+    whole = [name for name in config.given if config.FIELDS[name].outer]
+    outer = next((name for name in whole if name not in around or around[name] != config.given[name]), None)
     if outer is not None:
         msg = f"{where}: {outer} applies to whole models; give it to the outer configuration."
         raise ConfigError(msg)
-    return copy.copy(config)
+    local = copy.copy(config)
+    local.__dict__["given"] = {name: value for name, value in config.given.items() if name not in whole}
+    return local
 
 
 def _with_rules(rules: tuple[Rule, ...], added: tuple[Rule, ...]) -> tuple[Rule, ...]:

@@ -123,13 +123,13 @@ def plain_objects(known: Mapping[str, type]) -> Check:
     return check
 
 
-def double_quant(name: str, value: Any) -> DoubleQuant | None:
-    """A `DoubleQuant`, its plain form, or True for the default."""
+def double_quant(name: str, value: Any) -> DoubleQuant | bool:
+    """A `DoubleQuant`, its plain form, True for the default, or False for none."""
     if isinstance(value, Mapping):
         return _built(DoubleQuant, value)  # type: ignore[no-any-return]
     if isinstance(value, bool):
-        return DoubleQuant() if value else None
-    require(isinstance(value, DoubleQuant), name, "a DoubleQuant, a dict of its fields, or True", value)
+        return DoubleQuant() if value else False
+    require(isinstance(value, DoubleQuant), name, "a DoubleQuant, a dict of its fields, True or False", value)
     return value  # type: ignore[no-any-return]
 
 

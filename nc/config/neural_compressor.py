@@ -6,6 +6,8 @@ block by block; the docstrings name them. A parameter that would change numbers 
 `UnsupportedError`. docs/migration.md compares the two.
 """
 
+# ruff: noqa: N802, D417, FBT001 - names and positions are Neural Compressor's; docstrings refer to each other
+
 from __future__ import annotations
 
 import inspect
@@ -21,7 +23,7 @@ from nc.config.document import check_keys, fields_of
 from nc.config.fake_quant import FakeQuantConfig
 from nc.config.strategies import WeightOnlyConfig
 from nc.errors import ConfigError, NCWarning, UnknownFieldError, UnsupportedError
-from nc.lowbit.solvers import GPTQ, HQQ, RTN, SOLVERS
+from nc.lowbit.solvers import GPTQ, HQQ, RTN, AutoRound
 from nc.lowbit.transforms import AWQ, TEQ
 from nc.spec import DoubleQuant, FakeTensorSpec
 
@@ -34,6 +36,11 @@ _MX = {
     "fp6_e3m2": "fp6_e3m2",
     "fp6_e2m3": "fp6_e2m3",
     "fp4": "fp4_e2m1",
+}
+_SCALES = {
+    f"{prefix}{long}": short
+    for long, short in (("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32"))
+    for prefix in ("", "torch.")
 }
 _MX_FLOATS = ("float32", "bfloat16", "float16")
 _DOUBLE_QUANT_TYPES: dict[str, dict[str, Any]] = {
@@ -59,7 +66,7 @@ _DOUBLE_QUANT_TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def RTNConfig(  # noqa: N802 - Neural Compressor's name
+def RTNConfig(
     dtype: str = "int",
     bits: int = 4,
     use_sym: bool = True,
@@ -106,7 +113,7 @@ def RTNConfig(  # noqa: N802 - Neural Compressor's name
     return _weights(dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search)
 
 
-def GPTQConfig(  # noqa: N802
+def GPTQConfig(
     dtype: str = "int",
     bits: int = 4,
     use_sym: bool = True,
@@ -133,8 +140,8 @@ def GPTQConfig(  # noqa: N802
     """GPTQ. Needs calibration data.
 
     Args:
-        act_order: `GPTQ(order="static")`: columns with the largest inputs first, all scales from the original weight, nothing for kernels to
-            know.
+        act_order: `GPTQ(order="static")`: columns with the largest inputs first, all scales from the original weight. Kernels need
+            no permutation.
         hybrid_order: `GPTQ(order="groups")`: whole groups with the largest inputs first.
         fp8_aware: False, the only one.
         percdamp: share of the mean of diag(H) that is added to it.
@@ -159,7 +166,7 @@ def GPTQConfig(  # noqa: N802
     return _weights(dtype, bits, use_sym, group_size, 1, double, quant_lm_head, white_list, mse=use_mse_search, solver=solver)
 
 
-def AWQConfig(  # noqa: N802
+def AWQConfig(
     dtype: str = "int",
     bits: int = 4,
     use_sym: bool = True,
@@ -204,7 +211,7 @@ def AWQConfig(  # noqa: N802
     )
 
 
-def TEQConfig(  # noqa: N802
+def TEQConfig(
     dtype: str = "int",
     bits: int = 4,
     use_sym: bool = True,
@@ -244,7 +251,7 @@ def TEQConfig(  # noqa: N802
     return _weights(dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search, transforms=(TEQ(),))
 
 
-def HQQConfig(  # noqa: N802
+def HQQConfig(
     dtype: str = "int",
     bits: int = 4,
     group_size: int = 64,
@@ -271,7 +278,7 @@ def HQQConfig(  # noqa: N802
     return _weights(dtype, bits, False, group_size, 1, double, quant_lm_head, white_list, solver=HQQ(), float_zero=not quant_zero)
 
 
-def AutoRoundConfig(  # noqa: N802
+def AutoRoundConfig(
     dtype: str | None = None,
     bits: int | None = None,
     use_sym: bool | None = None,
@@ -303,7 +310,7 @@ def AutoRoundConfig(  # noqa: N802
     Args:
         dtype: "int" or a format of `RTNConfig`; None, like `bits`, `use_sym` and `group_size`, takes what `scheme` says.
         act_bits: 16 or more leaves activations alone; 8 rounds each token to 8 bits.
-        act_group_size, act_sym, act_dtype, act_dynamic: what `act_bits=8` means here: per token, dynamic. Others give an `UnsupportedError`.
+        act_group_size, act_sym, act_dtype, act_dynamic: `act_bits=8` means per token and dynamic here; others give an `UnsupportedError`.
         super_bits, super_group_size: quantize the scales too.
         batch_size: samples in a step.
         lr, minmax_lr: learning rates; None takes those of `AutoRound`.
@@ -321,12 +328,9 @@ def AutoRoundConfig(  # noqa: N802
         msg = f"AutoRoundConfig(scheme={scheme!r}): nc knows W2A16 to W8A16 and W2A8 to W8A8; use MXQuantConfig for MX formats."
         raise UnsupportedError(msg)
     act_bits = int(found[2]) if act_bits is None else act_bits
-    if not (
-        act_bits >= 16 or (act_bits == 8 and act_group_size in (None, -1) and act_dynamic in (None, True) and act_dtype in (None, "int"))
-    ):
-        msg = (
-            "AutoRoundConfig: activations are left alone (act_bits=16) or rounded to 8 bits for each token (act_bits=8, act_dynamic=True)."
-        )
+    per_token = act_bits == 8 and act_group_size in (None, -1) and act_dynamic in (None, True) and act_dtype in (None, "int")
+    if act_bits < 16 and not per_token:
+        msg = "AutoRoundConfig: activations stay as they are (act_bits=16) or get 8 bits for each token (act_bits=8, act_dynamic=True)."
         raise UnsupportedError(msg)
     unknown = set(others) - _AUTO_ROUND_OTHERS.keys()
     if unknown:
@@ -336,11 +340,11 @@ def AutoRoundConfig(  # noqa: N802
         "AutoRoundConfig",
         act_sym=(act_sym, None, "the 8 bits of a token are symmetric"),
         enable_full_range=(enable_full_range, False, "symmetric ranges have no code for the negative end"),
+        enable_minmax_tuning=(enable_minmax_tuning, True, "ranges are learned with the rounding"),
         enable_quanted_input=(enable_quanted_input, True, "blocks always get the inputs that the quantized model gives them"),
         **{name: (value, *_AUTO_ROUND_OTHERS[name]) for name, value in others.items() if _AUTO_ROUND_OTHERS[name][1]},
     )
-    range_lr = minmax_lr if enable_minmax_tuning else 0.0
-    solver = _solver("autoround", steps=iters, batch=batch_size, samples=nsamples, lr=lr, range_lr=range_lr, seed=seed)
+    solver = AutoRound(steps=iters, batch=batch_size, samples=nsamples, lr=lr, range_lr=minmax_lr, seed=seed)
     double = None if super_bits is None else DoubleQuant(bits=super_bits, group_size=super_group_size or -1)
     return _weights(
         "int" if dtype is None else dtype,
@@ -352,16 +356,12 @@ def AutoRoundConfig(  # noqa: N802
         quant_lm_head,
         white_list,
         solver=solver,
-        scale_dtype=str(scale_dtype)
-        .removeprefix("torch.")
-        .replace("float32", "fp32")
-        .replace("bfloat16", "bf16")
-        .replace("float16", "fp16"),
+        scale_dtype=_SCALES.get(str(scale_dtype), scale_dtype),
         act_dtype="int8" if act_bits == 8 else "fp32",
     )
 
 
-def MXQuantConfig(  # noqa: N802
+def MXQuantConfig(
     w_dtype: str = "int8",
     act_dtype: str = "int8",
     out_dtype: str = "bfloat16",
@@ -422,7 +422,7 @@ def get_default_gptq_config(processor_type: Any = None) -> WeightOnlyConfig:
     return GPTQConfig()
 
 
-def get_default_AutoRound_config(processor_type: Any = None) -> WeightOnlyConfig:  # noqa: N802 - Neural Compressor's name
+def get_default_AutoRound_config(processor_type: Any = None) -> WeightOnlyConfig:
     """`AutoRoundConfig()`."""
     del processor_type
     return AutoRoundConfig()
@@ -512,11 +512,11 @@ def _called(factory: Callable[..., QuantConfig], fields: Mapping[str, Any]) -> Q
 def _weights(
     dtype: str,
     bits: int,
-    use_sym: bool,  # noqa: FBT001 - as they stand in Neural Compressor
+    use_sym: bool,
     group_size: int,
     group_dim: int,
     double: DoubleQuant | None,
-    quant_lm_head: bool,  # noqa: FBT001
+    quant_lm_head: bool,
     white_list: Any,
     *,
     mse: bool = False,
@@ -541,9 +541,12 @@ def _weights(
         "act_dtype": "fp32",
         "solver": RTN(),
         "float_zero": double is not None and is_integer and not use_sym,  # codes of scales go with codes of minima
+        "double_quant": False if double is None else double,
+        "scale_mode": "floor",
         **{key: value for key, value in fields.items() if value != ()},
     }
-    given.update({"double_quant": double} if double is not None else {}, **({"lm_head": name} if quant_lm_head else {}))
+    if quant_lm_head:
+        given["lm_head"] = name
     return WeightOnlyConfig(white_list=white_list, **given)
 
 
@@ -563,7 +566,7 @@ def _format(dtype: str, bits: int) -> str:
     return _FORMATS[dtype]
 
 
-def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQuant | None:  # noqa: FBT001
+def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQuant | None:
     if not use:
         return None
     found = re.fullmatch(r"int([1-8]?)", str(dtype))
@@ -571,13 +574,6 @@ def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQu
         msg = f'double_quant_dtype={dtype!r}: scales are quantized to whole numbers; use "int" and double_quant_bits.'
         raise UnsupportedError(msg)
     return DoubleQuant(bits=int(found[1] or bits), group_size=group_size)
-
-
-def _solver(name: str, **options: Any) -> Any:
-    if name not in SOLVERS:
-        msg = f"This version of nc has no solver {name!r}; it has {', '.join(SOLVERS)}."
-        raise UnsupportedError(msg)
-    return SOLVERS[name](**options)
 
 
 def _no_effect(title: str, **given: tuple[Any, Any, str]) -> None:

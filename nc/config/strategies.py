@@ -192,7 +192,7 @@ class WeightOnlyConfig(QuantConfig):
         transforms: change weights of the float model first, without changing what it computes: `AWQ()`, …
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
-        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`.
+        double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`, False none.
         float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero point.
         scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or "rceil" (docs/lowbit.md).
         white_list: as for static quantization.
@@ -244,7 +244,7 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
         group_size=values["group_size"],
         symmetric=values["w_sym"],
         scale_dtype=values["scale_dtype"],
-        double_quant=values["double_quant"],
+        double_quant=values["double_quant"] or None,
         float_zero=values["float_zero"],
         scale_mode=values["scale_mode"],
     )
