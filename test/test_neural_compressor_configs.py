@@ -305,7 +305,7 @@ def test_mx_weights_alone_and_with_activations(model):
     simulated = quantize(linear, MXQuantConfig(), example_inputs=x, backend="reference")
     parts = [(t.detach().double().reshape(t.shape[0], 2, 32)) for t in (x, linear[0].weight)]
     scales = [torch.exp2(torch.floor(torch.log2(p.abs().amax(2, keepdim=True)))) / 64 for p in parts]
-    x_q, w_q = ((torch.clamp(torch.round(p / s), -128, 127) * s).flatten(1) for p, s in zip(parts, scales, strict=True))
+    x_q, w_q = ((torch.clamp(torch.round(p / s), -127, 127) * s).flatten(1) for p, s in zip(parts, scales, strict=True))
     expected = x_q @ w_q.T + linear[0].bias.double()
     assert torch.allclose(simulated(x).double(), expected, rtol=1e-5, atol=1e-5)
 
