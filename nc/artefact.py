@@ -90,8 +90,8 @@ def load(
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
 
     Returns:
-        A `QuantizedModel`; for a model with low-bit weights a module of the user's class, for which `verify`, `isolate` and `compile`
-        have no effect.
+        A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers `backend` computes and for which
+        `verify`, `isolate` and `compile` have no effect.
 
     Raises:
         ArtefactMissingError: the directory or one of its files does not exist.
@@ -117,8 +117,8 @@ def load(
             msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
             raise InputError(msg)
         return set_backend(low_bit.read(content, given), backend)
-    first = choose_backend(backend).name
     stored = store.checked(content)
+    first = choose_backend(backend).name
     if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)
     graph, directory = stored.graph(), stored.directory

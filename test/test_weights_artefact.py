@@ -246,9 +246,11 @@ def _with(model, name, module):
 
 
 def test_load_takes_a_backend_and_refuses_what_is_no_model(tmp_path):
-    q = nc.quantize(llama(), config())
+    q = nc.quantize(llama(), config(), backend="reference")
     nc.save(q, tmp_path)
     assert torch.equal(nc.load(tmp_path, backend="reference")(IDS).logits, q(IDS).logits)
+    assert {layer.kernel for layer in nc.report(nc.load(tmp_path, backend="reference")).quantized} == {"reference"}
+    assert "reference" not in {layer.kernel for layer in nc.report(nc.load(tmp_path, backend="native")).quantized}
     with pytest.raises(nc.UnknownBackendError):
         nc.load(tmp_path, backend="nativ")
     with pytest.raises(nc.InputError, match="torch.nn.Module, but got str"):
@@ -297,7 +299,7 @@ def test_what_an_artefact_cannot_hold_is_named(tmp_path):
 
     with pytest.raises(nc.ArtefactError, match="extra state"):
         nc.save(nc.quantize(Extra().eval(), config()), tmp_path / "a")
-    model = _with(net(), "sparse", nn.Module())
+    model = _with(net(), "sparse", nn.Module().eval())
     model.sparse.register_buffer("table", torch.eye(3).to_sparse())
     with pytest.raises(nc.ArtefactError, match=r"'sparse\.table'"):
         nc.save(nc.quantize(model, config()), tmp_path / "a")
