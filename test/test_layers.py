@@ -123,6 +123,7 @@ INSIDE = {
         ("nc.config.document", "nc.config.fields"),
         ("nc.config.base",),
         ("nc.config.strategies", "nc.config.fake_quant"),
+        ("nc.config.neural_compressor",),
         ("nc.config",),
     ),
     "nc.numerics": (
