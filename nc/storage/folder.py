@@ -144,7 +144,7 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
     raw = _checked(folder, MODEL, sums)
     with malformed(folder / MODEL):
         document: dict[str, Any] = json.loads(raw)
-    found = document.get("format") if isinstance(document, dict) else None
+    found: Any = document.get("format") if isinstance(document, dict) else None
     if found not in formats:
         msg = (
             f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: nc.save() wrote none of "

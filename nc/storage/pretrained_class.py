@@ -27,7 +27,8 @@ _MOST = 1_000_000
 
 def description(model: torch.nn.Module) -> dict[str, Any] | None:
     """What `build` needs for a model: class, configuration, generation configuration, attention; None if it is not a listed class."""
-    cls, config = type(model), getattr(model, "config", None)
+    cls = type(model)
+    config: Any = getattr(model, "config", None)
     if not cls.__module__.startswith("transformers.models.") or cls.__name__ not in _listed() or type(config) is not _config_class(cls):
         return None
     if _fetches(config):
@@ -77,7 +78,7 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
         with LOCK, torch.random.fork_rng(devices=[]), _WithoutWeights(most=4 * tensors + 1000):
             model: torch.nn.Module = cls(config)
         if data["generation_config"] is not None and hasattr(model, "generation_config"):
-            generation = type(model.generation_config)
+            generation: Any = type(model.generation_config)
             model.generation_config = generation.from_dict(_without_code(data["generation_config"]))
     except Exception as error:
         msg = (
