@@ -113,7 +113,6 @@ def test_default_builders():
         (AutoRoundConfig(scheme="W8A8", scale_dtype="torch.float32"), {"w_dtype": "int8", "act_dtype": "int8", "scale_dtype": "fp32"}),
         (MXQuantConfig(w_dtype="fp4", weight_only=True), {"w_dtype": "fp4_e2m1", "scale_dtype": "e8m0", "group_size": 32}),
     ],
-    ids=str,
 )
 def test_parameters_mean_what_they_say(given, expected):
     assert {name: getattr(given, name) for name in expected} == expected

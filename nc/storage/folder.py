@@ -146,10 +146,11 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
         document: dict[str, Any] = json.loads(raw)
     found: Any = document.get("format") if isinstance(document, dict) else None
     if found not in formats:
-        msg = (
-            f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: nc.save() wrote none of "
-            "this. Give the directory that it wrote."
+        ours = found in tuple(FORMATS)
+        what = (
+            "that is another kind of model; use nc.load()." if ours else "nc.save() wrote none of this. Give the directory that it wrote."
         )
+        msg = f"{folder / MODEL}: expected the format {' or '.join(map(repr, formats))}, but got {found!r}: {what}"
         raise ArtefactSchemaError(msg)
     schema = document.get("schema")
     if not isinstance(schema, int) or not 1 <= schema <= FORMATS[found]:
