@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError, UnsupportedError
-from nc.interchange import gguf
+from nc.interchange import gguf, gguf_writer
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import PackedWeight, pack
@@ -45,7 +45,7 @@ class TestGGUF:
     @pytest.mark.parametrize("kind", FORMS)
     def test_a_tensor_comes_back_bit_for_bit(self, kind, tmp_path):
         weight = quantized(**self.FORMS[kind])
-        gguf.write(tmp_path / "a.gguf", {"w": weight})
+        gguf_writer.write(tmp_path / "a.gguf", {"w": weight})
         file = gguf.read(tmp_path / "a.gguf")
         assert (file.tensors["w"].type, file.tensors["w"].shape) == (kind, (16, 64))
         same(file.packed("w"), weight)
@@ -54,7 +54,7 @@ class TestGGUF:
     def test_negative_scales_stay(self, tmp_path):
         weight = quantized(rule="wls")
         assert (weight.scale < 0).any()
-        gguf.write(tmp_path / "a.gguf", {"w": weight})
+        gguf_writer.write(tmp_path / "a.gguf", {"w": weight})
         same(gguf.read(tmp_path / "a.gguf").packed("w"), weight)
 
     def test_blocks_by_hand(self, tmp_path):
@@ -75,13 +75,13 @@ class TestGGUF:
             path.write_bytes(head + bytes(-len(head) % 32) + block)
             read = gguf.read(path)
             assert torch.equal(read.float("w"), expected[code][None])
-            gguf.write(tmp_path / "again.gguf", {"w": read.packed("w")})
+            gguf_writer.write(tmp_path / "again.gguf", {"w": read.packed("w")})
             assert (tmp_path / "again.gguf").read_bytes().rstrip(b"\0").endswith(block.rstrip(b"\0"))
 
     def test_floats_and_values_come_back(self, tmp_path):
         tensors = {str(d): weights(3, 5).to(d) for d in (torch.float32, torch.float16, torch.bfloat16)}
         values = {"a": "text é", "b": True, "c": -3, "d": 2**40, "e": 0.5, "f": ["x", ""], "g": [1, 2], "h": [], "i": [0.25, 1.5]}
-        gguf.write(tmp_path / "a.gguf", tensors, values)
+        gguf_writer.write(tmp_path / "a.gguf", tensors, values)
         file = gguf.read(tmp_path / "a.gguf")
         assert file.values == {"general.alignment": 32, "general.quantization_version": 2, **values}
         assert all(torch.equal(file.float(name), tensor.float()) for name, tensor in tensors.items())
@@ -101,7 +101,7 @@ class TestGGUF:
     )
     def test_what_no_block_holds_is_refused(self, fields, tmp_path):
         with pytest.raises(UnsupportedError, match=r"Tensor 'layer.q': GGUF cannot hold .* group_size=32, scale_dtype=\"fp16\""):
-            gguf.write(tmp_path / "a.gguf", {"layer.q": quantized(**fields)})
+            gguf_writer.write(tmp_path / "a.gguf", {"layer.q": quantized(**fields)})
         assert not (tmp_path / "a.gguf").exists()
 
     def test_double_quantized_scales_are_refused(self, tmp_path):
@@ -109,15 +109,15 @@ class TestGGUF:
         plain = quantized()
         weight = PackedWeight(form=form, shape=plain.shape, codes=plain.codes, scale=plain.scale)
         with pytest.raises(UnsupportedError, match="cannot hold"):
-            gguf.write(tmp_path / "a.gguf", {"w": weight})
+            gguf_writer.write(tmp_path / "a.gguf", {"w": weight})
 
     @pytest.mark.parametrize("value", [{"k": None}, {"k": [1, "a"]}, {"k": [[1]]}])
     def test_values_without_a_type_are_refused(self, value, tmp_path):
         with pytest.raises(UnsupportedError, match="Key 'k'"):
-            gguf.write(tmp_path / "a.gguf", {}, value)
+            gguf_writer.write(tmp_path / "a.gguf", {}, value)
 
     def test_every_truncation_is_noticed(self, tmp_path):
-        gguf.write(tmp_path / "a.gguf", {"w": quantized()}, {"k": ["a", "bc"]})
+        gguf_writer.write(tmp_path / "a.gguf", {"w": quantized()}, {"k": ["a", "bc"]})
         whole = (tmp_path / "a.gguf").read_bytes()
         path = tmp_path / "cut.gguf"
         for length in [*range(0, 300), len(whole) - 100]:
@@ -126,7 +126,7 @@ class TestGGUF:
                 gguf.read(path)
 
     def test_no_altered_head_escapes_the_errors_of_nc(self, tmp_path):
-        gguf.write(tmp_path / "a.gguf", {"w": quantized(), "b": torch.ones(3)}, {"k": ["a", "bc"], "n": [1, 2]})
+        gguf_writer.write(tmp_path / "a.gguf", {"w": quantized(), "b": torch.ones(3)}, {"k": ["a", "bc"], "n": [1, 2]})
         whole = bytearray((tmp_path / "a.gguf").read_bytes())
         path = tmp_path / "bad.gguf"
         noticed = 0
@@ -158,7 +158,7 @@ class TestGGUF:
             gguf.read(path)
         nan = quantized()
         nan.scale[0, 0] = torch.nan
-        gguf.write(path, {"w": nan})
+        gguf_writer.write(path, {"w": nan})
         with pytest.raises(ArtefactCorruptError, match="'w' .* not finite"):
             gguf.read(path).packed("w")
         with pytest.raises(ArtefactError, match="no tensor 'v'"):

@@ -1,7 +1,7 @@
 """AWQ files, version GEMM, as AutoAWQ writes them.
 
-Per linear of shape [N, K] with G groups: `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` fp16 [G, N]. Nibble i of a word holds
-output 8 c + [0, 2, 4, 6, 1, 3, 5, 7][i]. Four bits only; a symmetric weight has the zero point 8.
+Per linear of shape [N, K] with G groups: `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` fp16 [G, N]. Nibble i of word c
+holds output 8 c + [0, 2, 4, 6, 1, 3, 5, 7][i]. Four bits only; a symmetric weight has the zero point 8.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def _check(name: str, layer: Layer, codes: Codes) -> None:
 
 def packed(codes: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
     """Nibbles in AWQ's order: uint8 [rows, 8 n] → int32 [rows, n]."""
-    return words(codes.unflatten(1, (-1, 8))[:, :, list(order)].flatten(1), 4)
+    return words(codes.reshape(codes.shape[0], -1, 8)[:, :, list(order)].flatten(1), 4)
 
 
 def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
     """The inverse of `packed`."""
     inverse = sorted(range(8), key=order.__getitem__)
-    return codes_in(stored, 4, stored.shape[1] * 8).unflatten(1, (-1, 8))[:, :, inverse].flatten(1)
+    return codes_in(stored, 4, stored.shape[1] * 8).reshape(stored.shape[0], -1, 8)[:, :, inverse].flatten(1)
 
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:

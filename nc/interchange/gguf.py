@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp and its relatives write them: reading, tensor by tensor, and writing.
+"""GGUF files, as llama.cpp and its relatives write them, read tensor by tensor.
 
 The layout is that of the GGUF specification, version 3 (ggml, docs/gguf.md), little-endian: a header, key/values, descriptions of tensors,
 and the data of the tensors at multiples of the alignment. Nothing is executed and nothing is allocated by a count that the file could not
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +28,6 @@ from nc.numerics import bits
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec import dtype
 from nc.spec.weight_format import WeightFormat
-from nc.storage.atomic import replaced
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,8 +35,8 @@ MAGIC = b"GGUF"
 ALIGNMENT = 32
 GROUP = 32
 #: Types of values → struct's letter.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ TYPES = {
     "Q4_1": _Type(3, GROUP, 20, WeightFormat(dtype=dtype("uint4"), group_size=GROUP, symmetric=False, float_zero=True, scale_dtype="fp16")),
     "Q8_0": _Type(8, GROUP, 34, WeightFormat(dtype=dtype("int8"), group_size=GROUP, scale_dtype="fp16")),
 }
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {found.code: name for name, found in TYPES.items()}
 
 
@@ -123,8 +121,8 @@ class GGUFFile:
         """
         info = self._info(name)
         raw = self._raw(name)
-        if info.type in _FLOATS:
-            return torch.from_numpy(raw.copy()).view(_FLOATS[info.type]).float().reshape(info.shape)
+        if info.type in FLOATS:
+            return torch.from_numpy(raw.copy()).view(FLOATS[info.type]).float().reshape(info.shape)
         rows = (int(np.prod(info.shape[:-1])), info.shape[-1])
         return _packed(raw, info.type, rows, f"Tensor {name!r} of {str(self.path)!r}").dequantize().reshape(info.shape)
 
@@ -199,22 +197,22 @@ class _Reader:
             self.fail("text that is not UTF-8")
 
     def value(self, kind: int) -> Any:
-        if kind == _STRING:
+        if kind == STRING:
             return self.text()
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return self.array()
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             self.fail(f"a value of the unknown type {kind}")
-        return self.number(_SCALARS[kind])
+        return self.number(SCALARS[kind])
 
     def array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
-        if kind == _STRING:
+        if kind == STRING:
             return [self.text() for _ in range(self.bounded(count, 8))]
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             self.fail(f"an array of the type {kind}, which nc does not read")
-        size = struct.calcsize(_SCALARS[kind])
-        return list(struct.unpack(f"<{self.bounded(count, size)}{_SCALARS[kind]}", self.take(count * size)))
+        size = struct.calcsize(SCALARS[kind])
+        return list(struct.unpack(f"<{self.bounded(count, size)}{SCALARS[kind]}", self.take(count * size)))
 
     def bounded(self, count: int, size: int) -> int:
         """A count of things of at least `size` bytes each, if the rest of the file can hold them."""
@@ -285,116 +283,3 @@ def _placed(reader: _Reader, found: list[tuple[str, str, tuple[int, ...], int]],
             reader.fail(f"tensor {name!r} ends at byte {end}, the file at {len(reader.data)}")
         tensors[name] = TensorInfo(kind, shape, base + offset)
     return tensors
-
-
-def type_of(weight: PackedWeight, where: str) -> str:
-    """The name of the type that stores a weight exactly.
-
-    Args:
-        weight: any.
-        where: of the weight, for the message.
-
-    Raises:
-        UnsupportedError: no type does; says why and what to ask for instead.
-    """
-    form = weight.form
-    group = form.group(weight.shape[1])
-    for name, found in TYPES.items():
-        if found.form is not None and (form.bits, form.symmetric, form.float_zero) == (
-            found.form.bits,
-            found.form.symmetric,
-            found.form.float_zero,
-        ):
-            if group == GROUP and form.scale_dtype == "fp16" and form.double_quant is None and form.dtype.kind == "integer":
-                return name
-            break
-    msg = (
-        f"{where}: GGUF cannot hold {form}. It has blocks of {GROUP} with fp16 scales: int4 symmetric (Q4_0), uint4 with float zeros "
-        '(Q4_1) or int8 symmetric (Q8_0). Quantize with group_size=32, scale_dtype="fp16".'
-    )
-    raise UnsupportedError(msg)
-
-
-def encode(weight: PackedWeight, where: str = "the weight") -> tuple[str, Bytes]:
-    """(Name of the type, bytes of the tensor).
-
-    Raises:
-        UnsupportedError: as `type_of`.
-    """
-    name = type_of(weight, where)
-    codes = weight.unpacked().reshape(-1, GROUP)
-    stored = codes[:, :16] | codes[:, 16:] << 4 if weight.form.bits == 4 else codes ^ 128
-    heads = [np.frombuffer(part.numpy().tobytes(), np.uint8).reshape(-1, 2) for part in (weight.scale, weight.minimum) if part is not None]
-    return name, np.concatenate([*heads, stored.numpy()], 1).reshape(-1)
-
-
-def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, PackedWeight | torch.Tensor], values: Mapping[str, Any] | None = None
-) -> None:
-    """Write a GGUF file of version 3.
-
-    Args:
-        path: the file; created with its parents, replaced as a whole.
-        tensors: packed weights, and float tensors (fp32, fp16, bf16).
-        values: key/values: str, bool, int, float, and lists of one of them. Integers are stored in 32 bits where they fit.
-
-    Raises:
-        UnsupportedError: a weight, tensor or value that GGUF cannot hold; the message names it.
-    """
-    kept = {"general.alignment": ALIGNMENT, "general.quantization_version": 2, **(values or {})}
-    bodies = {name: _body(tensor, name) for name, tensor in tensors.items()}
-    head = [MAGIC, struct.pack("<IQQ", 3, len(bodies), len(kept))]
-    for key, value in kept.items():
-        kind = _kind(value, key)
-        head += [_text(key), struct.pack("<I", kind), _value(value, kind, key)]
-    offset = 0
-    for name, (kind_name, shape, body) in bodies.items():
-        lengths = shape[::-1]
-        head += [_text(name), struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths), struct.pack("<IQ", TYPES[kind_name].code, offset)]
-        offset += len(body) + -len(body) % ALIGNMENT
-    start = b"".join(head)
-    with replaced(path) as staged, staged.open("wb") as file:
-        file.write(start + bytes(-len(start) % ALIGNMENT))
-        for _, _, body in bodies.values():
-            body.tofile(file)
-            file.write(bytes(-len(body) % ALIGNMENT))
-
-
-def _body(tensor: PackedWeight | torch.Tensor, name: str) -> tuple[str, tuple[int, ...], Bytes]:
-    if isinstance(tensor, PackedWeight):
-        kind, body = encode(tensor, f"Tensor {name!r}")
-        return kind, tensor.shape, body
-    for kind, stored in _FLOATS.items():
-        if tensor.dtype == stored and 1 <= tensor.dim() <= 4:
-            return kind, tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    msg = f"Tensor {name!r}: GGUF cannot hold {tensor.dtype} of {tensor.dim()} dimensions; it takes 1 to 4 of {', '.join(_FLOATS)}."
-    raise UnsupportedError(msg)
-
-
-def _kind(value: Any, key: str) -> int:
-    if isinstance(value, bool):
-        return 7
-    if isinstance(value, int):
-        return 4 if 0 <= value < 2**32 else 11 if -(2**63) <= value < 2**63 else 10
-    if isinstance(value, (float, str, list, tuple)):
-        return 6 if isinstance(value, float) else _STRING if isinstance(value, str) else _ARRAY
-    msg = f"Key {key!r}: GGUF cannot hold a {type(value).__name__}."
-    raise UnsupportedError(msg)
-
-
-def _text(text: str) -> bytes:
-    found = text.encode("utf-8")
-    return struct.pack("<Q", len(found)) + found
-
-
-def _value(value: Any, kind: int, key: str) -> bytes:
-    if kind == _STRING:
-        return _text(value)
-    if kind != _ARRAY:
-        return struct.pack(f"<{_SCALARS[kind]}", value)
-    kinds = {_kind(item, key) for item in value}
-    if len(kinds) > 1 or _ARRAY in kinds:
-        msg = f"Key {key!r}: GGUF holds lists of values of one type."
-        raise UnsupportedError(msg)
-    item_kind = kinds.pop() if kinds else 4
-    return struct.pack("<IQ", item_kind, len(value)) + b"".join(_value(item, item_kind, key) for item in value)

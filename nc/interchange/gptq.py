@@ -2,8 +2,8 @@
 
 Per linear of shape [N, K] with G groups: `qweight` int32 [K b / 32, N], input channels packed from the lowest bits; `qzeros` int32
 [G, N b / 32], outputs packed likewise; `scales` fp16 [G, N]; `g_idx` int32 [K], the group of each input channel. Version 1
-(`checkpoint_format` "gptq") stores zero - 1 and so has no zero point 0: readers add 1 to each field of a word, and from the highest code 1 would
-be carried into the next field. Version 2 ("gptq_v2") stores the zero point.
+(`checkpoint_format` "gptq") stores zero - 1 and so has no zero point 0: readers add 1 to each field of a word, and from the highest code
+1 would be carried into the next field. Version 2 ("gptq_v2") stores the zero point.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any
     if version_1:
         if bool((zeros == 2**width - 1).any()):
             msg = (
-                f"Layer {name!r}: a zero point of 0 in a GPTQ file of version 1, which cannot hold it. It is read as 0, but the writer may have "
-                "damaged its neighbours; compare the results with those of the float model."
+                f"Layer {name!r}: a zero point of 0 in a GPTQ file of version 1, which cannot hold it. It is read as 0, but the writer "
+                "may have damaged its neighbours; compare the results with those of the float model."
             )
             warnings.warn(msg, NCWarning, stacklevel=2)
         zeros = (zeros + 1) & (2**width - 1)

@@ -238,7 +238,7 @@ def ordered_groups(g_idx: torch.Tensor, scale_groups: int, name: str) -> torch.T
     blocks = g_idx.reshape(scale_groups, -1)
     if bool((blocks != blocks[:, :1]).any()):
         msg = (
-            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order with g_idx), which no weight of nc is. "
+            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order with g_idx), which nc does not hold. "
             "Quantize again with desc_act=False, static groups or group-aware order."
         )
         raise UnsupportedError(msg)

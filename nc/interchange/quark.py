@@ -1,8 +1,8 @@
 """Quark's files for transformers ("quark" mode), with weights of 4 and 8 bits per group.
 
-Per linear of shape [N, K] with G groups: `weight_scale` [G, N]; 4 bits: `weight` int32 [K, N / 8] and `weight_zero_point` int32 [G, N / 8], nibbles
-in AWQ's order (`pack_method` "reorder") or from the lowest bits ("order"); 8 bits: int8 or uint8, [K, N] and [G, N]. int4 and int8 are two's
-complement and symmetric; uint4 and uint8 have zero points.
+Per linear of shape [N, K] with G groups: `weight_scale` [G, N]; 4 bits: `weight` int32 [K, N / 8] and `weight_zero_point` int32 [G, N / 8],
+nibbles in AWQ's order (`pack_method` "reorder") or from the lowest bits ("order"); 8 bits: int8 or uint8, [K, N] and [G, N]. int4 and int8
+are two's complement and symmetric; uint4 and uint8 have zero points.
 """
 
 from __future__ import annotations

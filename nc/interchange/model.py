@@ -1,0 +1,122 @@
+"""What of a model goes into a file of another tool, and how such a file's content is put into a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nc.errors import ArtefactError
+from nc.interchange.folder import CONFIG, KEY
+from nc.interchange.layer import Layer
+from nc.lowbit.layers import layers_of
+from nc.nn import QuantEmbedding, QuantLinear
+from nc.numerics.packed_weight import PackedWeight
+
+Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
+
+
+def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents:
+    """(Low-bit layers by name, names of the float linears, all other tensors by name; of tied ones the first)."""
+    if not isinstance(model, torch.nn.Module):
+        return {name: Layer(weight) for name, weight in model.items()}, [], {}
+    layers: dict[str, Layer] = {}
+    own: set[str] = set()  # names of packed tensors
+    first: set[torch.nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (QuantLinear, QuantEmbedding)):
+            own |= {f"{name}.{part}" for part in module.packed.tensors()}
+            if module not in first:
+                linear = isinstance(module, QuantLinear)
+                layers[name] = Layer(module.packed, str(module.act_dtype) if linear else "fp32", embedding=not linear)
+            first.add(module)
+    floats = [layer.name for layer in layers_of(model) if layer.kind == "linear"]
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if name in own or (tensor.numel() and place in seen):
+            continue
+        seen.add(place)
+        tensors[name] = tensor.detach()
+    return layers, floats, tensors
+
+
+def settings_of(model: torch.nn.Module | Mapping[str, PackedWeight], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The JSON files of a folder, by name: transformers' of a model that has them, with the `quantization_config`."""
+    files: dict[str, dict[str, Any]] = {CONFIG: {}}
+    for attribute, name in (("config", CONFIG), ("generation_config", "generation_config.json")):
+        as_text = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if callable(as_text):
+            files[name] = json.loads(as_text())
+    if files[CONFIG]:
+        files[CONFIG]["architectures"] = [type(model).__name__]
+        if isinstance(_head(model), QuantLinear):
+            files[CONFIG]["tie_word_embeddings"] = False  # or readers would put the embedding in the head's place
+    files[CONFIG][KEY] = dict(config)
+    return files
+
+
+def _head(model: Any) -> Any:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None
+
+
+def put(model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[str, torch.Tensor], path: str) -> torch.nn.Module:
+    """Replace the layers of a model and load its other tensors; see `nc.interchange.import_weights`."""
+    rest = dict(tensors)
+    made = {name: _module(model, name, layer, rest.pop(f"{name}.bias", None), path) for name, layer in layers.items()}
+    _check_rest(model, made, rest, path)
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    model.load_state_dict(rest, strict=False)
+    return model.eval()
+
+
+def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor | None, path: str) -> torch.nn.Module:
+    """The module that takes the place of the model's."""
+    try:
+        old = model.get_submodule(name)
+    except AttributeError:
+        old = torch.nn.Module()
+    known = {found.name: (found.kind, found.shape) for found in layers_of(model)}
+    kind, shape = known.get(name, ("", (0, 0)))
+    if isinstance(old, (QuantLinear, QuantEmbedding)):
+        kind, shape = "linear" if isinstance(old, QuantLinear) else "embedding", old.packed.shape
+    if not kind:
+        msg = f"{path!r} holds a low-bit weight of {name!r}, and the model has no linear or embedding of this name."
+        raise ArtefactError(msg)
+    if shape != layer.weight.shape:
+        msg = f"{path!r}: the weight of {name!r} has shape {list(layer.weight.shape)}, in the model {list(shape)}."
+        raise ArtefactError(msg)
+    if kind == "embedding":
+        kept = old.result_dtype if isinstance(old, QuantEmbedding) else old.weight.dtype
+        return QuantEmbedding(layer.weight, getattr(old, "padding_idx", None), kept)  # type: ignore[arg-type]
+    if (bias is None) != (getattr(old, "bias", None) is None):
+        there, here = ("no bias", "has one") if bias is None else ("a bias", "has none")
+        msg = f"{path!r}: {name!r} has {there} in the files, and the model {here}."
+        raise ArtefactError(msg)
+    if bias is not None and tuple(bias.shape) != (shape[0],):
+        msg = f"{path!r}: the bias of {name!r} has shape {list(bias.shape)} instead of {[shape[0]]}."
+        raise ArtefactError(msg)
+    return QuantLinear(layer.weight, bias, layer.act_dtype)
+
+
+def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], rest: Mapping[str, torch.Tensor], path: str) -> None:
+    """All other tensors must be those of the model; of tied ones one is enough.
+
+    Raises:
+        ArtefactError: one is missing, superfluous or of another shape.
+    """
+    inside = tuple(f"{name}." for name in made)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+    there = {state[name].data_ptr() for name in rest if name in state}
+    missing = [name for name, tensor in state.items() if name not in rest and not (tensor.numel() and tensor.data_ptr() in there)]
+    extra = [name for name in rest if name not in state]
+    wrong = [name for name, tensor in rest.items() if name in state and state[name].shape != tensor.shape]
+    for names, what in ((missing, "is missing in the files"), (extra, "is not in the model"), (wrong, "has another shape in the model")):
+        if names:
+            msg = f"{path!r} does not fit this model: tensor {names[0]!r} {what} ({len(names)} in all)."
+            raise ArtefactError(msg)
