@@ -115,7 +115,7 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
     except (NCError, Warning):
         raise
     except Exception as error:  # a value of another type than the format has there
-        msg = f"{str(where)!r}: its quantization_config is not what {name} writes ({type(error).__name__}: {error}). Get the files again."
+        msg = f"{str(where)!r}: quantization_config is not what {name} writes ({type(error).__name__}: {error})."
         raise ArtefactCorruptError(msg) from error
     return ForeignWeights(name, layers, tensors)
 

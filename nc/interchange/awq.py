@@ -87,14 +87,14 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
         msg = f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."
         raise UnsupportedError(msg)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-    return {name: _layer(tensors, name) for name in names}
+    return {name: _layer(tensors, name, int(config.get("group_size", -1))) for name in names}
 
 
-def _layer(tensors: dict[str, torch.Tensor], name: str) -> Layer:
+def _layer(tensors: dict[str, torch.Tensor], name: str, group: int) -> Layer:
     qweight = taken(tensors, f"{name}.qweight", (torch.int32,), (None, None))
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
     scales = taken(tensors, f"{name}.scales", _FLOATS, (None, outputs))
-    groups_in(scales.shape[0], inputs, name)
+    groups_in(scales.shape[0], inputs, name, group)
     qzeros = taken(tensors, f"{name}.qzeros", (torch.int32,), (scales.shape[0], qweight.shape[1]))
     codes = Codes(4, unpacked(qweight).T, scales.T.float(), unpacked(qzeros).T)
     return layer_of(codes, scales.dtype, f"Layer {name!r}")

@@ -1,8 +1,11 @@
 """compressed-tensors files, as llm-compressor writes them and vLLM and transformers read them: "pack-quantized" and "int-quantized".
 
-Per linear of shape [N, K] with G groups, pack-quantized: `weight_packed` int32 [N, ceil(K b / 32)], codes from the lowest bits;
-`weight_scale` [N, G] in the dtype of the scales; `weight_zero_point` int32 [ceil(N b / 32), G], packed along N, where the weight is
-asymmetric; `weight_shape` int64 [2]. int-quantized: `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` int8 [N, G]; codes are signed.
+Per linear of shape [N, K] with G groups:
+
+* pack-quantized: `weight_packed` int32 [N, ceil(K b / 32)], codes from the lowest bits; `weight_scale` [N, G] in the dtype of the scales;
+  `weight_zero_point` int32 [ceil(N b / 32), G], packed along N, where the weight is asymmetric; `weight_shape` int64 [2].
+* int-quantized: `weight` int8 [N, K], `weight_scale` [N, G], `weight_zero_point` int8 [N, G]; codes are signed.
+
 A `config_groups` entry says which modules have which bits and groups.
 """
 
@@ -170,7 +173,7 @@ def _read_packed(tensors: dict[str, torch.Tensor], name: str, width: int) -> tup
 def _read_integers(tensors: dict[str, torch.Tensor], name: str, width: int) -> tuple[Codes, torch.dtype]:
     weight = taken(tensors, f"{name}.weight", (torch.int8,), (None, None))
     middle = 2 ** (width - 1)
-    if bool((weight < -middle).any()) or bool((weight >= middle).any()):
+    if bool((weight < -middle).any()) or bool((weight > middle - 1).any()):
         msg = f"Layer {name!r}: codes that {width} bits cannot hold. The files contradict themselves."
         raise ArtefactCorruptError(msg)
     outputs, inputs = weight.shape

@@ -149,12 +149,14 @@ def words(codes: torch.Tensor, width: int) -> torch.Tensor:
     """
     packed = bits.pack(codes.contiguous(), width)
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4))
-    return padded.contiguous().view(torch.int32)
+    return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def codes_in(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
     """The inverse of `words`: uint8, shape [rows, count]."""
-    return bits.unpack(packed.contiguous().view(torch.uint8), width, count)[:, :count].contiguous()
+    # a copy, because `contiguous` leaves any stride to a dimension of length 1, and `view` needs 1
+    stored = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return bits.unpack(stored, width, count)[:, :count].contiguous()
 
 
 def taken(tensors: dict[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> torch.Tensor:
@@ -181,14 +183,14 @@ def taken(tensors: dict[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype
     return found
 
 
-def groups_in(scale_groups: int, inputs: int, name: str) -> None:
-    """Check that groups cover a row.
+def groups_in(scale_groups: int, inputs: int, name: str, size: int = -1) -> None:
+    """Check that groups of a size cover a row (-1: of any).
 
     Raises:
         ArtefactCorruptError: they do not.
     """
-    if scale_groups < 1 or inputs < 1 or inputs % scale_groups:
-        msg = f"Layer {name!r}: {scale_groups} groups do not divide {inputs} input channels. The files contradict themselves."
+    if scale_groups < 1 or inputs < 1 or inputs % scale_groups or size not in (-1, inputs // scale_groups):
+        msg = f"Layer {name!r}: {scale_groups} groups do not fit {inputs} input channels. The files contradict themselves."
         raise ArtefactCorruptError(msg)
 
 
@@ -238,7 +240,7 @@ def ordered_groups(g_idx: torch.Tensor, scale_groups: int, name: str) -> torch.T
     blocks = g_idx.reshape(scale_groups, -1)
     if bool((blocks != blocks[:, :1]).any()):
         msg = (
-            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order with g_idx), which nc does not hold. "
+            f"Layer {name!r}: its groups are not made of neighbouring input channels (activation order, g_idx), which nc does not hold. "
             "Quantize again with desc_act=False, static groups or group-aware order."
         )
         raise UnsupportedError(msg)

@@ -120,16 +120,17 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
         msg = "These Quark files are not read: they quantize activations or biases; nc reads weights."
         raise UnsupportedError(msg)
     names = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
-    return {name: _layer(tensors, name, kind, order) for name in names}
+    return {name: _layer(tensors, name, weight, order) for name in names}
 
 
-def _layer(tensors: dict[str, torch.Tensor], name: str, kind: str, order: Sequence[int]) -> Layer:
+def _layer(tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any], order: Sequence[int]) -> Layer:
+    kind = str(spec["dtype"])
     width, signed = int(kind[-1]), kind.startswith("int")
     storage = torch.int32 if width == 4 else torch.int8 if signed else torch.uint8
     weight = taken(tensors, f"{name}.weight", (storage,), (None, None))
     inputs, outputs = weight.shape[0], weight.shape[1] * (8 if width == 4 else 1)
     scale = taken(tensors, f"{name}.weight_scale", _FLOATS, (None, outputs))
-    groups_in(scale.shape[0], inputs, name)
+    groups_in(scale.shape[0], inputs, name, int(spec["group_size"]))
     zero = None
     if f"{name}.weight_zero_point" in tensors:
         stored = taken(tensors, f"{name}.weight_zero_point", (storage,), (scale.shape[0], weight.shape[1]))
