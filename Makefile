@@ -6,6 +6,7 @@
 # make test-exhaustive                                     only what the short suite leaves out
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
+# make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make clean
 #
@@ -32,11 +33,16 @@ setup-newest: VENV := .venv-newest
 setup-newest: REQUIREMENTS := requirements/newest.txt
 setup-peers: VENV := .venv-peers
 setup-peers: REQUIREMENTS := requirements/bench-peers.txt
+setup-judges: VENV := .venv-judges
+setup-judges: REQUIREMENTS := requirements/judges.txt
+# Installed after all others and with --no-deps, because what they ask for contradicts the pins or is not needed.
+NODEPS := requirements/nodeps.txt
+setup-judges: NODEPS += requirements/judges-nodeps.txt
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -79,6 +85,9 @@ test-all-native: setup-native
 test-all-newest: setup-newest
 	.venv-newest/bin/python $(PYTEST) -rs
 
+test-judges: setup-judges
+	.venv-judges/bin/python -m pytest -q -rs test/judges
+
 test-exhaustive: setup
 	.venv/bin/python $(PYTEST) -m exhaustive
 
@@ -100,7 +109,7 @@ bench-peers: setup-peers
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-lint build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-lint build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -116,11 +125,11 @@ endef
 export PROBE
 
 # Each stamp is written last, so an interrupted step is done again from the start. The lock serves all clones.
-setup setup-native setup-newest setup-peers:
+setup setup-native setup-newest setup-peers setup-judges:
 	@python=$$($(PYTHON) -c "$$PROBE")
 	cache=$$(realpath -m "$(CACHE)")
 	hash() { sha256sum | cut -c1-16; }
-	shared=$$cache/env-$$({ echo "$$python $(TORCH_INDEX)"; cat $(REQUIREMENTS) requirements/common.txt requirements/nodeps.txt; } | hash)
+	shared=$$cache/env-$$({ echo "$$python $(TORCH_INDEX)"; cat $(REQUIREMENTS) requirements/common.txt $(NODEPS); } | hash)
 	stamp=$$({ echo "$(CURDIR) $$shared"; cat setup.py pyproject.toml nc/_version.py; } | hash)
 	ready() { [[ -e $$shared/.complete && -e $(VENV)/.complete && $$(< $(VENV)/.complete) == "$$stamp" ]]; }
 	if ready; then exit; fi
@@ -136,7 +145,7 @@ setup setup-native setup-newest setup-peers:
 	    $(PYTHON) -m venv "$$shared"
 	    pip=("$$shared/bin/python" -m pip --disable-pip-version-check install)
 	    "$${pip[@]}" $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -r $(REQUIREMENTS)
-	    "$${pip[@]}" -q --no-deps -r requirements/nodeps.txt
+	    "$${pip[@]}" -q --no-deps $(addprefix -r ,$(NODEPS))
 	    touch "$$shared/.complete"
 	fi
 	

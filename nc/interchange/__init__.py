@@ -123,8 +123,8 @@ def read_weights(path: str | os.PathLike[str]) -> ForeignWeights:
 def import_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> torch.nn.Module:
     """Put low-bit weights that another tool wrote into a model of the same architecture.
 
-    Linears (also transformers' `Conv1D`) become `nc.nn.QuantLinear`, embeddings `nc.nn.QuantEmbedding`; all other parameters are read from the
-    files too. Every check is made before the model changes.
+    Linears (also transformers' `Conv1D`) become `nc.nn.QuantLinear`, embeddings `nc.nn.QuantEmbedding`; all other parameters are read from
+    the files too. Every check is made before the model changes.
 
     Args:
         path: as for `read_weights`.
