@@ -10,6 +10,9 @@ from nc.numerics import bits
 from nc.numerics.groups import GroupParams, Outer, decode, spread
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 
+#: Names of the stored tensors, in the order in which operators take them.
+PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:

@@ -1,0 +1,52 @@
+"""torchao's front door: quantize a model in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nc.config import WeightOnlyConfig
+from nc.errors import ConfigError
+from nc.lowbit.layers import layers_of
+from nc.workflow import quantize
+
+
+def quantize_(
+    model: torch.nn.Module, config: WeightOnlyConfig, filter_fn: Callable[[torch.nn.Module, str], bool] | None = None, **options: Any
+) -> None:
+    """Quantize the weights of a model in place, as `nc.quantize(model, config, inplace=True)`.
+
+    Args:
+        model: its linears, and embeddings if the configuration asks for them, are replaced by modules with low-bit weights.
+        config: a `WeightOnlyConfig`. Other strategies give a new model: `nc.quantize`.
+        filter_fn: `(module, name) -> bool`: which layers are quantized; None: those that the configuration names.
+        options: `run_fn`, `run_args` and `progress` of `nc.quantize`, for configurations that need data.
+
+    Raises:
+        ConfigError: another kind of configuration; a `filter_fn` together with a white list; or it selects no layer.
+        NCError: as `nc.quantize`.
+
+    Example:
+        >>> from nc import WeightOnlyConfig
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        >>> quantize_(model, WeightOnlyConfig("int4", group_size=32), lambda module, name: name != "2")
+        >>> type(model[0]).__name__, type(model[2]).__name__
+        ('QuantLinear', 'Linear')
+    """
+    if not isinstance(config, WeightOnlyConfig):
+        msg = f"quantize_() takes a WeightOnlyConfig, but got {type(config).__name__}; nc.quantize() takes all, and gives a new model."
+        raise ConfigError(msg)
+    if filter_fn is not None:
+        if config.white_list is not None:
+            msg = "The configuration has a white list already; give filter_fn or white_list, not both."
+            raise ConfigError(msg)
+        names = [layer.name for layer in layers_of(model) if filter_fn(layer.module, layer.name)]
+        if not names:
+            msg = f"filter_fn selects none of the {len(layers_of(model))} layers that can be quantized."
+            raise ConfigError(msg)
+        config = copy.copy(config)
+        config.white_list = names
+    quantize(model, config, inplace=True, **options)
