@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from nc import ops
+from nc.errors import StateError
+from nc.lowbit.quantized_tensor import QuantizedTensor
 from nc.lowbit.result import LayerResult
-from nc.numerics.packed_weight import PackedWeight
-
-_PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")
+from nc.numerics.packed_weight import PARTS, PackedWeight
+from nc.spec import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +53,42 @@ class _Packed(torch.nn.Module):
     Attributes:
         form: the format of the weight.
         result: how the codes were found; None if that is not known.
+        result_dtype: the dtype that `weight` shows: that of the weight before it was quantized, or of the last `.to(dtype)`.
     """
 
-    def _hold(self, weight: PackedWeight, result: LayerResult | None) -> None:
-        self.form = weight.form
-        self.result = result
-        for name in _PARTS:
-            self.register_buffer(name, getattr(weight, name))
-        self.requires_grad_(False)
+    form: WeightFormat
+    result: LayerResult | None
+    result_dtype: torch.dtype
+    _shape: tuple[int, int]
 
     @property
     def packed(self) -> PackedWeight:
         """The stored weight."""
-        raise NotImplementedError
+        return PackedWeight(form=self.form, shape=self._shape, **dict(zip(PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
 
     @property
-    def weight(self) -> torch.Tensor:
-        """A dequantized copy in fp32, made in each access: some models read its dtype."""
-        return self.packed.dequantize()
+    def weight(self) -> QuantizedTensor:  # type: ignore[override] # a Linear's own is a Parameter
+        """The stored weight as a tensor, for code that reads it; nothing is copied or dequantized."""
+        return QuantizedTensor(self.packed, self.result_dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As for all modules; but the weight can't be set."""
+        if name == "weight":
+            msg = (
+                f"The weight of a {type(self).__name__} holds packed codes and can't be set. Put a float module in its place (its weight: "
+                "module.weight.dequantize()) and quantize again, or load stored tensors with load_state_dict()."
+            )
+            raise StateError(msg)
+        super().__setattr__(name, value)
+
+    def _hold(self, weight: PackedWeight, result: LayerResult | None) -> None:
+        self.form, self.result, self._shape = weight.form, result, weight.shape
+        for name in PARTS:
+            self.register_buffer(name, getattr(weight, name))
+        self.requires_grad_(False)
 
     def _parts(self) -> tuple[torch.Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in _PARTS)
+        return tuple(getattr(self, name) for name in PARTS)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to(dtype)` leaves what is stored alone: another dtype would be another weight."""
@@ -81,13 +97,14 @@ class _Packed(torch.nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
+        self.result_dtype = fn(torch.empty(0, dtype=self.result_dtype, device=self._buffers["codes"].device)).dtype  # type: ignore[union-attr]
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
 class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight` is no parameter
     """A linear whose weight of shape [N, K] is packed. It is made by `convert`, or from a `PackedWeight`.
 
-    Its result has the dtype of its input. `packed` gives the stored weight, `weight` a dequantized copy in fp32.
+    Its result has the dtype of its input. `packed` gives the stored weight, `weight` the same as a tensor.
 
     Attributes:
         in_features: K.
@@ -102,11 +119,16 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight
     packed_for_engine: Any = None
 
     def __init__(
-        self, weight: PackedWeight, bias: torch.Tensor | None = None, act_dtype: str = "fp32", result: LayerResult | None = None
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        act_dtype: str = "fp32",
+        result: LayerResult | None = None,
+        result_dtype: torch.dtype = torch.float32,
     ) -> None:
         torch.nn.Module.__init__(self)  # a Linear's own would make a weight
         self.out_features, self.in_features = weight.shape
-        self.act_dtype = act_dtype
+        self.act_dtype, self.result_dtype = act_dtype, result_dtype
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
         self._hold(weight, result)
 
@@ -130,11 +152,6 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight
     def __getstate__(self) -> dict[str, Any]:
         """What `pickle` and `copy.deepcopy` take."""
         return {name: value for name, value in self.__dict__.items() if name != "packed_for_engine"}
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The stored weight."""
-        return PackedWeight(form=self.form, shape=(self.out_features, self.in_features), **dict(zip(_PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Sizes and format."""
@@ -168,12 +185,6 @@ class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # l
         """Integers of any shape → [*shape, features]."""
         result: torch.Tensor = ops.quant_embedding(input, *self._parts(), self.form.dtype.name, self.embedding_dim, self.result_dtype)
         return result
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The stored table."""
-        shape = (self.num_embeddings, self.embedding_dim)
-        return PackedWeight(form=self.form, shape=shape, **dict(zip(_PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Sizes and format."""

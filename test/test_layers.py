@@ -15,7 +15,7 @@ LEVELS = (
     ("nc.spec",),
     ("nc.checks", "nc.numerics", "nc.plan", "nc.installation"),
     ("nc.ops",),
-    ("nc.lowbit", "nc.lowbit.activations", "nc.lowbit.record", "nc.lowbit.result", "nc.lowbit.statistics"),
+    ("nc.lowbit", "nc.lowbit.activations", "nc.lowbit.quantized_tensor", "nc.lowbit.record", "nc.lowbit.result", "nc.lowbit.statistics"),
     ("nc.nn",),
     (
         "nc.graph.signature",
@@ -52,6 +52,7 @@ LEVELS = (
     ),
     ("nc.quantized", "nc.export"),
     ("nc.workflow", "nc.artefact", "nc.parity", "nc.interchange"),
+    ("nc.torchao",),
     ("nc",),
     ("nc.cli",),
     ("nc.__main__",),
@@ -113,6 +114,7 @@ INSIDE = {
         ("nc.parity.compare",),
         ("nc.parity",),
     ),
+    "nc.torchao": (("nc.torchao.primitives", "nc.torchao.quantize"), ("nc.torchao",)),
     "nc.cli": (("nc.cli.doctor", "nc.cli.inputs"), ("nc.cli.pretrained",), ("nc.cli.main",), ("nc.cli",)),
     "nc.algorithms": (
         ("nc.algorithms.base",),

@@ -204,7 +204,7 @@ def _layer(name: str, module: QuantLinear | QuantEmbedding) -> dict[str, Any]:
         "shape": list(module.packed.shape),
         "form": module.form.to_dict(),
         "act_dtype": module.act_dtype if isinstance(module, QuantLinear) else "fp32",
-        "result_dtype": json_values.dtype_name(module.result_dtype, name) if isinstance(module, QuantEmbedding) else None,
+        "result_dtype": json_values.dtype_name(module.result_dtype, name),
         "result": result,
     }
 
@@ -226,7 +226,7 @@ def _put(model: torch.nn.Module, layer: Layer | None, name: str, data: dict[str,
     base: dict[str, Any] = {"operator": name, "kind": layer.kind, "module_type": layer.module_type, "shape": layer.shape}
     replace(model, layer, LayerDecision(**base, form=form, act_dtype=data["act_dtype"]), packed, result)
     new = model.get_submodule(name)
-    if isinstance(new, QuantEmbedding):
+    if isinstance(new, (QuantLinear, QuantEmbedding)):
         new.result_dtype = json_values.DTYPES[data["result_dtype"]]
 
 

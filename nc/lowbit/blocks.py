@@ -237,7 +237,7 @@ def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packe
         assert isinstance(module, torch.nn.Embedding)
         new = QuantEmbedding(packed, module.padding_idx, module.weight.dtype, result)
     else:
-        new = QuantLinear(packed, module.bias, decision.act_dtype, result)  # type: ignore[arg-type]
+        new = QuantLinear(packed, module.bias, decision.act_dtype, result, layer.weight.dtype)  # type: ignore[arg-type]
     new.train(module.training)
     parent, _, child = layer.name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)

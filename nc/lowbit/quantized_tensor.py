@@ -37,7 +37,9 @@ class QuantizedTensor(torch.Tensor):
     transposed: bool
 
     @staticmethod
-    def __new__(cls, packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False) -> QuantizedTensor:
+    def __new__(
+        cls: type[QuantizedTensor], packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False
+    ) -> QuantizedTensor:
         """A tensor that looks as if it had `dtype`, that of its dequantized values."""
         shape = packed.shape[::-1] if transposed else packed.shape
         result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)  # type: ignore[attr-defined] # missing in torch's stub
@@ -90,6 +92,8 @@ class QuantizedTensor(torch.Tensor):
             return _linear(*args, **kwargs)
         if func in _WRITES and isinstance(args[0], QuantizedTensor):
             _refuse(getattr(func, "__name__", str(func)))
+        if func in _READS:
+            return func(args[0].dequantize(), *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -107,6 +111,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 _WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set_)  # type: ignore[attr-defined] # missing in torch's stub
+_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 def rebuild(
@@ -271,9 +276,9 @@ def _check_writes(func: Any, args: Any, kwargs: Any) -> None:
     arguments = func._schema.arguments
     given = {**{a.name: value for a, value in zip(arguments, args, strict=False)}, **kwargs}
     for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if any(isinstance(leaf, QuantizedTensor) for leaf in pytree.tree_leaves(given.get(argument.name))):
-                _refuse(func._schema.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and any(isinstance(leaf, QuantizedTensor) for leaf in pytree.tree_leaves(given.get(argument.name))):
+            _refuse(func._schema.name)
 
 
 def _refuse(what: str) -> None:

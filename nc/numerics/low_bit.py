@@ -52,6 +52,33 @@ def linear(
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(kind)
 
 
+def linear_gradient(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    minimum: torch.Tensor | None,
+    outer_scale: torch.Tensor | None,
+    outer_minimum: torch.Tensor | None,
+    dtype: str,
+    in_features: int,
+) -> torch.Tensor:
+    """The gradient of the input of `linear`, fp32: `gradient @ W`; the rounding of activations counts as the identity.
+
+    Args:
+        gradient: of the result, shape [..., N].
+        codes: as for `linear`.
+        scale: likewise.
+        zero: likewise.
+        minimum: likewise.
+        outer_scale: likewise.
+        outer_minimum: likewise.
+        dtype: likewise.
+        in_features: likewise.
+    """
+    return gradient.float() @ _weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
+
+
 def embedding(
     ids: torch.Tensor,
     codes: torch.Tensor,

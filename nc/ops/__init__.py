@@ -243,6 +243,20 @@ quant_linear = _operator(
     low_bit.linear,
     lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[0])),
 )
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
+    x, *parts = inputs[:7]
+    ctx.save_for_backward(*parts)
+    ctx.options, ctx.kind = inputs[8:10], x.dtype
+
+
+def _gradient_of_input(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    return low_bit.linear_gradient(gradient, *ctx.saved_tensors, *ctx.options).to(ctx.kind), *[None] * 10
+
+
+# adapters are trained in front of a low-bit linear; its own weight and bias never are
+torch.library.register_autograd("nc::quant_linear", _gradient_of_input, setup_context=_keep_weight, lib=_LIBRARY)
 quant_embedding = _operator(
     f"quant_embedding(Tensor ids, {_PACKED}, str dtype, int features, ScalarType result) -> Tensor",
     low_bit.embedding,

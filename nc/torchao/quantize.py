@@ -22,11 +22,12 @@ def quantize_(
     Args:
         model: its linears, and embeddings if the configuration asks for them, are replaced by modules with low-bit weights.
         config: a `WeightOnlyConfig`. Other strategies give a new model: `nc.quantize`.
-        filter_fn: `(module, name) -> bool`: which layers are quantized; None: those that the configuration names.
+        filter_fn: `(module, name) -> bool`: False leaves a layer float, whatever the configuration says. True leaves it to the
+            configuration, which quantizes embeddings and the output head only if they are asked for.
         options: `run_fn`, `run_args` and `progress` of `nc.quantize`, for configurations that need data.
 
     Raises:
-        ConfigError: another kind of configuration; a `filter_fn` together with a white list; or it selects no layer.
+        ConfigError: another kind of configuration, or `filter_fn` selects no layer.
         NCError: as `nc.quantize`.
 
     Example:
@@ -40,13 +41,12 @@ def quantize_(
         msg = f"quantize_() takes a WeightOnlyConfig, but got {type(config).__name__}; nc.quantize() takes all, and gives a new model."
         raise ConfigError(msg)
     if filter_fn is not None:
-        if config.white_list is not None:
-            msg = "The configuration has a white list already; give filter_fn or white_list, not both."
-            raise ConfigError(msg)
-        names = [layer.name for layer in layers_of(model) if filter_fn(layer.module, layer.name)]
-        if not names:
-            msg = f"filter_fn selects none of the {len(layers_of(model))} layers that can be quantized."
+        layers = layers_of(model)
+        others = [layer.name for layer in layers if not filter_fn(layer.module, layer.name)]
+        if len(others) == len(layers):
+            msg = f"filter_fn selects none of the {len(layers)} layers that can be quantized."
             raise ConfigError(msg)
         config = copy.copy(config)
-        config.white_list = names
+        if others:
+            config.exclude(*others)
     quantize(model, config, inplace=True, **options)
