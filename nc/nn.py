@@ -67,7 +67,7 @@ class _Packed(torch.nn.Module):
         return PackedWeight(form=self.form, shape=self._shape, **dict(zip(PARTS, self._parts(), strict=True)))  # type: ignore[arg-type]
 
     @property
-    def weight(self) -> QuantizedTensor:  # type: ignore[override] # a Linear's own is a Parameter
+    def weight(self) -> QuantizedTensor:
         """The stored weight as a tensor, for code that reads it; nothing is copied or dequantized."""
         return QuantizedTensor(self.packed, self.result_dtype)
 
@@ -101,7 +101,7 @@ class _Packed(torch.nn.Module):
         return super()._apply(kept, recurse)  # type: ignore[no-untyped-call] # torch annotates it in part only
 
 
-class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight` is no parameter
+class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is no parameter
     """A linear whose weight of shape [N, K] is packed. It is made by `convert`, or from a `PackedWeight`.
 
     Its result has the dtype of its input. `packed` gives the stored weight, `weight` the same as a tensor.
@@ -159,7 +159,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[override] # `weight
         return f"{self.in_features}, {self.out_features}, {self.form}{act}, bias={self.bias is not None}"
 
 
-class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[override] # likewise
+class QuantEmbedding(_Packed, torch.nn.Embedding):  # type: ignore[misc] # likewise
     """An embedding whose table of shape [rows, features] is packed; only the rows that are read are dequantized.
 
     Attributes:

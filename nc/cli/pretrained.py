@@ -64,7 +64,7 @@ def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.
         msg = f"{calib} is no text in UTF-8: {error}."
         raise inputs.RequestError(msg) from error
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         msg = f"{source} has no tokenizer that transformers can load ({type(error).__name__}: {error}). Save the model's tokenizer there."
         raise inputs.RequestError(msg) from error

@@ -42,7 +42,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         """A tensor that looks as if it had `dtype`, that of its dequantized values."""
         shape = packed.shape[::-1] if transposed else packed.shape
-        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)  # type: ignore[attr-defined] # missing in torch's stub
+        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)
         return result
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False) -> None:  # noqa: ARG002 - of __new__
@@ -50,7 +50,7 @@ class QuantizedTensor(torch.Tensor):
         for name, tensor in packed.tensors().items():
             setattr(self, name, tensor)  # where compilers look for what a tensor consists of
 
-    def dequantize(self) -> torch.Tensor:  # type: ignore[override] # torch's has overloads
+    def dequantize(self) -> torch.Tensor:
         """The values, as a plain tensor of the same shape, dtype and device."""
         values = self.packed.dequantize().to(self.dtype)
         return values.t() if self.transposed else values
@@ -98,7 +98,7 @@ class QuantizedTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # torch calls it so
         """See the module text."""
         kwargs = kwargs or {}
         known = _KNOWN.get(func)

@@ -138,7 +138,8 @@ def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -
         basis = torch.linalg.qr(basis).Q
         inner = torch.eye(size, dtype=torch.float64)
         inner[1:, 1:] = _random(size - 1, generator)
-        return torch.linalg.multi_dot([basis, inner, basis.T])
+        kept: torch.Tensor = torch.linalg.multi_dot([basis, inner, basis.T])
+        return kept
     power = size & -size
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < power:
