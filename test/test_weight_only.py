@@ -1,6 +1,7 @@
 """Weight-only quantization of the user's own modules: from configuration to report, against float64 brute force."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -207,6 +208,28 @@ class TestCalibration:
             assert layer.result.tokens == 48
             assert layer.result.loss <= layer.result.rtn_loss
             x = q[index](x)
+
+    def test_a_solver_of_whole_blocks_gets_the_float_model_s_outputs(self):
+        seen = []
+
+        @dataclasses.dataclass(frozen=True)
+        class Whole(nc.RTN):
+            name = "whole"
+
+            def solve_block(self, problem):
+                seen.append(problem)
+                outputs = [problem.run(call).detach() for call in problem.samples]
+                assert all(output.shape == target.shape for output, target in zip(outputs, problem.targets, strict=True))
+                return {name: self.solve(layer) for name, layer in problem.layers.items()}
+
+        model, data = llama(), texts(2)
+        q = self.calibrated(model, WeightOnlyConfig("int2", group_size=32, solver=Whole(), transforms=[nc.Smooth()]), data)
+        assert [problem.name for problem in seen] == [f"model.layers.{i}" for i in range(3)]
+        with torch.no_grad():
+            states = model(data[0], output_hidden_states=True).hidden_states
+        assert torch.allclose(seen[1].targets[0], states[2], atol=1e-5)
+        assert not torch.allclose(next(iter(seen[1].samples))[0][0], states[1], atol=1e-3)
+        assert q.model.layers[0].mlp.up_proj.result.asked == "whole"
 
     def test_padding_does_not_count(self):
         ids = texts(1)[0]

@@ -16,10 +16,10 @@ from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
-from nc.lowbit.record import Call, Sample, block_lists, filled, record, run
+from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run
 from nc.lowbit.result import LayerResult
-from nc.lowbit.solvers import Needs, Problem
-from nc.lowbit.solvers.best import solve_best
+from nc.lowbit.solvers.base import BlockProblem, BlockSolver, Needs, Problem
+from nc.lowbit.solvers.best import keep_best, solve_best
 from nc.lowbit.statistics import InputStatistics
 from nc.lowbit.transforms import Scope, Target
 from nc.nn import QuantEmbedding, QuantLinear
@@ -88,7 +88,8 @@ class Driver:
         for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
             needs |= wanted
         self.needs = needs
-        self.two_sided = needs.float_inputs
+        #: Whether the float model's hidden states are needed too.
+        self.with_float = needs.float_inputs or any(isinstance(d.solver, BlockSolver) for d in plan.quantized)
 
     def _find_ties(self) -> None:
         """Of layers that share a weight and ask for the same, the first is solved, once."""
@@ -117,7 +118,7 @@ class Driver:
             recorded = record(self.model, blocks, self.samples)
             if recorded is None:
                 continue  # its blocks are not simply called one after the other: they are solved with the rest
-            hidden, float_hidden = Activations(len(recorded)), Activations(len(recorded) if self.two_sided else 0)
+            hidden, float_hidden = Activations(len(recorded)), Activations(len(recorded) if self.with_float else 0)
             for index, name in enumerate(names):
                 self.progress(done, total, name)
                 self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
@@ -136,7 +137,7 @@ class Driver:
         if self.store is not None:
             self.store.load(name, block)
         calls = Calls(recorded, hidden)
-        float_calls = Calls(recorded, float_hidden) if self.two_sided else None
+        float_calls = Calls(recorded, float_hidden) if self.with_float else None
         float_out = [run(block, call) for call in float_calls] if float_calls is not None else []
         found = None if self.store is None else self.store.finished(name, block)
         if found is not None:
@@ -146,7 +147,7 @@ class Driver:
         else:
             inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
             if inside:
-                self._block_of(name, block, inside, calls, float_calls)
+                self._block_of(name, block, inside, calls, float_calls, float_out)
             if self.store is not None:
                 self.store.finish(name, block)
         for i, call in enumerate(calls):
@@ -161,6 +162,7 @@ class Driver:
         inside: Sequence[str],
         calls: Calls,
         float_calls: Calls | None,
+        targets: Sequence[torch.Tensor] = (),
     ) -> None:
         inputs = self._collect(module, inside, calls, float_calls)
         transforms = [t for t in self.plan.transforms if t.level == "block"]
@@ -172,7 +174,45 @@ class Driver:
         elif transforms:
             text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
             self.applied += [Applied(transform.name, (), text) for transform in transforms]
-        self._solve(inside, inputs)
+        self._solve(inside, inputs, self._learned(prefix, module, inside, inputs, calls, targets))
+
+    def _learned(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        inputs: Mapping[str, InputStatistics],
+        calls: Calls,
+        targets: Sequence[torch.Tensor],
+    ) -> dict[str, PackedWeight]:
+        """What block solvers find for the layers of a block that data reaches."""
+        by_solver: dict[BlockSolver, list[str]] = {}
+        for layer in inside:
+            solver = self.asked[layer].solver
+            if isinstance(solver, BlockSolver) and targets and layer in inputs:
+                by_solver.setdefault(solver, []).append(layer)
+        layers = {layer.name: layer for layer in layers_of(self.model)}
+        found: dict[str, PackedWeight] = {}
+        for solver, mine in by_solver.items():
+            problems = {layer.removeprefix(f"{name}."): self._problem(layers[layer], inputs) for layer in mine}
+            solved = solver.solve_block(
+                BlockProblem(
+                    name=name,
+                    module=module,
+                    layers=problems,
+                    samples=calls,
+                    targets=targets,
+                    run=lambda call: first_tensor(module(*call[0], **call[1])),
+                )
+            )
+            found |= {f"{name}.{layer}": packed for layer, packed in solved.items()}
+        return found
+
+    def _problem(self, layer: Layer, inputs: Mapping[str, InputStatistics]) -> Problem:
+        decision = self.asked[layer.name]
+        assert decision.form is not None
+        weight = layer.weight.float().contiguous()
+        return Problem(name=layer.name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(layer.name))
 
     def _collect(
         self,
@@ -185,7 +225,7 @@ class Driver:
         collector = Collector(layers, self.needs)
         for i, call in enumerate(calls):
             found, keep = None, self.samples[i].keep
-            if float_calls is not None:
+            if float_calls is not None and self.needs.float_inputs:
                 with inputs_of(layers) as found:
                     run(module, float_calls[i])
             with collector.watching(keep, found):
@@ -214,16 +254,17 @@ class Driver:
     def _is_done(self, name: str) -> bool:
         return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))
 
-    def _solve(self, names: Sequence[str], inputs: Mapping[str, InputStatistics]) -> None:
+    def _solve(self, names: Sequence[str], inputs: Mapping[str, InputStatistics], learned: Mapping[str, PackedWeight]) -> None:
         layers = {layer.name: layer for layer in layers_of(self.model)}
         for name in names:
             decision, layer, first = self.asked[name], layers[name], self._first[name]
             if first not in self._packed:
-                assert decision.form is not None
                 assert decision.solver is not None
-                weight = layer.weight.float().contiguous()
-                problem = Problem(name=name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(name))
-                self._packed[first] = solve_best(problem, decision.solver)
+                problem = self._problem(layer, inputs)
+                if name in learned:
+                    self._packed[first] = keep_best(problem, learned[name], decision.solver.name)
+                else:
+                    self._packed[first] = solve_best(problem, decision.solver)
             replace(self.model, layer, decision, *self._packed[first])
             if first not in self._first_of_several:
                 del self._packed[first]

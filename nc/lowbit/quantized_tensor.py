@@ -55,7 +55,7 @@ class QuantizedTensor(torch.Tensor):
         values = self.packed.dequantize().to(self.dtype)
         return values.t() if self.transposed else values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002 - torch's signature
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ARG002 - torch's
         """Shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, {self.packed.form}, dtype={self.dtype})"
 
