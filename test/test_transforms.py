@@ -17,6 +17,8 @@ from nc.lowbit.transforms.folding import NotEquivalentError, fold, rewrite
 from nc.lowbit.transforms.rotation import orthogonal
 from nc.lowbit.transforms.structure import Link, difference, find_links
 from nc.lowbit.transforms.wide import Float64, WideCopy
+from nc.numerics.group_ranges import choose
+from nc.numerics.groups import decode, encode
 from nc.spec.weight_format import WeightFormat
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -303,6 +305,38 @@ def test_never_worse_than_no_scale_in_the_layers_own_format(transform, form, mon
     assert error() <= before * (1 + 1e-6)
 
 
+def test_range_rules_see_the_inputs_as_they_are_after_scaling():
+    """A column that is multiplied by s is read by inputs that are divided by s."""
+    scope = scope_of("llama", with_outliers())
+    target = scope.targets[f"{scope.prefix}.mlp.down_proj"]
+    weight = sets.weight_of(target)
+    scale = torch.logspace(-1, 1, weight.shape[1])
+    importance = (target.inputs.squares / target.inputs.tokens / scale.double() ** 2).float()
+    found = choose(weight * scale, target.form, "wls", importance)
+    expected = decode(encode(weight * scale, found, target.form), found, target.form) / scale
+    assert torch.allclose(sets.rounded(target, weight, scale), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_the_error_of_a_block_is_that_of_positions_that_are_no_padding():
+    scope = scope_of("opt", tiny("opt"))
+    call = scope.samples[0]
+    keep = torch.ones(2, 12, dtype=torch.bool)
+    keep[:, 7:] = False
+    weight = scope.module.fc2.weight.detach()
+    changed = weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = scope.module(*call[0], **call[1])
+        before = (before[0] if isinstance(before, tuple) else before).double()
+        other = copy.deepcopy(scope.module)
+        other.fc2.weight.copy_(changed)
+        after = other(*call[0], **call[1])
+        after = (after[0] if isinstance(after, tuple) else after).double()
+    for one in (keep, torch.ones_like(keep)):
+        scope.keeps = [one]
+        expected = (after - before)[one].square().sum() / before[one].square().sum()
+        assert sets.BlockError(scope, 1000)({"fc2": changed}) == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_awq_keeps_the_weights_where_no_scale_is_better(monkeypatch):
     monkeypatch.setattr(sets.BlockError, "__call__", lambda *_: 1.0)
     model = with_outliers()
@@ -345,15 +379,21 @@ def test_rotation_keeps_the_model(name):
     assert {n for n in linears if not torch.equal(model.state_dict()[f"{n}.weight"], old[f"{n}.weight"])} == set(linears)
 
 
+def peak_of(linear):
+    """The largest weight of a row over the root mean square, the mean over rows."""
+    weight = linear.weight.detach()
+    return float((weight.abs().amax(1) / weight.square().mean(1).sqrt()).mean())
+
+
 def test_rotation_spreads_an_outlier_over_all_channels():
     model = tiny("llama")
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight[:, 5] *= 50
     q = model.model.layers[1].self_attn.q_proj
-    peak = float(q.weight.abs().amax(1).div(q.weight.square().mean(1).sqrt()).mean())
+    peak = peak_of(q)
     nc.Rotation().apply(Scope(model=model, module=model, prefix="", targets={}))
-    assert float(q.weight.abs().amax(1).div(q.weight.square().mean(1).sqrt()).mean()) < 0.3 * peak
+    assert peak_of(q) < 0.3 * peak
 
 
 @pytest.mark.parametrize(("size", "keep_mean"), [(64, False), (576, False), (9, False), (48, True), (32, True)])
