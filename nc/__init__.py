@@ -58,8 +58,12 @@ from nc.errors import UnmatchedRuleError as UnmatchedRuleError
 from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
+from nc.interchange import export_weights as export_weights
+from nc.interchange import import_weights as import_weights
 from nc.lowbit.solvers import GPTQ as GPTQ
+from nc.lowbit.solvers import HQQ as HQQ
 from nc.lowbit.solvers import RTN as RTN
+from nc.lowbit.solvers import AutoRound as AutoRound
 from nc.lowbit.transforms import AWQ as AWQ
 from nc.lowbit.transforms import TEQ as TEQ
 from nc.lowbit.transforms import Rotation as Rotation
