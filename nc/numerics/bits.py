@@ -32,6 +32,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return codes.contiguous()
     rows, count = codes.shape
+    if not codes.numel():  # torch calls it contiguous whatever its strides are, and takes no wider view of it
+        return codes.new_empty(rows, packed_size(count, bits))
     period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
     padded = torch.nn.functional.pad(codes, (0, -count % period)).contiguous() if count % period else codes.contiguous()
     wide = _WIDE.get(bits)
@@ -57,6 +59,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if bits == 8:
         return packed
     rows = packed.shape[0]
+    if not packed.numel():
+        return packed.new_empty(rows, count)
     period = 8 // math.gcd(bits, 8)
     mask = 2**bits - 1
     wide = _WIDE.get(bits)
