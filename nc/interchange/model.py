@@ -101,7 +101,8 @@ def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor 
     if bias is not None and tuple(bias.shape) != (shape[0],):
         msg = f"{path!r}: the bias of {name!r} has shape {list(bias.shape)} instead of {[shape[0]]}."
         raise ArtefactError(msg)
-    return QuantLinear(layer.weight, bias, layer.act_dtype)
+    kept = old.result_dtype if isinstance(old, QuantLinear) else old.weight.dtype
+    return QuantLinear(layer.weight, bias, layer.act_dtype, result_dtype=kept)  # type: ignore[arg-type]
 
 
 def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], rest: Mapping[str, torch.Tensor], path: str) -> None:

@@ -110,7 +110,7 @@ class QuantizedTensor(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-_WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set_)  # type: ignore[attr-defined] # missing in torch's stub
+_WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set_)  # type: ignore[attr-defined] # not in torch's stub
 _READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 

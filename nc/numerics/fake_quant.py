@@ -56,16 +56,12 @@ def choose(
 def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
     """The E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
-    emax is the exponent of the largest power of two in the format. Of integers of b bits it is b - 2: int8 codes are then those of MXINT8.
-
     Args:
-        amax: largest magnitudes, any shape; 0 gives scale 1.
-        dtype: of the elements; values above its largest are clipped.
+        amax: largest magnitudes, any shape.
+        dtype: of the elements; values above its largest are clipped. Unsigned codes with a zero point in the middle count as signed ones.
     """
-    largest = dtype.largest if dtype.kind == "float" else 2 ** (dtype.bits - 1) - 1
-    emax = math.frexp(largest)[1] - 1
-    exponent = (torch.frexp(amax.double()).exponent - 1 - emax).clamp(-127, 127)
-    return torch.where(amax == 0, 1.0, torch.ldexp(torch.ones_like(amax, dtype=torch.float64), exponent)).float()
+    signed = named(f"int{dtype.bits}") if dtype.kind == "integer" else dtype
+    return mx.scales(mx.shared_codes(amax, signed))
 
 
 def codes_of(

@@ -34,21 +34,49 @@ def test_a_new_adapter_changes_nothing(dtype):
     assert wrapped.get_nb_trainable_parameters()[0] > 0
 
 
+def with_adapter(model, lora):
+    """Adapters with the same numbers, whatever the model."""
+    wrapped = peft.get_peft_model(model, lora).train()
+    generator = torch.Generator().manual_seed(3)
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for p in trained.values():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    return wrapped, trained
+
+
+def test_gradients_are_those_of_adapters_on_the_dequantized_weights():
+    model, lora = adapted()
+    plain = transformers.LlamaForCausalLM(model.config).eval()
+    low_bit = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    kept = {name: value for name, value in model.state_dict().items() if name.rpartition(".")[0] not in low_bit}
+    plain.load_state_dict({**kept, **{f"{name}.weight": module.weight.dequantize() for name, module in low_bit.items()}})
+    found = []
+    for each in (model, plain):
+        wrapped, trained = with_adapter(each, lora)
+        wrapped(input_ids=IDS, labels=IDS).loss.backward()
+        found.append({name: p.grad for name, p in trained.items()})
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == 12
+    for name, gradient in found[0].items():
+        assert float(gradient.abs().max()) > 0, name
+        assert torch.allclose(gradient, found[1][name], rtol=1e-3, atol=1e-7), name
+
+
 def test_an_adapter_learns_and_the_low_bit_weights_stay():
     model, lora = adapted()
-    wrapped = peft.get_peft_model(model, lora)
+    wrapped, trained = with_adapter(model, lora)
     codes = {name: b.clone() for name, b in wrapped.named_buffers() if name.endswith("codes")}
-    optimizer = torch.optim.Adam([p for p in wrapped.parameters() if p.requires_grad], 3e-2)
+    optimizer = torch.optim.Adam(trained.values(), 3e-2)
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
         loss = wrapped(input_ids=IDS, labels=IDS).loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
-    first = wrapped.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight
-    assert float(first.grad.abs().max()) > 0  # the gradient went through all low-bit layers behind it
-    assert losses[-1] < 0.8 * losses[0]
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
+    assert codes
     assert all(torch.equal(b, codes[name]) for name, b in wrapped.named_buffers() if name in codes)
 
 
