@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,20 +93,15 @@ def methods(form: Format, group: int) -> dict[str, Any]:
     def has(*names: str) -> bool:
         return all(hasattr(nc, name) for name in names)
 
-    found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "mse", "wls")}
+    found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "wls")}
     found["GPTQ"] = config(solver=nc.GPTQ())
     found["GPTQ minmax"] = config(solver=nc.GPTQ(), w_algo="minmax")
-    if "order" in nc.GPTQ.__dataclass_fields__:
-        found |= {f"GPTQ {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "groups", "static")}
-    if "two_sided" in nc.GPTQ.__dataclass_fields__:
-        found |= {f"GPTQ {kind}": config(solver=nc.GPTQ(two_sided=kind)) for kind in ("gptaq", "qronos")}
-    if has("AWQ"):
-        found |= {"AWQ": config(transforms=[nc.AWQ()]), "AWQ + GPTQ": config(transforms=[nc.AWQ()], solver=nc.GPTQ())}
-    if has("Rotation"):
-        found |= {
-            "Rotation + GPTQ": config(transforms=[nc.Rotation()], solver=nc.GPTQ()),
-            "Rotation + RTN wls": config(transforms=[nc.Rotation()]),
-        }
+    found |= {f"GPTQ order {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "static")}
+    found |= {f"GPTQ {kind}": config(solver=nc.GPTQ(two_sided=kind)) for kind in ("gptaq", "qronos")}
+    for names in (("AWQ",), ("Rotation",), ("Rotation", "AWQ")):
+        transforms = [getattr(nc, name)() for name in names]
+        found[" + ".join([*names, "RTN wls"])] = config(transforms=transforms)
+        found[" + ".join([*names, "GPTQ"])] = config(transforms=transforms, solver=nc.GPTQ())
     if has("HQQ"):
         found["HQQ"] = config(solver=nc.HQQ())
     if has("AutoRound"):
@@ -147,7 +142,7 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
     """A row of another tool: a process in its environment makes the weights."""
     form = FORMATS[name]
     row = Row(subject.name, name, tool, method, settings(data)["setting"])
-    script = Path(__file__).resolve().parent / "peers_lowbit" / f"{tool}.py"
+    script = Path(__file__).resolve().parent / "peers_lowbit" / f"with_{tool}.py"
     with tempfile.TemporaryDirectory(dir=data) as folder:
         made = Path(folder) / "weights.safetensors"
         asked = ["--data", data, "--subject", subject.name, "--format", name, "--method", method, "--out", made]
@@ -205,16 +200,29 @@ def judge(subject: Subject, model: Any, row: Row) -> None:
     """Put the figures into a row."""
     kl = same = before = after = 0.0
     count = 0
-    for batch in subject.evaluation:
+    for batch, a in zip(subject.evaluation, reference(subject), strict=True):
         chosen = batch["labels"] != IGNORED
         right = batch["labels"][chosen][:, None]
-        a, b = (logits(m, batch)[chosen].log_softmax(-1) for m in (subject.model, model))
+        b = logits(model, batch)[chosen].log_softmax(-1)
         count += len(right)
         kl += (a.exp() * (a - b)).sum(dtype=torch.float64).item()
         same += (a.argmax(-1) == b.argmax(-1)).sum().item()
         before, after = (total - x.gather(1, right).sum(dtype=torch.float64).item() for total, x in ((before, a), (after, b)))
     row.kl, row.top1 = kl / count, 100 * same / count
     row.fp32_perplexity, row.perplexity = math.exp(before / count), math.exp(after / count)
+
+
+@torch.no_grad()
+def reference(subject: Subject) -> Iterator[torch.Tensor]:
+    """The fp32 model's log-probabilities, batch by batch: kept where they are small."""
+    for i, batch in enumerate(subject.evaluation):
+        if len(subject.kept) == i:
+            found = logits(subject.model, batch)[batch["labels"] != IGNORED].log_softmax(-1)
+            if len(subject.evaluation) > 16:
+                yield found
+                continue
+            subject.kept.append(found)
+        yield subject.kept[i]
 
 
 def read(rows: Path) -> list[Row]:

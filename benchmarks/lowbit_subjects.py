@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Subject:
         evaluation: likewise, each with `labels`: what is right at each position of the logits, `IGNORED` where nothing is judged.
         folder: what `from_pretrained` reads; None for a model that is not from transformers.
         blocks: the module list of the blocks.
+        kept: what the judge keeps of the fp32 model's outputs.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Subject:
     evaluation: list[Batch]
     folder: Path | None
     blocks: str
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def layers(self) -> list[str]:
