@@ -34,6 +34,8 @@ def config_of(task: Task) -> Any:
         basic |= {"use_layer_wise": False}
         if kind == "AWQ":
             more |= {"folding": True}
+        if kind == "GPTQ":  # it looks for a folder even where it reads none
+            more |= {"model_path": str(task.subject.folder)}
         config, float_ = cls(**basic, **more), cls(dtype="fp32")
     names = {n for n, m in task.subject.model.named_modules() if isinstance(m, torch.nn.Linear)} - set(task.subject.layers)
     for name in names:
