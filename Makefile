@@ -8,6 +8,7 @@
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
+# make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
 #
 #   PYTHON=python3.12   the interpreter to build on: 3.10 to 3.13
@@ -109,7 +110,7 @@ bench-peers: setup-peers
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-lint build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -156,6 +157,12 @@ setup setup-native setup-newest setup-peers setup-judges:
 	"$$shared/bin/python" -c "$$site" > "$$($(VENV)/bin/python -c "$$site")/shared.pth"
 	$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	echo "$$stamp" > $(VENV)/.complete
+
+# Another tool's quantizer for benchmarks/lowbit.py (nncf, torchao, inc, autoround or llmcompressor), over the packages of .venv-native.
+setup-lowbit-%: setup-native
+	.venv-native/bin/python -m venv .venv-lowbit-$*
+	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
+	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
 # A plain venv: mypy reads the packages of .venv-native and needs none of its own.
 setup-lint:

@@ -73,9 +73,12 @@ def serve(make: Callable[[Task], Made]) -> None:
 
 def changed(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Parameters that a tool changed besides the layers."""
-    return {k: v for k, v in model.state_dict().items() if k in before and v.shape == before[k].shape and not torch.equal(v.float(), before[k])}
+    return {
+        k: v for k, v in model.state_dict().items() if k in before and v.shape == before[k].shape and not torch.equal(v.float(), before[k])
+    }
 
 
 def refuse(why: str) -> None:
     """End, because the tool has no such thing."""
-    raise SystemExit(f"not offered: {why}")
+    msg = f"not offered: {why}"
+    raise SystemExit(msg)

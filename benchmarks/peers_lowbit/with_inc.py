@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -55,13 +56,10 @@ def make(task: Task) -> Made:
     model = copy.deepcopy(subject.model)
     prepared = prepare(model, config, example_inputs=example if task.method.startswith("AWQ") else None)
     if data:
-        with torch.no_grad():
-            for batch in subject.calibration:
-                for row in range(len(next(iter(batch.values())))):  # its GPTQ keeps samples of one sequence
-                    try:
-                        prepared(**{k: v[row : row + 1] for k, v in batch.items()})
-                    except ValueError:  # it stops the model behind the first block in this way
-                        continue
+        rows = [{k: v[i : i + 1] for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
+        for row in rows:  # its GPTQ keeps samples of one sequence
+            with torch.no_grad(), contextlib.suppress(ValueError):  # it stops the model behind the first block in this way
+                prepared(**row)
     done = convert(prepared)
     weights = changed(done, before)
     for name in subject.layers:

@@ -42,7 +42,11 @@ def make(task: Task) -> Made:
         model = openvino.convert_model(subject.model, example_input=dict(example))
     products = by_layer(model, subject.layers)
     wanted = {node.get_friendly_name() for node in products.values()}
-    others = [op.get_friendly_name() for op in model.get_ops() if op.get_type_name() in ("MatMul", "Gather") and op.get_friendly_name() not in wanted]
+    others = [
+        op.get_friendly_name()
+        for op in model.get_ops()
+        if op.get_type_name() in ("MatMul", "Gather") and op.get_friendly_name() not in wanted
+    ]
     with contextlib.redirect_stdout(sys.stderr):
         done = nncf.compress_weights(
             model, mode=nncf.CompressWeightsMode[mode], ignored_scope=nncf.IgnoredScope(names=others, validate=False), **more
@@ -66,7 +70,7 @@ def by_layer(model: Any, layers: list[str]) -> dict[str, Any]:
                     found[layer] = op
     missing = sorted(set(layers) - found.keys())
     if missing:
-        msg = f"no product of {missing[:3]}; there are {[o.get_friendly_name() for o in model.get_ops() if o.get_type_name() == 'MatMul'][:5]}"
+        msg = f"no product has the names of {missing[:3]}"
         raise RuntimeError(msg)
     return found
 
