@@ -264,7 +264,7 @@ def test_names_in_capability_tables_are_checked():
     with pytest.raises(ConfigError, match=r"Row for 'linear' of a capability table: There is no dtype 'unit8' .* nearest names: uint8"):
         register_backend(MisspeltBackend())
     assert MisspeltBackend.name not in available_backends()
-    for fields in ({"weights": ("int_8",)}, {"weight_only": ("fp8",)}, {"dynamic": ("per_row",)}):
+    for fields in ({"weights": ("int_8",)}, {"fake": ("fp8",)}, {"dynamic": ("per_row",)}):
         with pytest.raises(ConfigError, match="Row for 'linear'"):
             OpSupport(kind="linear", **fields)
     with pytest.raises(ConfigError, match="nearest names: int8"):

@@ -20,7 +20,6 @@ from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
-_WEIGHT_ONLY = tuple(name for name, dtype in DTYPES.items() if dtype.signed)
 _NOTE = "simulated: codes are dequantized and computed in fp32"
 
 
@@ -43,7 +42,6 @@ class ReferenceBackend:
                 kind=kind,
                 activations=() if kind in RECURRENT else ("uint8", "int8"),
                 weights=("int8",) if kind in weighted else (),
-                weight_only=_WEIGHT_ONLY if kind == "linear" else (),
                 fake=tuple(DTYPES) if kind in WEIGHTED else (),
                 dynamic=("per_token", "per_tensor") if kind == "linear" else ("per_tensor",) if kind in RECURRENT else (),
                 affine_only=kind in RECURRENT,

@@ -31,8 +31,6 @@ def _cell(kind: str, capabilities: Capabilities, notes: list[str]) -> str:
         parts.append(f"static {', '.join(row.activations)}")
     if row.dynamic:
         parts.append(f"dynamic {', '.join(row.dynamic)}".replace("_", " "))
-    if row.weight_only:
-        parts.append(f"weight-only {', '.join(row.weight_only)}")
     if row.weights:
         parts.append(f"weights {', '.join(row.weights)}")
     if bf16:

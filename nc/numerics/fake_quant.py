@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.numerics import affine, formats
+from nc.numerics import affine, formats, mx
 from nc.numerics.stored_scales import round_scale
 from nc.spec import DType, granularity
 from nc.spec import dtype as named

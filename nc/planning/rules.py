@@ -28,7 +28,6 @@ from nc.planning.fake_rules import fake_spec
 from nc.spec import (
     BF16,
     FLOAT,
-    PER_CHANNEL,
     Capabilities,
     OpSpec,
     OpSupport,
@@ -36,7 +35,6 @@ from nc.spec import (
     TensorSpec,
     dtype,
     granularity,
-    per_group,
 )
 from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
@@ -156,6 +154,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     base["decided"] = chosen.rule
     if chosen.config.is_float:
         return _float(base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches))
+    if chosen.config.family == "weight_only":  # its layers were replaced before capture
+        return _float(base, "fp32", Cause.NO_LAYER())
     values, sources = merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         _take_granularity_of_kernel(values, sources, row)
@@ -174,9 +174,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
         why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
     if why is not None:
         return _float(base, base["fallback"], why)
-    if spec.mode == "weight_only":
-        _check_blocks(op, spec, sizes, chosen.rule)
-    elif row is not None and not row.weights:
+    if row is not None and not row.weights:
         spec = dataclasses.replace(spec, weight=None)
     return Decision(**base, spec=_reduced(spec, op.kind, capabilities))
 
@@ -268,12 +266,6 @@ def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str],
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """The spec of an operator of some kind, for a strategy and the values of its fields."""
-    if algorithm == "weight_only":
-        size = values["group_size"]
-        blocks = PER_CHANNEL if size == -1 else per_group(-1, size)
-        codes = dtype(values["w_dtype"])
-        narrow = codes.kind == "integer"
-        return OpSpec(weight=TensorSpec(dtype=codes, symmetric=True, granularity=blocks, algo=values["w_algo"], narrow=narrow))
     weight = TensorSpec(
         dtype=dtype(values["w_dtype"]),
         symmetric=values["w_sym"],
@@ -326,7 +318,7 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Mat
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
-    how = {"dynamic": "dynamic int8", "weight_only": "weight-only", "fake_quant": "fake-quantization"}.get(spec.mode, "int8")
+    how = {"dynamic": "dynamic int8", "fake_quant": "fake-quantization"}.get(spec.mode, "int8")
     return Cause.NO_KERNEL(backend=capabilities.backend, how=how, kind=kind)
 
 
@@ -335,10 +327,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
     value: object
     if spec.mode == "fake_quant":
         return  # who simulates one format simulates all
-    if spec.mode == "weight_only" and spec.weight is not None:
-        field, value, legal = "w_dtype", str(spec.weight.dtype), row.weight_only
-    else:
-        field, value, legal = "act_dtype", str(spec.input(0).dtype), row.activations
+    field, value, legal = "act_dtype", str(spec.input(0).dtype), row.activations
     if spec.mode == "dynamic":
         field, value, legal = "act_granularity", str(spec.input(0).granularity), row.dynamic
         if row.affine_only and spec.input(0).symmetric:
@@ -349,16 +338,6 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
             f"{capabilities.backend!r}; legal there: {', '.join(legal)}."
         )
         raise UnsupportedError(msg)
-
-
-def _check_blocks(op: Operator, spec: OpSpec, sizes: Sizes, rule: Rule) -> None:
-    """Raise ConfigError if the group size does not divide the weight of an operator."""
-    assert spec.weight is not None
-    try:
-        spec.weight.granularity.block_size(sizes.weight(op), 0)
-    except ConfigError as error:
-        msg = f"Operator {op.name!r} ({op.kind}, rule: {rule}): group_size does not fit its weight. {error}"
-        raise ConfigError(msg) from error
 
 
 def _unsmoothed(decision: Decision) -> Decision:

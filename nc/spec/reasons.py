@@ -48,6 +48,7 @@ class Cause(enum.Enum):
     NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
     LOW_BIT = "weight-only {dtype}: one operator, float in and out"
     OTHER_STRATEGY = "a rule gives it to {strategy}"
+    NO_LAYER = "weight-only quantization is for linears and embeddings that are modules"
     # what surrounds an addition
     NO_PRODUCER = "no int8 operator produces either side"
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"

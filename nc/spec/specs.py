@@ -240,7 +240,6 @@ class OpSupport:
         activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
-        weight_only: dtypes of weights that it takes while activations stay fp32 (empty: none).
         fake: formats that it simulates at any role (empty: none).
         affine_only: as dynamic operator it takes affine activations only.
         grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
@@ -255,7 +254,6 @@ class OpSupport:
     activations: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
-    weight_only: tuple[str, ...] = ()
     fake: tuple[str, ...] = ()
     affine_only: bool = False
     grouped_weights: tuple[str, ...] = ("per_tensor",)
@@ -264,7 +262,7 @@ class OpSupport:
     def __post_init__(self) -> None:
         """Check all names."""
         try:
-            for name in (*self.activations, *self.weights, *self.weight_only, *self.fake):
+            for name in (*self.activations, *self.weights, *self.fake):
                 dtype(name)
             for text in (*self.dynamic, *self.grouped_weights):
                 granularity(text)
@@ -274,7 +272,7 @@ class OpSupport:
 
     def supports(self, mode: Mode) -> bool:
         """Whether there is a kernel for one way to quantize."""
-        kernels = {"static": self.activations, "dynamic": self.dynamic, "weight_only": self.weight_only, "fake_quant": self.fake}
+        kernels = {"static": self.activations, "dynamic": self.dynamic, "fake_quant": self.fake}
         return bool(kernels.get(mode))
 
 
