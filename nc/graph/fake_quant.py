@@ -79,9 +79,6 @@ def insert_fake_quant(module: fx.GraphModule, plan: Plan, ranges: Ranges) -> Non
         module: changed in place.
         plan: gives the formats of each operator.
         ranges: of all `static_sites`.
-
-    Raises:
-        ConfigError: scales of a constant underflow in their type.
     """
     in_place = works_in_place(module)
     decisions = {d.operator: d for d in plan.quantized if d.spec.fake is not None}
@@ -129,7 +126,7 @@ def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Ten
         blocks.
 
     Raises:
-        ConfigError: the blocks do not cover the constant, or a scale underflows in its type.
+        ConfigError: the blocks do not cover the constant.
     """
     form, block = spec.format, spec.blocks.block_size(value.shape)
     value = value.detach().float()
@@ -147,9 +144,6 @@ def constant_codes(value: torch.Tensor, spec: FakeTensorSpec) -> tuple[torch.Ten
 
         low, high = (end.reshape(grid) for end in weight_mse.best_range(rows, rounded))
     scale, zero_point = fake_quant.choose(low, high, form, **options)  # type: ignore[arg-type]
-    if bool(((scale == 0) & ((low != 0) | (high != 0))).any()):
-        msg = f"{int((scale == 0).sum())} scales are 0 in {spec.scale_type}: the values are too small for it. Use another scale_type."
-        raise ConfigError(msg)
     codes = fake_quant.codes_of(value, scale, zero_point, form, method, seed, block)
     if block == tuple(value.shape):
         return codes, scale.reshape(()), None if zero_point is None else zero_point.reshape(())

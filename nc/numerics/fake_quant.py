@@ -35,7 +35,7 @@ def choose(
 
     Returns:
         Scale, fp32, and zero point, int32, of the shape of `low`; the zero point is None where it is 0 everywhere. An all-zero block has
-        scale 1 before it is rounded. A scale can underflow to 0 in its type: its block is then all 0.
+        scale 1 before it is rounded. A scale that is too small for its type is the least one of the type.
     """
     amax = torch.maximum(-low.double(), high.double()).clamp(min=0.0)
     if dtype.kind == "float":
@@ -46,8 +46,7 @@ def choose(
         middle = (dtype.quant_min + dtype.quant_max + 1) // 2
     scale = shared_scale(amax, dtype) if scale_type == "e8m0" else _rounded(scale, scale_type, tensor_scale)
     if dtype.kind == "integer" and not symmetric:
-        divisor = torch.where(scale == 0, 1.0, scale.double())
-        zeros = dtype.quant_min - torch.round(low.double().clamp(max=0.0) / divisor)
+        zeros = dtype.quant_min - torch.round(low.double().clamp(max=0.0) / scale.double())
         zeros = torch.where(amax < affine.TINY_AMAX, 0.0, zeros)
         return scale, zeros.clamp(dtype.quant_min, dtype.quant_max).int()
     return scale, torch.full(scale.shape, middle, dtype=torch.int32) if middle else None
@@ -87,8 +86,7 @@ def codes_of(
     Returns:
         Codes of the shape of `x` and the dtype `dtype.storage`.
     """
-    divisor = torch.where(scale == 0, 1.0, scale)
-    values, scales, zeros = affine.in_blocks(x.float(), divisor, 0 if zero_point is None else zero_point, block_size)
+    values, scales, zeros = affine.in_blocks(x.float(), scale, 0 if zero_point is None else zero_point, block_size)
     exact = (values / scales).double()
     if dtype.kind == "integer":
         codes = (_whole(exact, round_method, seed) + zeros).clamp_(dtype.quant_min, dtype.quant_max)
@@ -171,8 +169,6 @@ def _rounded(scale: torch.Tensor, scale_type: str, tensor_scale: bool) -> torch.
     if scale_type == "power_of_two":
         fraction, exponent = torch.frexp(scale)  # scale = fraction * 2^exponent with 0.5 <= fraction < 1
         return torch.ldexp(torch.ones_like(scale), torch.where(fraction == 0.5, exponent - 1, exponent))
-    if scale_type == "fp16":
-        return round_scale(scale.clamp(max=torch.finfo(torch.float16).max), scale_type)
     if tensor_scale:
         outer = scale.max() / _E4M3_LARGEST
         return round_scale(scale / outer, scale_type) * outer
