@@ -137,3 +137,16 @@ def test_signed_and_unsigned_names_are_stored_alike(width, symmetric):
 def test_every_format_has_one_code_per_value():
     for found in DTYPES.values():
         assert len(found.values) in (0, 2**found.bits)
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_strides_of_dimensions_of_length_1_do_not_matter(width):
+    """torch calls such tensors contiguous whatever these strides are, and does not view them in another dtype."""
+    codes = torch.arange(16).remainder(2**width).to(torch.uint8)
+    row = codes.reshape(16, 1).T  # strides (1, 1)
+    packed = bits.pack(row, width)
+    assert torch.equal(packed, bits.pack(codes.reshape(1, 16).clone(), width))
+    column = packed.T.contiguous().T  # likewise
+    assert torch.equal(bits.unpack(column, width, 16), codes[None])
+    one = packed[:, :1].T.clone().T
+    assert torch.equal(bits.unpack(one, width, 1), codes[None, :1])

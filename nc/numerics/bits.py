@@ -39,7 +39,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     wide = _WIDE.get(bits)
     if wide is not None:
         # code i of a byte stands in bits 8 i of a wide number, and goes to bits `bits * i`
-        together = padded.view(wide)
+        # flat, because a contiguous tensor may have any stride along a dimension of length 1, which `view` refuses
+        together = padded.reshape(-1).view(wide).reshape(rows, padded.shape[1] // period)
         packed = together.clone()
         for i in range(1, period):
             packed |= together >> ((8 - bits) * i)
@@ -70,7 +71,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         for i in range(1, period):
             spread |= together << ((8 - bits) * i)
         spread &= sum(mask << (8 * i) for i in range(period))
-        return spread.view(torch.uint8)[:, :count].contiguous()
+        return spread.reshape(-1).view(torch.uint8).reshape(rows, packed.shape[1] * period)[:, :count].contiguous()
     size = period * bits // 8
     groups = -(-count // period)
     padded = torch.nn.functional.pad(packed, (0, groups * size - packed.shape[1])).reshape(rows, groups, size)
