@@ -42,8 +42,8 @@ def test_it_predicts_text_and_notices_another_order_of_rows(model, tokenizer):
         weight.copy_(smollm2.halves(kept, model.config.num_attention_heads))
         worse = model(ids, labels=ids).loss
         weight.copy_(kept)
-    assert loss.exp() < 12
-    assert worse > loss + 0.1
+    assert float(loss) == pytest.approx(2.6832, abs=1e-3)  # with transformers' own reader of the file; test/judges compares every logit
+    assert worse > loss + 1
 
 
 def test_it_has_the_sizes_of_the_file_and_one_tied_table(model):
