@@ -282,7 +282,9 @@ def test_a_registered_backend_brings_kernels(monkeypatch):
     for name in ("own", "auto"):  # of "auto" it comes first
         set_backend(layer, name)(torch.randn(5, 128))
     assert calls == [5, 5]
-    assert [kernel.name for kernel in engine("auto").kernels][:2] == ["own blocks", "int4pack"]
+    names = [kernel.name for kernel in engine("auto").kernels]
+    assert names[0] == "own blocks"
+    assert "int4pack" in names
 
 
 ALL = ("avx2", "avx512f", "avx512_bf16", "aten_avx2")
@@ -464,20 +466,20 @@ def llama():
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    return nc.quantize(model, CONFIG), {"input_ids": torch.randint(0, 99, (2, 7)), "use_cache": False}
+    mask = torch.full((7, 7), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 7, 7)  # transformers 4.55 exports none
+    return nc.quantize(model, CONFIG), {"input_ids": torch.randint(0, 99, (2, 7)), "attention_mask": mask, "use_cache": False}
 
 
 @native
 def test_an_exported_model_holds_one_operator_per_layer(llama):
     q, inputs = llama
-    ids = inputs["input_ids"]
     expected = q(**inputs).logits
-    program = torch.export.export(q, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    program = torch.export.export(q, (), inputs, strict=False)
     targets = [str(n.target) for n in program.graph.nodes]
     assert targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) == 14
     assert not any("embedding_bag" in t or "int4pack" in t for t in targets)
     assert not [name for name in program.state_dict if name not in q.state_dict()]
-    assert torch.allclose(program.module()(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(program.module()(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @native
