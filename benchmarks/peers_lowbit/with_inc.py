@@ -36,8 +36,8 @@ def config_of(task: Task) -> Any:
         if kind == "AWQ":
             more |= {"folding": True}
         if kind == "GPTQ":  # it looks for a folder even where it reads none
-            more |= {"model_path": str(task.subject.folder)}
-        config, float_ = cls(**basic, **more), cls(dtype="fp32")
+            basic |= {"model_path": str(task.subject.folder)}
+        config, float_ = cls(**basic, **more), cls(**{**basic, "dtype": "fp32"})
     names = {n for n, m in task.subject.model.named_modules() if isinstance(m, torch.nn.Linear)} - set(task.subject.layers)
     for name in names:
         config.set_local(name, float_)
