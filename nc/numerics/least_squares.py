@@ -2,10 +2,11 @@
 
 For each of some scales the weights are rounded, and then the scale that fits these codes best is the solution of a least-squares problem:
 `s = sum(h w q) / sum(h q^2)`; with a minimum m it is one of two unknowns. The best of all stays, by `sum(h (w - w^)^2)` with scales as they
-are stored. The idea and the form of the search are those of GGUF's k-quants (ggml-quants.c, make_qx_quants and make_qkx2_quants); h is the
-mean square of each input channel, where calibration gives it. Else it is `|w| + rms of the group`, as in k-quants: large weights matter more
-than their square error says. With h = 1 the search would clip them, which lowers the error of the weights and raises that of the model
-(SmolLM2, int4, g64).
+are stored. The idea and the form of the search are those of GGUF's k-quants (ggml-quants.c, make_qx_quants and make_qkx2_quants).
+
+h is the mean square of each input channel, where calibration gives it. Else it is `|w| + rms of the group`, as in k-quants: large weights
+matter more than their square error says. With h = 1 the search would clip them, which lowers the error of the weights and raises that of
+the model (SmolLM2, int4, groups of 64).
 
 Errors are sums of residuals `r = w - w^` of the scale that was tried, and change with it as a quadratic form of `sum(h r^2)`, `sum(h r q)`,
 `sum(h q^2)`...: that is exact where `sum(h w^2) - ...` would lose all digits at 8 bits.

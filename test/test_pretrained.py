@@ -1,0 +1,194 @@
+"""Folders of transformers models get low-bit weights block by block: the same as in memory, resumable, on the command line."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import nc
+from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
+from nc.cli.main import main
+from nc.lowbit.pretrained import quantize_folder
+
+CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
+
+
+def llama(tied=False):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=tied)).eval()
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 100, (1, 16), generator=generator) for _ in range(4)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    llama().save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_gives_what_the_model_in_memory_gives(tied, tmp_path):
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "source", max_shard_size="100KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    prepared = nc.prepare(model, CONFIG)
+    for ids in samples():
+        prepared(ids)
+    expected, loaded = nc.convert(prepared), nc.load(tmp_path / "out")
+    assert loaded.state_dict().keys() == expected.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in expected.state_dict().items())
+    assert torch.equal(loaded(samples()[0]).logits, expected(samples()[0]).logits)
+    assert loaded.generate(samples()[0], max_new_tokens=3).shape == (1, 19)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_without_data(source, tmp_path):
+    quantize_folder(source, WeightOnlyConfig("nf4", group_size=32), tmp_path / "out")
+    expected = nc.quantize(llama(), WeightOnlyConfig("nf4", group_size=32))
+    loaded = nc.load(tmp_path / "out")
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(stop, source, tmp_path):
+    quantize_folder(source, CONFIG, tmp_path / "whole", samples())
+    seen = []
+
+    def interrupted(done, total, name):
+        if done == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, CONFIG, tmp_path / "out", samples(), progress=interrupted)
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").iterdir()}
+    assert len(kept) == stop + 1
+    quantize_folder(source, CONFIG, tmp_path / "out", samples(), progress=lambda *call: seen.append(call))
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_earlier_run_with_other_data_is_not_used(source, tmp_path):
+    def interrupted(done, total, name):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(source, CONFIG, tmp_path / "out", samples()[:2], progress=interrupted)
+    quantize_folder(source, CONFIG, tmp_path / "out", samples())
+    quantize_folder(source, CONFIG, tmp_path / "whole", samples())
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+class TestRefusals:
+    def test_no_safetensors(self, source, tmp_path):
+        (source / "model.safetensors").unlink()
+        (source / "pytorch_model.bin").write_bytes(b"")
+        with pytest.raises(ArtefactMissingError, match=r"pickles"):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
+
+    def test_a_file_that_is_cut(self, source, tmp_path):
+        path = source / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:5000])
+        with pytest.raises(ArtefactCorruptError, match=r"model\.safetensors cannot be read"):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
+
+    def test_a_tensor_that_is_missing_or_of_another_shape(self, source, tmp_path):
+        path, name = source / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+        tensors = load_file(path)
+        save_file({k: v for k, v in tensors.items() if k != name}, path)
+        with pytest.raises(ArtefactCorruptError, match=rf"no tensor '{name}'"):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
+        save_file({**tensors, name: tensors[name][:5].clone()}, path)
+        with pytest.raises(ArtefactCorruptError, match=r"\(5, 64\).*\(128, 64\)"):
+            quantize_folder(source, CONFIG, tmp_path / "other", samples())
+
+    def test_a_class_that_is_not_listed(self, source, tmp_path):
+        path = source / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Surprise"]}))
+        with pytest.raises(ArtefactError, match="Surprise"):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
+
+    def test_what_needs_more_than_there_is(self, source, tmp_path):
+        with pytest.raises(InputError, match="gptq needs calibration data"):
+            quantize_folder(source, CONFIG, tmp_path / "out")
+        with pytest.raises(UnsupportedError, match="rotation"):
+            quantize_folder(source, WeightOnlyConfig("int4", group_size=32, transforms=[Rotation()]), tmp_path / "out", samples())
+
+    def test_nothing_is_left_and_nothing_is_lost(self, source, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("mine")
+        with pytest.raises(ArtefactError):
+            quantize_folder(source, CONFIG, tmp_path / "out", samples())
+        assert files(tmp_path / "out") == {"thesis.txt": b"mine"}
+        with pytest.raises(InputError):
+            quantize_folder(source, CONFIG, tmp_path / "new")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def with_tokenizer(self, source):
+        tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(source)
+        return source
+
+    def run(self, *args):
+        return CliRunner().invoke(main, ["quantize", *map(str, args)])
+
+    def test_the_whole_way(self, with_tokenizer, tmp_path):
+        (tmp_path / "texts.txt").write_text("a b c a a b " * 40)
+        options = ["--weights", "int4", "--group-size", 32, "--solver", "gptq", "--length", 16, "--samples", 4]
+        result = self.run(with_tokenizer, *options, "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert "block 1 of 4: model.layers.0" in result.output
+        assert "s left)" in result.output
+        assert "21 of 23 layers have low-bit weights" in result.output
+        loaded = nc.load(tmp_path / "out")
+        assert loaded.model.layers[0].mlp.up_proj.result.tokens == 64
+        prepared = nc.prepare(llama(), CONFIG)
+        for i in range(4):
+            prepared(torch.tensor([[0, 1, 2, 0, 0, 1] * 40])[:, 16 * i : 16 * (i + 1)])
+        assert torch.equal(loaded.model.layers[2].mlp.up_proj.codes, nc.convert(prepared).model.layers[2].mlp.up_proj.codes)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--solver", "gptq", "--group-size", 32], "gptq needs calibration data"),
+            (["--weights", "int9"], "int9"),
+            (["--group-size", 48], "48 does not divide"),
+            (["--weights", "int4", "--config", "config.json"], "not both"),
+        ],
+    )
+    def test_what_cannot_be_is_one_line(self, options, message, source, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        CONFIG.to_json_file(tmp_path / "config.json")
+        result = self.run(source, *options, "--out", tmp_path / "out")
+        assert result.exit_code == 2
+        assert message in result.output
+        assert "Traceback" not in result.output
+        assert not (tmp_path / "out").exists()
+
+    def test_texts_that_are_too_short(self, with_tokenizer, tmp_path):
+        (tmp_path / "texts.txt").write_text("a b c")
+        result = self.run(with_tokenizer, "--solver", "gptq", "--calib", tmp_path / "texts.txt", "--out", tmp_path / "out")
+        assert result.exit_code == 2
+        assert "3 tokens, fewer than one piece of 512" in result.output
+
+    def test_options_of_folders_are_refused_for_factories(self, tmp_path):
+        result = self.run("package:factory", "--weights", "int4", "--out", tmp_path / "out")
+        assert result.exit_code == 2
+        assert "is no folder" in result.output
