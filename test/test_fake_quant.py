@@ -426,6 +426,27 @@ def test_embeddings_have_a_weight_and_an_output_and_no_input():
     assert torch.allclose(q(IDS).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+class Others(nn.Module):
+    """Kinds that are quantizable, but not simulated."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.lstm = nn.Linear(16, 16), nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x):
+        y = self.fc(x) + x
+        return self.lstm(y @ y.transpose(1, 2) @ y)[0]
+
+
+def test_other_kinds_stay_fp32_and_say_so():
+    x = torch.randn(2, 3, 16)
+    q = q_model(FakeQuantConfig(weight="int4", input="int8", output="int8", bias="int8"), Others().eval(), x)
+    assert [d.operator for d in q.graph.plan.quantized] == ["fc"]
+    assert {d.kind: d.reason for d in q.graph.plan.decisions if d.kind != "linear"} == {
+        kind: f"backend 'reference' has no fake-quantization kernel for {kind}" for kind in ("add", "matmul", "lstm")
+    }
+
+
 def test_an_embedding_stays_a_look_up_under_other_strategies():
     plan = describe(Text().eval(), StaticQuantConfig(), IDS, backend="reference")
     assert plan["table"].reason == "a table look-up: no arithmetic to quantize"

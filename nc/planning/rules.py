@@ -29,6 +29,7 @@ from nc.spec import (
     BF16,
     FLOAT,
     Capabilities,
+    FakeSpec,
     OpSpec,
     OpSupport,
     SmoothSpec,
@@ -183,6 +184,8 @@ def _simulated(
     base: Mapping[str, Any], op: Operator, values: Mapping[str, Any], row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
 ) -> Decision:
     """The decision for an operator whose formats are simulated."""
+    if row is None or not row.supports("fake_quant"):
+        return Decision(**base, why=op.why or _no_kernel(op.kind, OpSpec(fake=FakeSpec()), capabilities))
     try:
         fake = fake_spec(values, op.kind, sizes.node(op))
     except ConfigError as error:
@@ -190,10 +193,7 @@ def _simulated(
         raise ConfigError(msg) from error
     if not fake.roles:
         return Decision(**base, why=op.why or Cause.ASKED(dtype="fp32"))
-    spec = OpSpec(fake=fake)
-    if row is None or not row.supports(spec.mode):
-        return Decision(**base, why=op.why or _no_kernel(op.kind, spec, capabilities))
-    return Decision(**base, spec=spec)
+    return Decision(**base, spec=OpSpec(fake=fake))
 
 
 def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collection[str] = ()) -> Decision:
