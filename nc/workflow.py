@@ -31,8 +31,8 @@ from nc.lowbit.plan import WeightPlan
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
 from nc.plan import Plan
-from nc.planning.layer_rules import Modules, named_layers, plan_layers
-from nc.planning.rules import Named, check_rules, decide
+from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
+from nc.planning.rules import check_rules, decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule, as_call
 from nc.reporting import Report
@@ -82,33 +82,16 @@ def prepare(
         _warn_of_training(model, inplace=inplace, frames=1)
         low_bit_engine(backend)
         return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace, asked=backend)
-    if has_weight_only(config):
+    if has_weight_only(config) and not has_low_bit(model):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
         options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict}
-        mixed = PreparedMixed(low_bit, lambda m: _prepare_graph(m, config, inplace, example_inputs, named=named_layers(model), **options))
-        return mixed if low_bit.plan.needs_data else mixed.graph_part()
-    return _prepare_graph(model, config, inplace, example_inputs, backend=backend, dynamic_shapes=dynamic_shapes, strict=strict)
-
-
-def _prepare_graph(
-    model: torch.nn.Module,
-    config: AnyConfig,
-    inplace: bool,  # noqa: FBT001
-    example_inputs: Any,
-    *,
-    backend: str,
-    dynamic_shapes: Any,
-    strict: bool,
-    named: Modules | None = None,
-) -> PreparedModel:
-    """As `prepare`, through a captured graph. `named`: layers that rules may name although the graph has them in few bits."""
+        mixed = PreparedMixed(low_bit, lambda m: prepare(m, config, inplace, example_inputs, **options))
+        if low_bit.plan.quantized:
+            return mixed if low_bit.plan.needs_data else mixed.graph_part()
     engine = choose_backend(backend)
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
-    operators: Named = graph
-    if named is not None:
-        operators = Modules((*graph.operators, *named.operators), named.submodules | frozenset(graph.submodules))
-    check_rules(config, operators, strict=strict)
+    check_rules(config, with_low_bit(graph, model), strict=strict)
     plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
     if failed:
         engine = get_backend(name)
@@ -241,8 +224,10 @@ def describe(
         return plan_layers(config, model, strict=strict)
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
-    check_rules(config, graph, strict=strict)
+    check_rules(config, with_low_bit(graph, model), strict=strict)
     plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
+    if has_weight_only(config) and not has_low_bit(model):
+        plan = name_low_bit(plan, plan_layers(config, model, check=False))
     return _with_algorithms(plan, config)[0]
 
 
@@ -323,5 +308,5 @@ def _capture(
     if isinstance(model, ExportedModel):
         return model.own_graph()
     with LOCK:  # capture in another thread switches the same flags for a while
-        _warn_of_training(model, inplace=inplace, frames=3)
+        _warn_of_training(model, inplace=inplace, frames=2)
         return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

@@ -60,7 +60,12 @@ def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
 
 def has_low_bit(model: torch.nn.Module) -> bool:
     """Whether a model holds a module with a low-bit weight."""
-    return any(isinstance(module, (QuantLinear, QuantEmbedding)) for module in model.modules())
+    return any(map(is_low_bit, model.modules()))
+
+
+def is_low_bit(module: torch.nn.Module) -> bool:
+    """Whether a module has a low-bit weight itself."""
+    return isinstance(module, (QuantLinear, QuantEmbedding))
 
 
 def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> Layer | None:

@@ -19,7 +19,7 @@ class PreparedMixed(torch.nn.Module):
         low_bit: the part for the low-bit layers; it keeps the calibration samples.
     """
 
-    def __init__(self, low_bit: PreparedWeights, prepare_graph: Callable[[torch.nn.Module], PreparedModel]) -> None:
+    def __init__(self, low_bit: PreparedWeights, prepare_graph: Callable[[torch.nn.Module], Any]) -> None:
         super().__init__()
         self.low_bit = low_bit
         self._prepare_graph = prepare_graph
@@ -30,7 +30,8 @@ class PreparedMixed(torch.nn.Module):
 
     def graph_part(self, progress: Progress | None = None) -> PreparedModel:
         """The captured model with its low-bit layers, to be calibrated."""
-        return self._prepare_graph(self.low_bit.quantized(progress))
+        prepared: PreparedModel = self._prepare_graph(self.low_bit.quantized(progress))
+        return prepared
 
     def calibrated(self, progress: Progress | None = None) -> PreparedModel:
         """The same, calibrated with the samples."""

@@ -14,10 +14,12 @@ import torch
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
 from nc.errors import ConfigError, InputError
-from nc.lowbit.layers import Layer, layers_of
+from nc.lowbit.layers import Layer, is_low_bit, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
-from nc.planning.rules import check_rules, matches_of, merged
-from nc.spec import WeightFormat
+from nc.nn import QuantLinear
+from nc.plan import Plan
+from nc.planning.rules import Named, check_rules, matches_of, merged
+from nc.spec import FLOAT, WeightFormat
 from nc.spec.reasons import WHITE_LIST, Cause, Level, Reason
 
 
@@ -39,6 +41,25 @@ def named_layers(model: torch.nn.Module) -> Modules:
     return Modules(tuple(map(_operator, layers_of(model))), frozenset(name for name, _ in model.named_modules()))
 
 
+def with_low_bit(graph: Named, model: torch.nn.Module) -> Named:
+    """What rules can match in a captured model: its operators, and the modules whose weights are in few bits already."""
+    found = {name: module for name, module in model.named_modules() if is_low_bit(module)}
+    if not found:
+        return graph
+    kinds = {name: "linear" if isinstance(module, QuantLinear) else "embedding" for name, module in found.items()}
+    operators = [Operator(name, name, kind, "", "", quantizable=True) for name, kind in kinds.items()]
+    return Modules((*graph.operators, *operators), frozenset(graph.submodules))
+
+
+def name_low_bit(plan: Plan, layers: WeightPlan) -> Plan:
+    """The plan of a captured float model, in which layers that will get low-bit weights say so."""
+    forms = {d.operator: str(d.form) for d in layers.quantized}
+    named = tuple(
+        dataclasses.replace(d, spec=FLOAT, why=Cause.LOW_BIT(dtype=forms[d.operator])) if d.operator in forms else d for d in plan.decisions
+    )
+    return dataclasses.replace(plan, decisions=named)
+
+
 def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = True, check: bool = True) -> WeightPlan:
     """Decide for every linear and embedding.
 
@@ -57,7 +78,7 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
     modules = named_layers(model)
     named = {op.name: op for op in modules.operators}
     if check:
-        check_rules(config, modules, strict=strict)
+        check_rules(config, modules, strict=strict, frames=1)
     if not layers:
         msg = "The model has no torch.nn.Linear, Conv1D (transformers) or torch.nn.Embedding; weight-only quantization is for these."
         raise InputError(msg)

@@ -76,13 +76,14 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     return decide(config, graph, capabilities)
 
 
-def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True) -> None:
+def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True, frames: int = 0) -> None:
     """Check a configuration against a model, whatever the backend.
 
     Args:
         config: the user's configuration with its local rules.
         graph: the captured model.
         strict: a rule whose name matches nothing is an error; False makes it a warning.
+        frames: calls between the public function and the one that calls this.
 
     Raises:
         UnmatchedRuleError: a rule's name or pattern matches no operator.
@@ -92,7 +93,7 @@ def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True) -> None
         for each in (part, *(rule.config for rule in part.rules)):
             each.check_values({**each.defaults(), **each.given})
         for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
-            _check_matches(key, graph, strict)
+            _check_matches(key, graph, strict, frames)
 
 
 def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
@@ -388,13 +389,13 @@ def _matches_type(text: str, op: Operator) -> bool:
     return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
 
 
-def _check_matches(key: Key, graph: Named, strict: bool) -> None:
+def _check_matches(key: Key, graph: Named, strict: bool, frames: int) -> None:
     if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
         return
     if key.names_type and (key.is_type or key.text not in graph.submodules):
         types = sorted(set(_types(graph, fused="&" in key.text)))
         text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
-        warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
+        warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
         return
     names = [op.name for op in graph.operators]
     if key.text in graph.submodules:
@@ -407,7 +408,7 @@ def _check_matches(key: Key, graph: Named, strict: bool) -> None:
     text = f"Rule {key.text!r} matches no operator of this model. {hint}"
     if strict:
         raise UnmatchedRuleError(text)
-    warnings.warn(text, UnmatchedTypeWarning, stacklevel=4)
+    warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
 
 
 def _types(graph: Named, *, fused: bool) -> Iterator[str]:
