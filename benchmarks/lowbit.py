@@ -96,7 +96,7 @@ def methods(form: Format, group: int) -> dict[str, Any]:
     found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "wls")}
     found["GPTQ"] = config(solver=nc.GPTQ())
     found["GPTQ minmax"] = config(solver=nc.GPTQ(), w_algo="minmax")
-    found |= {f"GPTQ order {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "static")}
+    found |= {f"GPTQ order {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "groups")}
     found |= {f"GPTQ {kind}": config(solver=nc.GPTQ(two_sided=kind)) for kind in ("gptaq", "qronos")}
     for names in (("AWQ",), ("Rotation",), ("Rotation", "AWQ")):
         transforms = [getattr(nc, name)() for name in names]
