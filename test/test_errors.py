@@ -120,9 +120,9 @@ def test_a_model_that_is_none(step, model):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("config", [None, {}, "int8", {"rtn": {}}, StaticQuantConfig])
+@pytest.mark.parametrize("config", [None, {}, "int8", {"awkward": {}}, StaticQuantConfig])
 def test_a_configuration_that_is_none(step, config):
-    with pytest.raises(ConfigError, match=r"to be a configuration \(StaticQuantConfig, .* or a dict such as .*, but got"):
+    with pytest.raises(ConfigError, match=r"to be a configuration \(.*StaticQuantConfig, .* or a dict such as .*, but got"):
         step(MLP().eval(), config, example_inputs=X, backend="reference")
 
 

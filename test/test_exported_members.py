@@ -15,7 +15,11 @@ PUBLIC = {
     "available_backends", "compare", "convert",
     "describe",
     "export_model", "export_pt2", "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
-    "load", "prepare", "quantize", "register_backend", "save",
+    "load", "prepare", "quantize", "register_backend", "report", "save",
+    "AWQ", "AutoRound", "DoubleQuant", "GPTQ", "HQQ", "RTN", "Rotation", "Smooth", "TEQ", "export_weights", "import_weights",
+    "AWQConfig", "AutoRoundConfig", "GPTQConfig", "HQQConfig", "MXQuantConfig", "RTNConfig", "TEQConfig",
+    "get_default_AutoRound_config", "get_default_awq_config", "get_default_double_quant_config", "get_default_gptq_config",
+    "get_default_hqq_config", "get_default_mx_config", "get_default_rtn_config", "get_default_teq_config",
 }  # fmt: skip
 
 
@@ -41,7 +45,7 @@ def test_parameters_of_the_front_door():
     assert parameters(nc.prepare)[:4] == ["model", "quant_config", "inplace", "example_inputs"]
     assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict"}
     assert inspect.signature(nc.prepare).parameters["inplace"].default is False
-    assert parameters(nc.convert) == ["model", "quant_config", "inplace", "backend", "verify", "isolate", "compile", "measure"]
+    assert parameters(nc.convert) == ["model", "quant_config", "inplace", "backend", "verify", "isolate", "compile", "measure", "progress"]
     assert parameters(nc.quantize)[:6] == ["model", "quant_config", "run_fn", "run_args", "inplace", "example_inputs"]
     assert parameters(nc.save) == ["model", "checkpoint_dir", "format"]
     assert parameters(nc.load)[:4] == ["model_name_or_path", "original_model", "format", "device"]

@@ -188,6 +188,36 @@ def gru_cell(a, b, state):
 SHAPE = (4, 6, 8)
 
 
+def packed_int4():
+    """A weight of shape [6, 12] in three groups with zero points: codes, scale, zero, and nothing else."""
+    return (
+        torch.randint(0, 256, (6, 6), dtype=torch.uint8),
+        torch.rand(6, 3) + 0.1,
+        torch.randint(0, 256, (6, 2), dtype=torch.uint8),
+        None,
+        None,
+        None,
+    )
+
+
+def nibbles(packed, count):
+    """4-bit codes, the low half of a byte first."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)[:, :count].astype(np.float64)
+
+
+def low_bit_weight(packed, scale, zero):
+    groups = scale.shape[1]
+    return (nibbles(packed, 12) - np.repeat(nibbles(zero, groups), 12 // groups, 1)) * np.repeat(scale.astype(np.float64), 12 // groups, 1)
+
+
+def low_bit_linear(x, packed, scale, zero, _minimum, _outer, _outer_minimum, bias, *_):
+    return x.astype(np.float64) @ low_bit_weight(packed, scale, zero).T + bias
+
+
+def low_bit_rows(ids, packed, scale, zero, *_):
+    return low_bit_weight(packed, scale, zero)[ids]
+
+
 def values(*shape):
     """Multiples of an eighth: quotients by the scales below are exact, and many are ties."""
     return torch.randint(-200, 200, shape) / 8
@@ -280,6 +310,13 @@ SAMPLES = {
     "fake_quantize_dynamic.default": lambda: [
         Sample(simulated_dynamic, (torch.randn(*SHAPE), "int8", text, True, "half_even", "fp32", False, 0), tolerance=1e-6)
         for text in ("per_tensor", "per_token")
+    ],
+    # formats, second levels of scales and activations are in test_low_bit_formats.py and test_low_bit_engines.py
+    "quant_linear.default": lambda: [
+        Sample(low_bit_linear, (torch.randn(3, 4, 12), *packed_int4(), torch.randn(6), "int4", 12, "fp32"), tolerance=1e-5),
+    ],
+    "quant_embedding.default": lambda: [
+        Sample(low_bit_rows, (torch.randint(0, 6, (3, 4)), *packed_int4(), "int4", 12, torch.float32), tolerance=1e-6),
     ],
     "quantize_dequantize_dynamic.default": lambda: [
         Sample(dynamic, (torch.randn(*SHAPE), per_token, *limits, symmetric, dtype), tolerance=1e-6)
