@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -117,6 +118,7 @@ def test_views_and_copies_stay_quantized():
         lambda w: torch.zeros(24, 32).copy_(w),
         lambda w: torch.zeros(24, 32).add_(w),
         lambda w: w.numpy().sum(),
+        lambda w: np.asarray(w).sum(),
         lambda w: w.tolist(),
         lambda w: torch.linalg.matrix_norm(w),
     ],

@@ -55,6 +55,19 @@ class QuantizedTensor(torch.Tensor):
         values = self.packed.dequantize().to(self.dtype)
         return values.t() if self.transposed else values
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The dequantized values as an array of its own."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The dequantized values as lists."""
+        return self.dequantize().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """As `numpy`."""
+        values = self.dequantize().numpy()
+        return values if dtype is None else values.astype(dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ARG002 - torch's
         """Shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, {self.packed.form}, dtype={self.dtype})"
@@ -92,8 +105,6 @@ class QuantizedTensor(torch.Tensor):
             return _linear(*args, **kwargs)
         if func in _WRITES and isinstance(args[0], QuantizedTensor):
             _refuse(getattr(func, "__name__", str(func)))
-        if func in _READS:
-            return func(args[0].dequantize(), *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -111,7 +122,6 @@ class QuantizedTensor(torch.Tensor):
 
 
 _WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set_)  # type: ignore[attr-defined] # not in torch's stub
-_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 def rebuild(
