@@ -25,6 +25,7 @@ from nc import (
     prepare,
     quantize,
 )
+from nc.lowbit.record import Sample, record
 from nc.nn import QuantEmbedding, QuantLinear
 
 ENGINES = ["reference", *(name for name in ("native", "ipex") if not available_backends()[name])]
@@ -342,3 +343,11 @@ def _fed(prepared, *batches):
     for batch in batches:
         prepared(batch)
     return prepared
+
+
+def test_a_cache_is_no_part_of_what_reaches_a_block():
+    """Capture makes caches containers for pytree: their tensors would be kept and grow with each call of a block."""
+    model, ids = llama(), texts(1)[0]
+    prepare(model, StaticQuantConfig(), example_inputs=ids, backend="reference")
+    (calls,) = record(model, list(model.model.layers), [Sample(((ids,), {"use_cache": True}))])
+    assert all(kwargs["past_key_values"] is None for _, kwargs in calls)

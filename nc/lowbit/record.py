@@ -135,11 +135,12 @@ def _calls(
             return HIDDEN
         if isinstance(value, torch.Tensor):
             return value.detach()
-        return None if type(value).__name__.endswith("Cache") else value  # a cache grows with each call
+        return None if _is_cache(value) else value
 
     def replaced(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append((index, (pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()})))
+            call = args, kwargs
+            calls.append((index, pytree.tree_map(part, call, is_leaf=_is_cache)))
             if index < real:
                 output = original(*args, **kwargs)
                 if index == 0:
@@ -172,6 +173,11 @@ def _with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Calla
             del block.__dict__["forward"]
             if before is not None:
                 block.__dict__["forward"] = before
+
+
+def _is_cache(value: Any) -> bool:
+    """Keys and values of earlier calls: they grow with each call. Once something was captured, they are containers for pytree."""
+    return type(value).__name__.endswith("Cache")
 
 
 def first_tensor(output: Any) -> Any:
