@@ -135,6 +135,7 @@ def load_tokenizer(path: Path | None = None) -> Any:
         chat_template=values.get("tokenizer.chat_template"),
         model_max_length=values["llama.context_length"],
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # a Llama takes no others
         **special,
     )
 
