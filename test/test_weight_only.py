@@ -173,6 +173,12 @@ def test_a_configuration_comes_back_from_plain_values():
     assert WeightOnlyConfig.from_json(config.to_json()) == config
 
 
+def test_nvfp4_has_a_scale_for_the_whole_tensor():
+    q = quantize(mlp(), WeightOnlyConfig("fp4_e2m1", group_size=16, scale_dtype="e4m3"))
+    assert q[0].outer_scale.shape == (1, 1)
+    assert all(layer.loss < 0.02 for layer in nc.report(q).layers)
+
+
 def test_weights_that_are_not_finite_are_refused():
     model = mlp()
     model[2].weight.data[3, 4] = float("nan")

@@ -186,7 +186,8 @@ class WeightOnlyConfig(QuantConfig):
         group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
         w_sym: False stores a zero point for each group.
         w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there is any).
-        scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3".
+        scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3" (with one more fp32 scale for
+            the whole tensor, as in NVFP4).
         act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits.
         solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
         transforms: change weights of the float model first, without changing what it computes: `AWQ()`, …
@@ -247,6 +248,7 @@ def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> W
         double_quant=values["double_quant"] or None,
         float_zero=values["float_zero"],
         scale_mode=values["scale_mode"],
+        tensor_scale=values["scale_dtype"] == "e4m3",  # alone it ends at 2^-9, where scales of usual weights lie
     )
 
 
