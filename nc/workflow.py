@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from nc.graph.qdq import QDQGraph
 from nc.lowbit.blocks import Progress
 from nc.lowbit.layers import has_low_bit
 from nc.lowbit.mixed import PreparedMixed
-from nc.lowbit.plan import WeightPlan
+from nc.lowbit.plan import WeightPlan, others_text
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
 from nc.plan import Plan
@@ -81,7 +82,9 @@ def prepare(
     if weight_only(config):
         _warn_of_training(model, inplace=inplace, frames=1)
         low_bit_engine(backend)
-        return PreparedWeights(model, plan_layers(config, model, strict=strict), config, inplace=inplace, asked=backend)
+        layers = plan_layers(config, model, strict=strict)
+        _warn_of_float_weights(layers)
+        return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
     if has_weight_only(config) and not has_low_bit(model):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
         options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict}
@@ -293,6 +296,18 @@ def _check_model(model: object) -> None:
         if device.type != "cpu":
             msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
             raise InputError(msg)
+
+
+def _warn_of_float_weights(plan: WeightPlan) -> None:
+    """Most of a model, or all of it, stays float: users would take it for quantized."""
+    count, others = (
+        sum(math.prod(shape) for shape in shapes) for shapes in ([d.shape for d in plan.quantized], [s for _, s in plan.others])
+    )
+    if not count:
+        reasons = "; ".join(dict.fromkeys(d.reason for d in plan.decisions))
+        warnings.warn(f"No layer gets a low-bit weight: {reasons}.", NCWarning, stacklevel=3)
+    elif others > count:
+        warnings.warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.", NCWarning, stacklevel=3)
 
 
 def _warn_of_training(model: torch.nn.Module, *, inplace: bool, frames: int) -> None:

@@ -15,6 +15,7 @@ from nc import (
     CalibrationError,
     ConfigError,
     InputError,
+    NCWarning,
     StateError,
     StaticQuantConfig,
     UnmatchedRuleError,
@@ -177,6 +178,45 @@ def test_nvfp4_has_a_scale_for_the_whole_tensor():
     q = quantize(mlp(), WeightOnlyConfig("fp4_e2m1", group_size=16, scale_dtype="e4m3"))
     assert q[0].outer_scale.shape == (1, 1)
     assert all(layer.loss < 0.02 for layer in nc.report(q).layers)
+
+
+class Product(nn.Linear):
+    """A linear with a forward of its own, as transformers' Falcon has it."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(Product(32, 32), Doubled(32, 32), nn.Linear(32, 8)).eval()
+    q = quantize(model, WeightOnlyConfig("int8", group_size=-1))
+    assert [type(layer) for layer in q] == [QuantLinear, Doubled, QuantLinear]
+    assert "Doubled has a forward of its own" in str(nc.report(q))
+    x = torch.randn(5, 32)
+    assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
+
+
+def test_weights_outside_of_linears_are_named():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stacked, self.up = nn.Parameter(torch.randn(4, 64, 64)), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.up(x) @ self.stacked[0]
+
+    with pytest.warns(NCWarning, match=r"Most weights .* stay as they are.*stacked \[4, 64, 64\]"):
+        q = quantize(Experts().eval(), WeightOnlyConfig(group_size=32))
+    assert "0.0 M weights in no linear or embedding stay float: stacked [4, 64, 64]" in nc.report(q).summary()
+    assert "stacked [4, 64, 64]" in str(describe(Experts(), WeightOnlyConfig(group_size=32)))
+    with pytest.warns(NCWarning, match=r"No layer gets a low-bit weight: Doubled has a forward"):
+        prepare(nn.Sequential(Doubled(8, 8)).eval(), WeightOnlyConfig(group_size=-1))
 
 
 def test_weights_that_are_not_finite_are_refused():

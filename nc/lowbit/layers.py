@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -81,8 +82,18 @@ def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> 
     return None
 
 
+def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of the float weights of two and more dimensions that are in no linear or embedding, such as stacked experts."""
+    inside = {name for name, module in model.named_modules() if is_low_bit(module) or _layer(name, module, None) is not None}
+    return tuple(
+        (name, tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and parameter.is_floating_point() and name.rpartition(".")[0] not in inside
+    )
+
+
 def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) -> Reason | None:
-    if type(module).forward is not base.forward:
+    if type(module).forward is not base.forward and not (kind == "linear" and _computes_a_linear(module)):
         return Cause.OWN_FORWARD(cls=type(module).__name__, kind=kind)
     if kind == "embedding" and module.max_norm is not None:
         return Cause.OPTION(option="max_norm")
@@ -90,6 +101,25 @@ def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) ->
     if not isinstance(weight, torch.Tensor) or weight.dtype not in _FLOATS:
         return Cause.NOT_FLOAT(dtype=getattr(weight, "dtype", type(weight).__name__))
     return None
+
+
+def _computes_a_linear(module: torch.nn.Module) -> bool:
+    """Whether a forward of the user's own gives `x @ W.T + b` (transformers' FalconLinear), found by a call; nothing else may be in it."""
+    weight: Any = module.weight
+    plain = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} <= {"weight", "bias"} and not list(
+        module.children()
+    )
+    if not plain or weight.dim() != 2 or weight.is_meta or weight.dtype not in _FLOATS:
+        return False
+    x = torch.linspace(-20, 20, 3 * weight.shape[1]).sin().reshape(3, -1).to(weight.dtype)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x, weight, module.bias)  # type: ignore[arg-type]
+        try:
+            found = type(module).forward(module, x)
+        except Exception:  # noqa: BLE001 - it wants other arguments, so it is no linear
+            return False
+    bound = torch.finfo(weight.dtype).eps * weight.shape[1]
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected, rtol=bound, atol=bound)
 
 
 def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from nc.lowbit.solvers import Solver
@@ -56,10 +58,12 @@ class WeightPlan:
     Attributes:
         decisions: one per layer.
         transforms: applied before layers are solved, in this order.
+        others: names and shapes of weights that are in no linear or embedding; they stay float.
     """
 
     decisions: tuple[LayerDecision, ...]
     transforms: tuple[Transform, ...] = ()
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __getitem__(self, operator: str) -> LayerDecision:
         """The decision for the layer of that name. If there is none, KeyError with the closest names."""
@@ -112,7 +116,8 @@ class WeightPlan:
     def __str__(self) -> str:
         """A table of all layers, then the algorithms."""
         steps = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(self.algorithms, 1)]
-        return "\n".join([self.table(), *(["", "algorithms, in this order:", *steps] if steps else [])])
+        others = ["", others_text(self.others)] if self.others else []
+        return "\n".join([self.table(), *others, *(["", "algorithms, in this order:", *steps] if steps else [])])
 
     def table(self) -> str:
         """One row per layer: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
@@ -129,3 +134,12 @@ class WeightPlan:
         head = f"{operator} ({decision.kind}): " + (decision.reason or str(decision.form))
         rows = [("field", "value", "from"), *decision.fields]
         return f"{head}\n{format_table(rows)}" if decision.fields else head
+
+
+def others_text(others: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """A line about the weights that are in no linear or embedding, the largest ones first."""
+    largest = sorted(others, key=lambda other: -math.prod(other[1]))
+    shown = ", ".join(f"{name} {list(shape)}" for name, shape in largest[:3])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    count = sum(math.prod(shape) for _, shape in others)
+    return f"{count / 1e6:.1f} M weights in no linear or embedding stay float: {shown}{more}"

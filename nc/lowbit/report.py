@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.lowbit.layers import other_weights
+from nc.lowbit.plan import others_text
 from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
@@ -74,6 +76,7 @@ class WeightReport:
         applied: what each transform did.
         weight_bytes: bytes of all parameters and buffers, tied ones once.
         float_bytes: the same with every low-bit weight in fp32.
+        others: names and shapes of weights that are in no linear or embedding; they stay float.
         bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
     """
 
@@ -81,6 +84,7 @@ class WeightReport:
     applied: tuple[Applied, ...]
     weight_bytes: int
     float_bytes: int
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bandwidth: float | None = None
 
     @property
@@ -101,6 +105,7 @@ class WeightReport:
             + (f", {stored * 8 / count:.2f} bits each" if count else ""),
             f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
         ]
+        lines += [others_text(self.others)] if self.others else []
         lines += [str(applied) for applied in self.applied]
         lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
         lines += [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in self._refused().items()]
@@ -207,6 +212,7 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         applied=record.applied,
         weight_bytes=_bytes(model),
         float_bytes=_bytes(model) + _saved(model),
+        others=other_weights(model),
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
     )
 

@@ -14,7 +14,7 @@ import torch
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
 from nc.errors import ConfigError, InputError
-from nc.lowbit.layers import Layer, is_low_bit, layers_of
+from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights
 from nc.lowbit.plan import LayerDecision, WeightPlan
 from nc.nn import QuantLinear
 from nc.plan import Plan
@@ -92,7 +92,7 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
                 f"config.exclude({layer.name!r})."
             )
             raise InputError(msg)
-    return WeightPlan(decisions=tuple(decisions), transforms=outer_field(config, "transforms"))
+    return WeightPlan(decisions=tuple(decisions), transforms=outer_field(config, "transforms"), others=other_weights(model))
 
 
 def _operator(layer: Layer) -> Operator:
