@@ -344,6 +344,38 @@ def test_inspect_prints_json(run, folder):
     assert contents["files"] == {p.name: p.stat().st_size for p in sorted((folder / "out").iterdir())}
 
 
+class TestLowBitWeights:
+    @pytest.fixture
+    def saved(self, folder):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 8)).eval()
+        nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=16)), folder / "low")
+
+    def test_inspect(self, run, saved):
+        result = run("inspect", "low")
+        assert result.exit_code == 0, result.output
+        assert [line.split() for line in result.stdout.splitlines()[2:4]] == [
+            ["0", "linear", "16", "x", "32", "int4", "sym", "g16", "fp32", "fp32", "rtn"],
+            ["1", "linear", "8", "x", "16", "int4", "sym", "g16", "fp32", "fp32", "rtn"],
+        ]
+        assert "Sequential: give nc.load a model of it" in result.stdout
+        contents = json.loads(run("inspect", "low", "--json").stdout)
+        assert [layer["shape"] for layer in contents["layers"]] == [[16, 32], [8, 16]]
+        assert contents["bytes_by_dtype"]["U8"] == (16 * 32 + 8 * 16) // 2
+
+    def test_doctor(self, run, saved):
+        assert "its 2 low-bit layers need no special CPU features" in run("doctor", "low").stdout
+
+    def test_bench_says_what_to_do(self, run, folder):
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+        nc.save(nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=16)), folder / "low")
+        result = run("bench", "low")
+        assert result.exit_code == 2, result.output
+        assert "LlamaForCausalLM with low-bit weights and no example inputs to time" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["inspect", "bench", "doctor"])
 def test_what_is_no_artefact_is_an_error(run, folder, command):
     for name in ("nowhere", "."):

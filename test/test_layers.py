@@ -115,7 +115,7 @@ INSIDE = {
         ("nc.parity",),
     ),
     "nc.torchao": (("nc.torchao.primitives", "nc.torchao.quantize"), ("nc.torchao",)),
-    "nc.cli": (("nc.cli.doctor", "nc.cli.inputs"), ("nc.cli.pretrained",), ("nc.cli.main",), ("nc.cli",)),
+    "nc.cli": (("nc.cli.doctor", "nc.cli.inputs", "nc.cli.inspect"), ("nc.cli.pretrained",), ("nc.cli.main",), ("nc.cli",)),
     "nc.algorithms": (
         ("nc.algorithms.base",),
         ("nc.algorithms.replay",),

@@ -12,12 +12,21 @@ from nc.backends import available_backends, cpu, get_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import saturating
+from nc.lowbit.artefact import FORMAT as LOW_BIT
+from nc.storage import folder as folders
 from nc.storage import store
 
 
 def tell_whether_it_runs_here(folder: Path, console: Console) -> bool:
     """Print whether this CPU can run an artefact, and return it; raises ArtefactError if the folder is not an artefact."""
-    stored = store.read(folder)
+    content = folders.read(folder)
+    if content.format == LOW_BIT:
+        layers = len(content.document["layers"])
+        click.echo(
+            f"{folder} fits this CPU: its {layers} low-bit layers need no special CPU features. nc.report says which kernels run them."
+        )
+        return True
+    stored = store.checked(content)
     needed = stored.plan.isa
     missing = cpu.missing(needed)
     if missing:

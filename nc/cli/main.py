@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -197,81 +196,9 @@ def quantize(
 @_command
 def inspect(folder: Path, as_json: bool) -> None:
     """Show the contents of the artefact in DIR. Needs no engine and runs nothing."""
-    contents = _contents(folder)
-    if as_json:
-        click.echo(json.dumps(contents, indent=2))
-        return
-    from nc.plan import format_table
+    from nc.cli.inspect import show
 
-    columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
-    rows = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
-    int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
-    sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
-    lines = {
-        "schema": contents["schema"],
-        "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
-        "quantized on": contents["backend"],
-        "CPU features": ", ".join(contents["cpu_features"]) or "no special ones",
-        "inputs": "; ".join(contents["inputs"]),
-        "operators": f"{int8} of {len(rows) - 1} are quantized",
-        "tensors": sizes,
-        "fp32 model": f"{contents['fp32_bytes'] / 1e6:.2f} MB of constants",
-        "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in contents["files"].items()),
-        "quantized graph": f"{contents['sqnr_vs_fp32_db']} dB against fp32, on the example inputs",
-    }
-    click.echo(f"{format_table(rows)}\n")
-    for name, text in lines.items():
-        click.echo(f"{name:16}{text}")
-
-
-def _contents(folder: Path) -> dict[str, Any]:
-    """The contents of an artefact as plain values."""
-    from nc.plan import Plan
-    from nc.storage import store
-
-    stored = store.read(folder)
-    document = stored.document
-    plan = Plan.from_dict(document["plan"])
-    return {
-        "schema": document["schema"],
-        "versions": document["versions"],
-        "backend": document["backend"],
-        "cpu_features": list(plan.isa),
-        "inputs": [_input_text(leaf) for leaf in document["signature"]["leaves"]],
-        "operators": [
-            {
-                "operator": d.operator,
-                "type": d.kind,
-                "activations": d.spec.activations,
-                "weight": str(d.spec.weight or "-"),
-                "rule": d.rule,
-                "why fp32": d.reason,
-            }
-            for d in plan.decisions
-        ],
-        "bytes_by_dtype": _bytes_by_dtype(stored.content.weights),
-        "fp32_bytes": document["float_bytes"],
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),
-    }
-
-
-def _input_text(leaf: dict[str, Any]) -> str:
-    if "dtype" not in leaf:
-        return f"{leaf['path']} = {leaf['value']}"
-    return f"{leaf['path']} {leaf['dtype']}[{', '.join(map(str, leaf['dims']))}]"
-
-
-def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
-    """Bytes of the tensors of each dtype, example inputs apart, from the header of a safetensors file."""
-    length = int.from_bytes(safetensors[:8], "little")
-    sizes: dict[str, int] = {}
-    for name, entry in json.loads(safetensors[8 : 8 + length]).items():
-        if name != "__metadata__":
-            kind = "example inputs" if name.startswith("example.") else entry["dtype"]
-            start, end = entry["data_offsets"]
-            sizes[kind] = sizes.get(kind, 0) + end - start
-    return dict(sorted(sizes.items()))
+    show(folder, as_json=as_json)
 
 
 @main.command()
@@ -290,12 +217,20 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
 
     from nc.artefact import load
     from nc.backends.profiling.latency import interleaved, median
+    from nc.cli.inputs import RequestError
+    from nc.quantized import QuantizedModel
 
     if threads is not None:
         torch.set_num_threads(threads)
     with _progress() as progress:
         step = progress.add_task("load", total=1)
         q_model = load(folder, backend=backend)
+        if not isinstance(q_model, QuantizedModel):
+            msg = (
+                f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs to time. In Python: "
+                "nc.report(nc.load(…), profile_inputs=…)."
+            )
+            raise RequestError(msg)
         progress.update(step, completed=1)
         example = q_model.graph.example
         names = {

@@ -1,0 +1,148 @@
+"""`python -m nc inspect DIR`: what is in an artefact, read from its files; nothing of it is built or run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nc.lowbit.artefact import FORMAT as LOW_BIT
+from nc.plan import Plan, format_table
+from nc.spec import WeightFormat
+from nc.storage import folder as folders
+from nc.storage import store
+
+
+def show(folder: Path, *, as_json: bool) -> None:
+    """Print the contents of an artefact.
+
+    Args:
+        folder: where it lies.
+        as_json: plain values instead of a table.
+
+    Raises:
+        ArtefactError: it is none, or was altered.
+    """
+    content = folders.read(folder)
+    if content.format == LOW_BIT:
+        with folders.malformed(folder / folders.MODEL):
+            contents, rows, lines = _low_bit(content)
+    else:
+        contents = _contents(folder)
+        rows, lines = _table(contents)
+    if as_json:
+        click.echo(json.dumps(contents, indent=2))
+        return
+    click.echo(f"{format_table(rows)}\n")
+    for name, text in lines.items():
+        click.echo(f"{name:16}{text}")
+
+
+def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
+    """The contents of a model with low-bit weights: as plain values, as a table of layers, and lines about the rest."""
+    document = content.document
+    layers = [
+        {
+            "layer": name,
+            "type": layer["kind"],
+            "shape": layer["shape"],
+            "weight": str(WeightFormat.from_dict(layer["form"])),
+            "activations": layer["act_dtype"],
+            "solver": "" if layer["result"] is None else layer["result"]["solver"],
+        }
+        for name, layer in document["layers"].items()
+    ]
+    sizes = {path.name: path.stat().st_size for path in sorted(content.directory.iterdir())}
+    contents = {
+        "schema": document["schema"],
+        "versions": document["versions"],
+        "class": document["class"],
+        "needs_class": document["transformers"] is None,
+        "layers": layers,
+        "bytes_by_dtype": _bytes_by_dtype(content.weights),
+        "files": sizes,
+    }
+    rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "activations", "solver")]
+    rows += [(x["layer"], x["type"], " x ".join(map(str, x["shape"])), x["weight"], x["activations"], x["solver"] or "-") for x in layers]
+    count = sum(math.prod(x["shape"]) for x in layers)
+    given = "give nc.load a model of it" if contents["needs_class"] else "nc.load builds it from transformers"
+    lines = {
+        "schema": str(contents["schema"]),
+        "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
+        "class": f"{contents['class']}: {given}",
+        "layers": f"{len(layers)} with low-bit weights, {count / 1e6:.1f} M weights",
+        "tensors": ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items()),
+        "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in sizes.items()),
+    }
+    return contents, rows, lines
+
+
+def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, str]]:
+    """The contents of a quantized graph as a table of operators, and lines about the rest."""
+    columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
+    rows: list[tuple[str, ...]] = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
+    int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
+    sizes = ", ".join(f"{kind} {size / 1e6:.2f} MB" for kind, size in contents["bytes_by_dtype"].items())
+    lines = {
+        "schema": contents["schema"],
+        "written by": ", ".join(f"{name} {version}" for name, version in contents["versions"].items()),
+        "quantized on": contents["backend"],
+        "CPU features": ", ".join(contents["cpu_features"]) or "no special ones",
+        "inputs": "; ".join(contents["inputs"]),
+        "operators": f"{int8} of {len(rows) - 1} are quantized",
+        "tensors": sizes,
+        "fp32 model": f"{contents['fp32_bytes'] / 1e6:.2f} MB of constants",
+        "files": ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in contents["files"].items()),
+        "quantized graph": f"{contents['sqnr_vs_fp32_db']} dB against fp32, on the example inputs",
+    }
+    return rows, lines
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """The contents of an artefact as plain values."""
+    stored = store.read(folder)
+    document = stored.document
+    plan = Plan.from_dict(document["plan"])
+    return {
+        "schema": document["schema"],
+        "versions": document["versions"],
+        "backend": document["backend"],
+        "cpu_features": list(plan.isa),
+        "inputs": [_input_text(leaf) for leaf in document["signature"]["leaves"]],
+        "operators": [
+            {
+                "operator": d.operator,
+                "type": d.kind,
+                "activations": d.spec.activations,
+                "weight": str(d.spec.weight or "-"),
+                "rule": d.rule,
+                "why fp32": d.reason,
+            }
+            for d in plan.decisions
+        ],
+        "bytes_by_dtype": _bytes_by_dtype(stored.content.weights),
+        "fp32_bytes": document["float_bytes"],
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),
+    }
+
+
+def _input_text(leaf: dict[str, Any]) -> str:
+    if "dtype" not in leaf:
+        return f"{leaf['path']} = {leaf['value']}"
+    return f"{leaf['path']} {leaf['dtype']}[{', '.join(map(str, leaf['dims']))}]"
+
+
+def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
+    """Bytes of the tensors of each dtype, example inputs apart, from the header of a safetensors file."""
+    length = int.from_bytes(safetensors[:8], "little")
+    sizes: dict[str, int] = {}
+    for name, entry in json.loads(safetensors[8 : 8 + length]).items():
+        if name != "__metadata__":
+            kind = "example inputs" if name.startswith("example.") else entry["dtype"]
+            start, end = entry["data_offsets"]
+            sizes[kind] = sizes.get(kind, 0) + end - start
+    return dict(sorted(sizes.items()))
