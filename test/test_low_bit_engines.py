@@ -561,3 +561,9 @@ def test_bandwidth_is_measured_once_per_number_of_threads(monkeypatch):
         assert bandwidth.read_bandwidth(1) is first
     finally:
         bandwidth.read_bandwidth.cache_clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"refused": "it is slow", "linear": lambda *_: None}], ids=["neither", "both"])
+def test_a_row_computes_or_is_refused(options):
+    with pytest.raises(nc.ConfigError, match="'mine': give either"):
+        kernel_module.LowBitKernel(name="mine", what="nothing", **options)

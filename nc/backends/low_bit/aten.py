@@ -41,10 +41,6 @@ def _linear_int8(x: torch.Tensor, layout: PackedLayout, _: PackedWeight) -> torc
     return result
 
 
-def _never(*_: object) -> torch.Tensor:
-    raise NotImplementedError  # a row that is refused is never chosen
-
-
 INT4PACK = LowBitKernel(
     name="int4pack",
     what="aten::_weight_int4pack_mm_for_cpu: bf16 activations, bf16 scales, sums in fp32, result in bf16",
@@ -77,7 +73,6 @@ DYN_QUANT_4BIT = LowBitKernel(
     what="aten::_dyn_quant_matmul_4bit",
     bits=(4,),
     refused="on x86 it is one scalar thread, and its packed weight is fp32",
-    linear=_never,
 )
 IPEX_WOQ = LowBitKernel(
     name="ipex weight-only",
@@ -85,5 +80,4 @@ IPEX_WOQ = LowBitKernel(
     bits=(4, 8),
     floats=("nf4",),
     refused="without AVX512-FP16 it dequantizes the whole weight in each call; with it, nc has no row for it yet",
-    linear=_never,
 )

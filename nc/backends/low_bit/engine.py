@@ -168,6 +168,7 @@ def _computed(
     if layer.act_dtype == "int8":
         flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
     flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
+    assert kernel.linear is not None, "kernels that are refused are never chosen"
     result = kernel.linear(flat, _layout(kernel, ready), ready.weight)
     if layer.bias is not None:
         result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(layer.bias)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nc.backends import cpu
+from nc.errors import ConfigError
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec.weight_format import WeightFormat
 
@@ -37,7 +38,8 @@ class LowBitKernel:
         needs: what torch must have: names of operators, "namespace::name".
         refused: why it is never used; "" for kernels that are.
         pack: weight → what `linear` reads.
-        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of x.
+        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of x. None only where
+            `refused` says why.
     """
 
     name: str
@@ -55,7 +57,13 @@ class LowBitKernel:
     needs: tuple[str, ...] = ()
     refused: str = ""
     pack: Callable[[PackedWeight], PackedLayout] = lambda _: ()
-    linear: Callable[[torch.Tensor, PackedLayout, PackedWeight], torch.Tensor]
+    linear: Callable[[torch.Tensor, PackedLayout, PackedWeight], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        """A row either computes or is refused."""
+        if (self.linear is None) != bool(self.refused):
+            msg = f"Low-bit kernel {self.name!r}: give either `linear`, which computes it, or `refused`, which says why it is never used."
+            raise ConfigError(msg)
 
     def why_not(self, form: WeightFormat, shape: tuple[int, int], activations: str, available: Collection[str] | None = None) -> str | None:
         """Why it cannot compute a layer; None if it can.
