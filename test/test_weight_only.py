@@ -202,6 +202,13 @@ def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
     assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
 
+def test_a_model_that_is_one_linear_is_refused_with_the_way_out():
+    layer = nn.Linear(32, 8).eval()
+    with pytest.raises(InputError, match=r"itself a Linear.*torch\.nn\.Sequential"):
+        quantize(layer, WeightOnlyConfig(group_size=32))
+    assert type(quantize(nn.Sequential(layer).eval(), WeightOnlyConfig(group_size=32))[0]) is QuantLinear
+
+
 def test_weights_outside_of_linears_are_named():
     class Experts(nn.Module):
         def __init__(self):

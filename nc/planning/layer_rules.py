@@ -79,6 +79,9 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
     named = {op.name: op for op in modules.operators}
     if check:
         check_rules(config, modules, strict=strict, frames=1)
+    if any(not layer.name for layer in layers):
+        msg = f"The model is itself a {type(model).__name__}, which can't be replaced inside of anything. Give torch.nn.Sequential(model)."
+        raise InputError(msg)
     if not layers:
         msg = "The model has no torch.nn.Linear, Conv1D (transformers) or torch.nn.Embedding; weight-only quantization is for these."
         raise InputError(msg)

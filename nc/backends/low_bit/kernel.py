@@ -38,8 +38,8 @@ class LowBitKernel:
         needs: what torch must have: names of operators, "namespace::name".
         refused: why it is never used; "" for kernels that are.
         pack: weight → what `linear` reads.
-        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of x. None only where
-            `refused` says why.
+        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of
+            x. None only where `refused` says why.
     """
 
     name: str
