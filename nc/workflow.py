@@ -33,7 +33,8 @@ from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
 from nc.plan import Plan
 from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
-from nc.planning.rules import check_rules, decide
+from nc.planning.matching import check_rules
+from nc.planning.rules import decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule, as_call
 from nc.reporting import Report

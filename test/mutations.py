@@ -70,9 +70,9 @@ MUTATIONS = (
     Mutation(
         "rule-order",
         "of equally specific rules the last one declared wins",
-        "planning/rules.py",
-        "_has_kernel(m.config, row), i)",
-        "_has_kernel(m.config, row), -i)",
+        "planning/matching.py",
+        "has_kernel(m.config, row), i)",
+        "has_kernel(m.config, row), -i)",
         ("rules",),
     ),
     Mutation(

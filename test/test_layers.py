@@ -107,7 +107,11 @@ INSIDE = {
         ("nc.interchange.quark", "nc.interchange.gguf_writer", "nc.interchange.model"),
         ("nc.interchange",),
     ),
-    "nc.planning": (("nc.planning.dynamic_cost", "nc.planning.fake_rules"), ("nc.planning.rules",), ("nc.planning",)),
+    "nc.planning": (
+        ("nc.planning.dynamic_cost", "nc.planning.fake_rules", "nc.planning.matching"),
+        ("nc.planning.rules",),
+        ("nc.planning",),
+    ),
     "nc.parity": (
         ("nc.parity.graph_diff", "nc.parity.intermediates", "nc.parity.rounding_bounds"),
         ("nc.parity.engine_values", "nc.parity.teacher_forcing"),

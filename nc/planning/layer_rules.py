@@ -1,6 +1,6 @@
 """Rules for weight-only quantization: a configuration and a model's modules → a `WeightPlan`. No data, no capture.
 
-Precedence is that of `nc.planning.rules`; here the operators are modules.
+Precedence is that of `nc.planning.matching`; here the operators are modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights
 from nc.lowbit.plan import LayerDecision, WeightPlan
 from nc.nn import QuantLinear
 from nc.plan import Plan
-from nc.planning.rules import Named, check_rules, matches_of, merged
+from nc.planning.matching import Named, check_rules, matches_of, merged
 from nc.spec import FLOAT, WeightFormat
 from nc.spec.reasons import WHITE_LIST, Cause, Level, Reason
 

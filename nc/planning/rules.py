@@ -1,30 +1,25 @@
 """resolve(config, graph, capabilities) → Plan: which rule applies to which operator. A pure function that needs no data.
 
-Precedence is defined in this module only: exact name > pattern > type > global. Of two patterns, or two types, the one declared last wins.
-The most specific rule decides how an operator is quantized, or that it stays fp32. A field that this rule does not set takes its value
-from the next rule of the same family of strategies. If no rule sets it, it has its default.
+The most specific rule decides how an operator is quantized, or that it stays fp32; `nc.planning.matching` finds it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
-from nc.config import AnyConfig, QuantConfig, parts_of
-from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
-from nc.errors import ConfigError, NCError, UnmatchedRuleError, UnmatchedTypeWarning, UnsupportedError
+from nc.config import AnyConfig
+from nc.errors import ConfigError, NCError, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.plan import Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
+from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
 from nc.spec import (
     BF16,
     FLOAT,
@@ -39,61 +34,11 @@ from nc.spec import (
 )
 from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
-#: The source of a field that no rule sets.
-_DEFAULT = "default"
-
-
-class Named(Protocol):
-    """What rules are checked against: a captured graph, or a model's own modules."""
-
-    @property
-    def operators(self) -> Sequence[Operator]:
-        """What rules can match."""
-        ...
-
-    @property
-    def submodules(self) -> Collection[str]:
-        """Names of all modules."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Match:
-    """A rule or configuration that matches an operator.
-
-    Attributes:
-        rule: level and key of the rule.
-        config: its configuration.
-    """
-
-    rule: Rule
-    config: QuantConfig
-
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:
     """`check_rules`, then `decide`."""
     check_rules(config, graph, strict=strict)
     return decide(config, graph, capabilities)
-
-
-def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True, frames: int = 0) -> None:
-    """Check a configuration against a model, whatever the backend.
-
-    Args:
-        config: the user's configuration with its local rules.
-        graph: the captured model.
-        strict: a rule whose name matches nothing is an error; False makes it a warning.
-        frames: calls between the public function and the one that calls this.
-
-    Raises:
-        UnmatchedRuleError: a rule's name or pattern matches no operator.
-        ConfigError: values that contradict each other.
-    """
-    for part in parts_of(config):
-        for each in (part, *(rule.config for rule in part.rules)):
-            each.check_values({**each.defaults(), **each.given})
-        for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
-            _check_matches(key, graph, strict, frames)
 
 
 def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
@@ -217,51 +162,10 @@ def _excluded(matches: Iterable[Match]) -> Collection[str]:
     return next((m.config.given[name] for m in matches if name in m.config.given), ())
 
 
-def matches_of(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[Match]:
-    """All rules that match an operator, the most specific first. Of equally specific rules the one declared last comes first."""
-    found: list[Match] = []
-    for part in parts_of(config):
-        if part.white_list is None:
-            found.append(Match(Rule(Level.GLOBAL), part))
-        for key in part.white_list or ():
-            level = match_level(key, op, modules)
-            if level is not None:
-                found.append(Match(Rule(level, key.text), part))
-    for part in parts_of(config):
-        for rule in part.rules:
-            level = match_level(rule.key, op, modules)
-            if level is not None:
-                found.append(Match(Rule(level, rule.key.text), rule.config))
-    # of several global strategies, those with a kernel for this kind of operator come first
-    order = {id(m): (m.rule.level, m.rule.level is not Level.GLOBAL or _has_kernel(m.config, row), i) for i, m in enumerate(found)}
-    return sorted(found, key=lambda m: order[id(m)], reverse=True)
-
-
-def _has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
-    return row is not None and row.supports(config.family)
-
-
-def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The value of each field, and the text of the rule that sets it."""
-    first = matches[0].config
-    # a rule that asks for fp32 does not say how to quantize
-    levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
-    values, sources = first.defaults(), {}
-    for name, field in first.FIELDS.items():
-        if field.outer:
-            continue
-        givers = [m for m in levels if name in m.config.given]
-        if givers:
-            given = [m.config.given[name] for m in givers]
-            values[name] = given[0] if field.merge is None else field.merge(given)
-        sources[name] = str(givers[0].rule) if givers else _DEFAULT
-    return values, sources
-
-
 def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport) -> None:
     """Use the granularity of the kernel (LSTM, GRU have one only) if no rule sets another one."""
     name = "act_granularity"
-    if sources[name] == _DEFAULT and row.dynamic and values[name] not in row.dynamic:
+    if sources[name] == DEFAULT and row.dynamic and values[name] not in row.dynamic:
         values[name], sources[name] = row.dynamic[0], "kernel"
 
 
@@ -312,7 +216,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Match, capabilities: Capabilities) -> Reason | None:
     """Why an operator stays fp32; None if there is a kernel. Raises UnsupportedError for a dtype that no kernel takes."""
-    if row is None or not _has_kernel(match.config, row):
+    if row is None or not has_kernel(match.config, row):
         return _no_kernel(op.kind, spec, capabilities)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
     return None
@@ -363,56 +267,3 @@ def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
     """The spec with codes whose 16-bit sums cannot overflow, where the kernel needs it on this CPU."""
     return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec
-
-
-def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
-    """The level at which a key matches an operator; None if it does not match.
-
-    A string that is the name of one of the model's `modules` means this module, also if it is spelled like a type ("linear").
-    """
-    if not key.is_type and key.text in (op.name, op.module_name):
-        return Level.NAME
-    if _matches_type(key.text, op) and (key.is_type or key.text not in modules):
-        return Level.TYPE
-    if not key.is_type and re.fullmatch(key.text, op.name):
-        return Level.PATTERN
-    return None
-
-
-def _matches_type(text: str, op: Operator) -> bool:
-    anchor, *rest = fused_names(text)
-    if rest and op.followed_by[: len(rest)] != tuple(rest):
-        return False
-    kind = kind_of(anchor)
-    if kind is not None:
-        return kind == op.kind
-    return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
-
-
-def _check_matches(key: Key, graph: Named, strict: bool, frames: int) -> None:
-    if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
-        return
-    if key.names_type and (key.is_type or key.text not in graph.submodules):
-        types = sorted(set(_types(graph, fused="&" in key.text)))
-        text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
-        warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
-        return
-    names = [op.name for op in graph.operators]
-    if key.text in graph.submodules:
-        pattern = re.escape(key.text) + r"\..*"
-        inside = sum(name.startswith(f"{key.text}.") for name in names)
-        hint = f"It is a module with {inside} operators inside; to mean all of them write {pattern!r}."
-    else:
-        near = difflib.get_close_matches(key.text, names, n=3, cutoff=0.0)
-        hint = f"The closest names: {', '.join(near)}. describe(model, config, example_inputs) lists all."
-    text = f"Rule {key.text!r} matches no operator of this model. {hint}"
-    if strict:
-        raise UnmatchedRuleError(text)
-    warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
-
-
-def _types(graph: Named, *, fused: bool) -> Iterator[str]:
-    """Types of the model's operators; if `fused`, with the types of the operators behind them."""
-    for op in graph.operators:
-        if op.kind in KIND_NAMES:
-            yield "&".join((KIND_NAMES[op.kind][0], *(op.followed_by if fused else ())))
