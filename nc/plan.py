@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from nc.spec import FLOAT, OpSpec
 from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
@@ -134,12 +134,7 @@ class Plan:
 
     def __getitem__(self, operator: str) -> Decision:
         """The decision for the operator of that name. If there is none, KeyError with the closest names."""
-        for decision in self.decisions:
-            if decision.operator == operator:
-                return decision
-        near = difflib.get_close_matches(operator, [d.operator for d in self.decisions], n=3, cutoff=0.0)
-        msg = f"no operator is named {operator!r}; the closest: {', '.join(near)}"
-        raise KeyError(msg)
+        return named(self.decisions, operator)
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
@@ -173,8 +168,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of all operators, then the algorithms."""
-        steps = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(self.algorithms, 1)]
-        return "\n".join([self.table(), *(["", "algorithms, in this order:", *steps] if steps else [])])
+        return "\n".join([self.table(), *algorithm_lines(self.algorithms)])
 
     def table(self) -> str:
         """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""
@@ -185,9 +179,52 @@ class Plan:
     def explain(self, operator: str) -> str:
         """For one operator each field of its configuration, the value, and the rule that gives it."""
         decision = self[operator]
-        head = f"{operator} ({decision.kind}): " + (decision.reason or decision.spec.precision)
-        rows = [("field", "value", "from"), *decision.fields]
-        return f"{head}\n{format_table(rows)}" if decision.fields else head
+        return explained(decision, decision.reason or decision.spec.precision)
+
+
+class AnyDecision(Protocol):
+    """What decisions about operators, and about layers with low-bit weights, have in common."""
+
+    @property
+    def operator(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Its kind."""
+        ...
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, str], ...]:
+        """For each field of its configuration the name, the value as text, and the rule that gives it."""
+        ...
+
+
+D = TypeVar("D", bound=AnyDecision)
+
+
+def named(decisions: Sequence[D], operator: str) -> D:
+    """The decision for the operator of that name. If there is none, KeyError with the closest names."""
+    for decision in decisions:
+        if decision.operator == operator:
+            return decision
+    near = difflib.get_close_matches(operator, [d.operator for d in decisions], n=3, cutoff=0.0)
+    msg = f"no operator is named {operator!r}; the closest: {', '.join(near)}"
+    raise KeyError(msg)
+
+
+def explained(decision: AnyDecision, what: str) -> str:
+    """A line that says what was decided, and a table of the fields."""
+    head = f"{decision.operator} ({decision.kind}): {what}"
+    rows = [("field", "value", "from"), *decision.fields]
+    return f"{head}\n{format_table(rows)}" if decision.fields else head
+
+
+def algorithm_lines(steps: Sequence[Step]) -> list[str]:
+    """The algorithms of a plan, one line each, below a heading."""
+    lines = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(steps, 1)]
+    return ["", "algorithms, in this order:", *lines] if lines else []
 
 
 def format_table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -238,7 +238,7 @@ MUTATIONS = (
     Mutation(
         "report-count",
         "the report counts as int8 what ran int8",
-        "report.py",
+        "reporting.py",
         'sum(op.asked == "int8" and op.ran == "int8" for',
         'sum(op.asked == "int8" for',
         ("reference",),

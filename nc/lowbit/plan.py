@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from nc.lowbit.solvers import Solver
 from nc.lowbit.transforms import Transform
-from nc.plan import Step, format_table
+from nc.plan import Step, algorithm_lines, explained, format_table, named
 from nc.spec.reasons import NO_RULE, Reason, Rule
 from nc.spec.weight_format import WeightFormat
 
@@ -67,12 +66,7 @@ class WeightPlan:
 
     def __getitem__(self, operator: str) -> LayerDecision:
         """The decision for the layer of that name. If there is none, KeyError with the closest names."""
-        for decision in self.decisions:
-            if decision.operator == operator:
-                return decision
-        near = difflib.get_close_matches(operator, [d.operator for d in self.decisions], n=3, cutoff=0.0)
-        msg = f"no layer is named {operator!r}; the closest: {', '.join(near)}"
-        raise KeyError(msg)
+        return named(self.decisions, operator)
 
     @property
     def quantized(self) -> tuple[LayerDecision, ...]:
@@ -115,9 +109,8 @@ class WeightPlan:
 
     def __str__(self) -> str:
         """A table of all layers, then the algorithms."""
-        steps = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(self.algorithms, 1)]
         others = ["", others_text(self.others)] if self.others else []
-        return "\n".join([self.table(), *others, *(["", "algorithms, in this order:", *steps] if steps else [])])
+        return "\n".join([self.table(), *others, *algorithm_lines(self.algorithms)])
 
     def table(self) -> str:
         """One row per layer: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
@@ -131,9 +124,7 @@ class WeightPlan:
     def explain(self, operator: str) -> str:
         """For one layer each field of its configuration, the value, and the rule that gives it."""
         decision = self[operator]
-        head = f"{operator} ({decision.kind}): " + (decision.reason or str(decision.form))
-        rows = [("field", "value", "from"), *decision.fields]
-        return f"{head}\n{format_table(rows)}" if decision.fields else head
+        return explained(decision, decision.reason or str(decision.form))
 
 
 def others_text(others: Sequence[tuple[str, tuple[int, ...]]]) -> str:
