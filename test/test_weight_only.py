@@ -160,6 +160,9 @@ def test_a_group_that_does_not_cover_a_weight_is_refused_with_the_sizes_that_do(
         ({"group_size": 0}, "group_size"),
         ({"scale_dtype": "fp8"}, "scale_dtype"),
         ({"solver": 3}, "solver"),
+        ({"solver": nc.AWQ()}, "solver"),
+        ({"solver": GPTQ}, "solver"),
+        ({"transforms": [GPTQ()]}, "transforms"),
         ({"w_dtype": "nf4", "w_sym": False}, "no zero point"),
     ],
 )

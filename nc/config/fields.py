@@ -98,24 +98,24 @@ def precisions(name: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=PRECISIONS.index))
 
 
-def plain_object(known: Mapping[str, type]) -> Check:
-    """A check for an object of a class in `known`, a new object of your own that is one, or the plain form of one."""
+def plain_object(known: Mapping[str, type], protocol: type) -> Check:
+    """A check for an object of a class in `known` or of a dataclass of your own with the members of `protocol`, its name or plain form."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, str) and value in known:
             return known[value]()
         if isinstance(value, Mapping) and value.get("name") in known:
             return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
-        own = dataclasses.is_dataclass(type(value)) and not isinstance(value, type) and isinstance(getattr(value, "name", None), str)
+        own = dataclasses.is_dataclass(type(value)) and not isinstance(value, type) and isinstance(value, protocol)
         require(own, name, f"one of {', '.join(f'{cls.__name__}()' for cls in known.values()) or 'no known class'}", value)
         return value
 
     return check
 
 
-def plain_objects(known: Mapping[str, type]) -> Check:
+def plain_objects(known: Mapping[str, type], protocol: type) -> Check:
     """The same for a list, or one."""
-    one = plain_object(known)
+    one = plain_object(known, protocol)
 
     def check(name: str, value: Any) -> tuple[Any, ...]:
         return tuple(one(name, v) for v in (value if isinstance(value, (list, tuple)) else (value,)))

@@ -23,8 +23,8 @@ from nc.config.fields import (
     transforms,
 )
 from nc.errors import ConfigError
-from nc.lowbit.solvers import RTN, SOLVERS
-from nc.lowbit.transforms import TRANSFORMS
+from nc.lowbit.solvers import RTN, SOLVERS, Solver
+from nc.lowbit.transforms import TRANSFORMS, Transform
 from nc.spec import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
 
 _WEIGHTS = {
@@ -214,8 +214,8 @@ class WeightOnlyConfig(QuantConfig):
         "w_algo": Field("wls", one_of("minmax", "mse", "wls")),
         "scale_dtype": Field("fp32", one_of(*SCALE_DTYPES)),
         "act_dtype": Field("fp32", one_of("fp32", "bf16", "int8")),
-        "solver": Field(RTN(), plain_object(SOLVERS)),
-        "transforms": Field((), plain_objects(TRANSFORMS), outer=True),
+        "solver": Field(RTN(), plain_object(SOLVERS, Solver)),
+        "transforms": Field((), plain_objects(TRANSFORMS, Transform), outer=True),
         "lm_head": Field(None, one_of(*DTYPES), outer=True),
         "embedding": Field(None, one_of(*DTYPES), outer=True),
         "double_quant": Field(None, double_quant),
