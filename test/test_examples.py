@@ -164,6 +164,7 @@ DOCUMENTS = [
     pytest.param("docs/dynamic.md", marks=pytest.mark.ipex),
     pytest.param("docs/smooth_quant.md", marks=pytest.mark.ipex),
     pytest.param("docs/backends.md", marks=pytest.mark.exhaustive),
+    "docs/lowbit.md",
     "docs/migration-quark.md",
     "docs/equalization.md",
     "docs/extending.md",
