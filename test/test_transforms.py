@@ -457,7 +457,7 @@ def test_layers_outside_the_blocks_and_models_without_blocks():
     (applied,) = nc.report(nc.convert(prepared)).applied
     assert applied.operators == ("0", "2")
     assert "the model: 1 of 1 sets scaled" in applied.text
-    prepared = nc.prepare(nn.Linear(16, 16).eval(), nc.WeightOnlyConfig("int4", group_size=16, transforms=[nc.AWQ()]))
+    prepared = nc.prepare(nn.Sequential(nn.Linear(16, 16)).eval(), nc.WeightOnlyConfig("int4", group_size=16, transforms=[nc.AWQ()]))
     prepared(torch.randn(64, 16))
     assert "nothing: no norm or linear feeds only linears" in nc.report(nc.convert(prepared)).applied[0].text
 
