@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
     ("nc.spec",),
-    ("nc.checks", "nc.numerics", "nc.plan", "nc.installation"),
+    ("nc.checks", "nc.numerics", "nc.plan", "nc.installation", "nc.c_code"),
+    ("nc.onednn",),
     ("nc.ops",),
     ("nc.lowbit", "nc.lowbit.activations", "nc.lowbit.quantized_tensor", "nc.lowbit.record", "nc.lowbit.result", "nc.lowbit.statistics"),
     ("nc.nn",),
@@ -59,6 +60,15 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
+    "nc.c_code": (("nc.c_code.cache",), ("nc.c_code.build",), ("nc.c_code",)),
+    "nc.onednn": (
+        ("nc.onednn.api", "nc.onednn.elf"),
+        ("nc.onednn.primitives",),
+        ("nc.onednn.execute",),
+        ("nc.onednn.runner", "nc.onednn.self_test"),
+        ("nc.onednn.providers",),
+        ("nc.onednn",),
+    ),
     "nc.spec": (
         ("nc.spec.dtypes", "nc.spec.granularities", "nc.spec.reasons"),
         ("nc.spec.fake_spec", "nc.spec.weight_format"),
@@ -196,6 +206,12 @@ INSIDE = {
         ("nc.backends.low_bit.engine",),
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.operators"),
         ("nc.backends.native.fuse",),
+        ("nc.backends.native.plans", "nc.backends.native.plans.entries"),
+        ("nc.backends.native.plans.arena", "nc.backends.native.plans.context"),
+        ("nc.backends.native.plans.recorder",),
+        ("nc.backends.native.plans.products",),
+        ("nc.backends.native.plans.others",),
+        ("nc.backends.native.plans.model",),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.merge"),
         ("nc.backends.native.inductor_names",),
         ("nc.backends.native.passes",),

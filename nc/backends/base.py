@@ -28,11 +28,13 @@ class OpRun:
         operator: its name.
         ran: "int8", "bf16" or "fp32", read from what the engine executes.
         reason: why it is not int8 although that was asked, or where it went; "" when there is nothing to say.
+        kernel: what computes it, with its instruction set; "" where the engine does not know without running it.
     """
 
     operator: str
     ran: str
     reason: str = ""
+    kernel: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,14 +53,14 @@ def verify_outputs(
         return None
     with torch.no_grad():
         expected = graph.module(*graph.example)
-    if _shapes(expected) != _shapes(outputs):
+    if shapes(expected) != shapes(outputs):
         msg = (
             f"{engine} gives outputs of other shapes than the quantized graph, so they can't be compared: the sizes of outputs depend on "
             "computed values, which rounding changes. Quantize the part of the model in front of that, for example model.backbone."
         )
         raise VerificationError(msg)
     sqnr = worst_sqnr_db(expected, outputs)
-    required = max(FLOOR_DB, min(TOLERANCE_DB, graph.sqnr_vs_fp32_db - CHANCE_DB))
+    required = required_db(graph)
     if sqnr < required:
         text = _disagreement(engine, None if first is None else first(), sqnr, required)
         if verify == "raise":
@@ -69,7 +69,13 @@ def verify_outputs(
     return sqnr
 
 
-def _shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
+def required_db(graph: QDQGraph) -> float:
+    """How close an engine has to come to a graph on its example, in dB."""
+    return max(FLOOR_DB, min(TOLERANCE_DB, graph.sqnr_vs_fp32_db - CHANCE_DB))
+
+
+def shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
+    """The shape of each output; None for what is no tensor."""
     return [value.shape if isinstance(value, torch.Tensor) else None for value in outputs]
 
 

@@ -5,14 +5,20 @@ The kernels of small models take less time than Python needs to call them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from nc.backends.native.qdq_rewrites import dequantize, quantize
+from nc.backends.native.fuse import packed
+from nc.backends.native.plans.model import planned, why_not
+from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
+from nc.backends.profiling.nodes import node_steps, profile_nodes
+from nc.backends.profiling.profile import Profile, Step
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.global_lock import LOCK
@@ -26,7 +32,7 @@ _SPELLING: dict[Callable[..., object], str] = {
     from_bf16: "{}.to(torch.float32)",
     torch.ops.aten.reshape.default: "{}.reshape({})",  # not the copy that a fuser needs
 }
-#: All executors run the same kernels; bits differ at most where memory is aligned otherwise.
+#: Executors of torch's operators run the same kernels; bits differ at most where memory is aligned otherwise.
 _SAME_DB = 60.0
 # `int_repr` copies them
 _CODES = """
@@ -40,6 +46,27 @@ def _codes(self, q: Tensor) -> Tensor:
 Call = Callable[..., Sequence[Any]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """What runs a lowered graph.
+
+    Attributes:
+        call: flat tensors → flat outputs; safe to call from several threads.
+        weight_bytes: bytes of the constants that it holds.
+        profile: see `EngineModel.profile`.
+        steps: see `EngineModel.steps`.
+        kernels: names of the kernels of operators, where it knows them without running.
+        details: what the report says of it, beside its name.
+    """
+
+    call: Call
+    weight_bytes: Callable[[], int]
+    profile: Callable[[Sequence[torch.Tensor]], Profile]
+    steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]]
+    kernels: Callable[[], Mapping[str, str]] = dict
+    details: Callable[[], Mapping[str, str]] = dict
+
+
 class Executor(Protocol):
     """Something that can run a lowered graph."""
 
@@ -48,16 +75,37 @@ class Executor(Protocol):
     def why_not(self, module: fx.GraphModule) -> str:
         """Why it can't run this graph here, as far as that is known without building; "" when it may."""
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
         """What runs the graph.
 
         Args:
-            module: lowered graph; stays as it is.
+            module: lowered graph, which packs the weights of torch's operators itself; stays as it is.
             example: flat inputs.
 
         Raises:
             BackendError: it can't run this graph.
         """
+
+
+class PlanExecutor:
+    """Kept oneDNN primitives, made once for each set of input sizes: no torch and no set-up between the kernels."""
+
+    name = "oneDNN primitives"
+
+    def why_not(self, module: fx.GraphModule) -> str:
+        """No oneDNN library to call, or operators that work in place."""
+        return why_not(module)
+
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
+        """See `Executor.build`."""
+        rest = [each for each in EXECUTORS if each is not self]
+        model = planned(module, lambda: executable(module, example, executors=rest)[0].call)
+
+        def details() -> Mapping[str, str]:
+            unplanned = model.unplanned()
+            return {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
+
+        return Running(model, model.weight_bytes, model.profile, model.steps, model.kernels, details)
 
 
 class TorchScriptExecutor:
@@ -69,8 +117,9 @@ class TorchScriptExecutor:
         """PyTorch deprecates it."""
         return "" if hasattr(torch.jit, "script") else f"torch {torch.__version__} has no TorchScript"
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
         """See `Executor.build`."""
+        module = packed(module)
         with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
             warnings.simplefilter("ignore")
             scripted = script(module, _SPELLING, _CODES).module
@@ -81,11 +130,15 @@ class TorchScriptExecutor:
                 outputs: Sequence[Any] = scripted(*inputs)
                 return outputs
 
-        return run
+        why = _why_unlike_python(run, module, example)
+        if why:
+            msg = f"{self.name} {why}"
+            raise BackendError(msg)
+        return _of_nodes(run, module)
 
 
 class PythonExecutor:
-    """Python, call by call: it runs every graph, and is what the others are compared with."""
+    """Python, call by call: it runs every graph, and is what TorchScript is compared with."""
 
     name = "Python"
 
@@ -93,56 +146,72 @@ class PythonExecutor:
         """It runs every graph."""
         return ""
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Call:
+    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
         """The graph itself."""
-        return module
+        module = packed(module)
+        return _of_nodes(module, module)
 
 
 PYTHON = PythonExecutor()
 #: In the order in which they are tried. Python is not among them: it runs what none of them can.
-EXECUTORS: tuple[Executor, ...] = (TorchScriptExecutor(),)
+EXECUTORS: tuple[Executor, ...] = (PlanExecutor(), TorchScriptExecutor())
+#: Outputs for the example → what is wrong with them; "" when nothing is.
+Judge = Callable[[Sequence[Any]], str]
 
 
-def executable(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[Call, str]:
-    """What runs the graph: the first executor that gives on the example what Python gives.
-
-    An executor may read the graph otherwise than Python does: to TorchScript `True` as an argument for a number is 1, and `2 ** 2` is 4.0.
+def executable(
+    module: fx.GraphModule, example: Sequence[torch.Tensor], judge: Judge = lambda _: "", executors: Sequence[Executor] | None = None
+) -> tuple[Running, str]:
+    """What runs the graph: the first executor whose outputs for the example are right.
 
     Args:
-        module: lowered graph.
+        module: lowered graph, which packs the weights of torch's operators itself.
         example: flat inputs.
+        judge: what is wrong with outputs.
+        executors: those to try; None: all.
 
     Returns:
-        The callable, and who runs it with why those before it can't, as text; "" when the first one does.
+        What runs it, and, unless the first executor does, who and why not those before it; else "".
     """
     passed_over: list[str] = []
-    for executor in EXECUTORS:
+    for executor in EXECUTORS if executors is None else executors:
         why = executor.why_not(module)
-        call = None
         if not why:
             try:
-                call = executor.build(module, example)
+                running = executor.build(module, example)
+                with torch.no_grad():
+                    found = judge(running.call(*(t.clone() for t in example)))
             except BackendError as error:
                 why = str(error).splitlines()[0]
-        if call is not None:
-            why = _why_wrong(call, executor.name, module, example)
-            if not why:
-                return call, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
+            except RuntimeError as error:
+                why = f"{executor.name} fails: {str(error).strip().splitlines()[-1]}"
+            else:
+                if not found:
+                    return running, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
+                why = f"{executor.name} {found}"
         passed_over.append(why)
     return PYTHON.build(module, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
 
 
-def _why_wrong(call: Call, name: str, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
-    """Why what an executor built is of no use: it fails, or gives something else than Python; "" when it is right."""
+def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
+    """What is wrong with a call that should compute what Python computes.
+
+    TorchScript may read a graph otherwise than Python does: to it `True` as an argument for a number is 1, and `2 ** 2` is 4.0.
+    """
     with torch.no_grad():
-        expected = module(*(t.clone() for t in example))
-        try:
-            got = call(*(t.clone() for t in example))
-        except RuntimeError as error:
-            return f"{name} fails: {str(error).strip().splitlines()[-1]}"
-    if [_kind(v) for v in got] != [_kind(v) for v in expected] or worst_sqnr_db(expected, got) < _SAME_DB:
-        return f"{name} computes something else"
-    return ""
+        expected, got = module(*(t.clone() for t in example)), call(*(t.clone() for t in example))
+    same = [_kind(v) for v in got] == [_kind(v) for v in expected] and worst_sqnr_db(expected, got) >= _SAME_DB
+    return "" if same else "computes something else"
+
+
+def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
+    """A graph of torch's operators, which are profiled one by one."""
+    return Running(
+        call,
+        lambda: sum(t.numel() * t.element_size() for t in module.buffers()),
+        functools.partial(profile_nodes, module, call, CONVERTERS),
+        functools.partial(node_steps, module, CONVERTERS),
+    )
 
 
 def _kind(value: object) -> object:

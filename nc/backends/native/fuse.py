@@ -12,7 +12,7 @@ from torch.fx.node import Argument
 
 from nc.backends.native.operators import prepack
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import constant_of, run_with
+from nc.graph.fx_utils import constant_of, constant_value, copy_module, drop_unused, run_with
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Quantize, Weighted, options
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
@@ -81,16 +81,15 @@ def _note_shape(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
     return value
 
 
-def fuse(module: fx.GraphModule, *, packed: bool = True) -> None:
-    """Replace every linear and convolution that reads codes.
+def fuse(module: fx.GraphModule) -> None:
+    """Replace every linear and convolution that reads codes; the graph packs their weights itself, see `packed`.
 
     Args:
         module: QDQ graph with unsigned codes.
-        packed: weights become constants in the layout of their kernel; else the graph packs them, which `torch.export` can follow.
     """
     for node in list(module.graph.nodes):
         if kind_of_node(node) in _ACTIVATIONS and not why_not_int8(node):
-            _replace(module, region_of(node), packed)
+            _replace(module, region_of(node))
     for node in [n for n in reversed(module.graph.nodes) if not n.users and n.target in (dequantize_per_tensor, dequantize_per_channel)]:
         module.graph.erase_node(node)
 
@@ -219,10 +218,10 @@ def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
     return codes.numbers if (codes.quant_min, codes.quant_max) == (0, 255) else None
 
 
-def _replace(module: fx.GraphModule, region: Region, packed: bool) -> None:
+def _replace(module: fx.GraphModule, region: Region) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
-        call = (_linear if _kind(region) == "linear" else _convolution)(module, region, packed)
+        call = (_linear if _kind(region) == "linear" else _convolution)(module, region)
     call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in _operators(n)])
     if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
@@ -252,11 +251,11 @@ def _output(region: Region) -> tuple[float, int, torch.dtype]:
     return 1.0, 0, torch.bfloat16 if region.bf16 else torch.float32
 
 
-def _linear(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
+def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
     linear = Linear.of(region.anchor)
     codes, scales = weight_of(module, linear.weight)
     x = Dequantize.of(linear.input)
-    w = _weight(module, region, (codes, None), packed), *_scales(module, region, scales)
+    w = _weight(module, region, (codes, None)), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     arguments: tuple[Argument, ...]
     if region.other is None:
@@ -268,13 +267,13 @@ def _linear(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
     return module.graph.call_function(onednn.qlinear_pointwise.binary, arguments)
 
 
-def _convolution(module: fx.GraphModule, region: Region, packed: bool) -> fx.Node:
+def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     conv = Conv.of(region.anchor)
     codes, scales = weight_of(module, conv.weight)
     sizes = conv.sizes(codes.dim() - 2)
     x = Dequantize.of(conv.input)
     how = codes, scales, *x.qparams, *sizes, conv.groups, region.anchor.meta.get(_SHAPE)
-    w = _weight(module, region, how, packed), *_scales(module, region, scales)
+    w = _weight(module, region, how), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     arguments: tuple[Argument, ...]
     if region.other is None:
@@ -335,13 +334,25 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
     return codes, torch.full((codes.shape[0],), view.scale)
 
 
-def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...], packed: bool) -> fx.Node:
-    """A weight as its kernel reads it, from the arguments of the operator that packs it: the packed constant, or a call of that."""
+def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.Node:
+    """A weight as torch's kernel reads it: a call of the operator that packs it, with these arguments."""
     name, operator = region.anchor.name, prepack(_kind(region))
-    if packed:
-        return constant(module, f"{name}_packed", operator(*how))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
     return module.graph.call_function(operator, tuple(nodes))
+
+
+def packed(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a lowered graph whose packed weights are constants."""
+    module, _ = copy_module(module)
+    for node in [n for n in module.graph.nodes if n.target in (prepack("linear"), prepack("conv2d"))]:
+        value = constant_value(module, node)
+        assert value is not None, f"{node.name} does not pack a constant"
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(constant(module, f"{node.name}_packed", value))
+        module.graph.erase_node(node)
+    drop_unused(module)
+    module.recompile()
+    return module
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,15 +13,15 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import Call, executable
-from nc.backends.native.fuse import is_kernel
+from nc.backends.native.execute import PYTHON, Judge, Running, executable
+from nc.backends.native.fuse import is_kernel, packed
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
+from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
-from nc.backends.profiling.nodes import node_steps, profile_nodes
-from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.backends.verify import check_option, first_disagreement, required_db, shapes, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
+from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Decision
 
 
@@ -38,37 +39,48 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     module, outcome = _lowered(graph.module, graph.example)
-    call, details = _callable(module, graph.example, compile)
+    judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph)
+    running, run_by = _running(module, graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():
-            return call(*inputs)
+            return running.call(*inputs)
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         with torch.no_grad():
-            return _callable(_lowered(part, inputs)[0], inputs, compile)[0](*inputs)
+            return _running(_lowered(part, inputs)[0], inputs, compile)[0].call(*inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first)
-    packed = packed_bytes(graph.module)
+    dynamic = packed_bytes(graph.module)
 
     def report() -> EngineReport:
         found = executed(module)
         targets = [node.target for node in module.graph.nodes]
+        kernels = running.kernels()
         return EngineReport(
             backend="native",
-            ops=tuple(_op_run(d, found, outcome) for d in graph.plan.decisions),
+            ops=tuple(_op_run(d, found, outcome, kernels) for d in graph.plan.decisions),
             quantize_outside=targets.count(quantize),
             dequantize_outside=targets.count(dequantize),
-            weight_bytes=packed + sum(t.numel() * t.element_size() for t in module.buffers()),
+            weight_bytes=dynamic + running.weight_bytes(),
             sqnr_db=sqnr,
-            details=details,
+            details=({"run by": run_by} if run_by else {}) | dict(running.details()),
         )
 
     # of compiled code nothing says which part of it computes which operator
-    profile = None if compile else functools.partial(profile_nodes, module, call, CONVERTERS)
-    steps = None if compile else functools.partial(node_steps, module, CONVERTERS)
+    profile, steps = (None, None) if compile else (running.profile, running.steps)
     return EngineModel(run=run, report=report, profile=profile, steps=steps)
+
+
+def _why_unlike(graph: QDQGraph, outputs: Sequence[Any]) -> str:
+    """Why outputs for the example are not what the graph computes; "" when they are."""
+    with torch.no_grad():
+        expected = graph.module(*graph.example)
+    if shapes(expected) != shapes(outputs):
+        return "gives outputs of other shapes"
+    found, required = worst_sqnr_db(expected, outputs), required_db(graph)
+    return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
 
 
 def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, Outcome]:
@@ -77,18 +89,24 @@ def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[fx.
     return module, run_passes(module, (*kernels(example), *finish()))
 
 
-def _callable(module: fx.GraphModule, example: Sequence[torch.Tensor], compile: bool) -> tuple[Call, dict[str, str]]:  # noqa: A002
-    """What runs a lowered graph, and what the report says of that."""
-    if compile:
-        return compiled(copy_module(module)[0]), {"between the kernels": "compiled by torch.compile"}
-    call, run_by = executable(module, example)
-    return call, {"run by": run_by} if run_by else {}
+def _running(
+    module: fx.GraphModule,
+    example: Sequence[torch.Tensor],
+    compile: bool,  # noqa: A002
+    judge: Judge = lambda _: "",
+) -> tuple[Running, str]:
+    """What runs a lowered graph, and what the report says of who does."""
+    if not compile:
+        return executable(module, example, judge)
+    running = PYTHON.build(module, example)
+    call = compiled(copy_module(packed(module))[0])
+    return dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"}), ""
 
 
-def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome) -> OpRun:
+def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome, kernels: Mapping[str, str]) -> OpRun:
     asked = decision.spec.precision
     if asked in ("fp32", found.get(decision.operator)):
-        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason)
+        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason, kernel=kernels.get(decision.operator, ""))
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
     how = "rounded to bf16 before and after" if asked == "bf16" else "between dequantize and quantize"
     return OpRun(operator=decision.operator, ran="fp32", reason=f"{why}; it runs in fp32, {how}")

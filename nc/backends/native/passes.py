@@ -20,12 +20,11 @@ from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline
 
 
-def kernels(example: Sequence[torch.Tensor], *, packed: bool = True) -> tuple[Pass, ...]:
+def kernels(example: Sequence[torch.Tensor]) -> tuple[Pass, ...]:
     """Operators become calls of kernels.
 
     Args:
         example: flat inputs, whose sizes weights are laid out for.
-        packed: as in `fuse`.
     """
     return (
         Pass("shapes", functools.partial(note_shapes, example=example)),
@@ -36,7 +35,7 @@ def kernels(example: Sequence[torch.Tensor], *, packed: bool = True) -> tuple[Pa
         Pass("early_codes", hoist),
         Pass("bf16_round_trips", drop_round_trips),
         Pass("merged_linears", merge),
-        Pass("static_kernels", functools.partial(fuse, packed=packed), why_not_int8, "int8"),
+        Pass("static_kernels", fuse, why_not_int8, "int8"),
     )
 
 

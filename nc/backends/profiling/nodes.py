@@ -48,9 +48,9 @@ def profile_nodes(module: fx.GraphModule, call: Callable[..., object], converter
         repeat(lambda: rows.append((timed(lambda: call(*inputs)), _clocked(module, inputs))))
         with onednn_verbose.captured() as lines:
             _clocked(module, inputs, onednn_verbose.mark)
-    kernels = _by_mark(onednn_verbose.parse(lines))
+    kernels = onednn_verbose.by_mark(onednn_verbose.parse(lines))
     times = list(map(min, zip(*(row[1] for row in rows), strict=True)))
-    steps = tuple(dataclasses.replace(s, kernels=tuple(kernels.get(i, ()))) for i, s in enumerate(_steps(module, converters, times)))
+    steps = tuple(dataclasses.replace(s, kernels=kernels.get(i, ())) for i, s in enumerate(_steps(module, converters, times)))
     return Profile(steps=steps, call_ms=min(row[0] for row in rows), calls=len(rows), threads=torch.get_num_threads())
 
 
@@ -69,16 +69,13 @@ def _clocked(module: fx.GraphModule, inputs: Sequence[torch.Tensor], announce: C
 
 def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[float]) -> tuple[Step, ...]:
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    return tuple(
-        Step(
-            name=_name(node),
-            operators=_operators(node),
-            converts=node.target in converters,
-            serves=_served(node, converters) if node.target in converters else "",
-            ms=ms,
-        )
-        for node, ms in zip(nodes, times, strict=True)
-    )
+    return tuple(dataclasses.replace(describe(node, converters), ms=ms) for node, ms in zip(nodes, times, strict=True))
+
+
+def describe(node: fx.Node, converters: Set[object]) -> Step:
+    """What is known of a node's step before it runs; `converters` as in `profile_nodes`."""
+    converts = node.target in converters
+    return Step(name=_name(node), operators=_operators(node), converts=converts, serves=_served(node, converters) if converts else "")
 
 
 def _operators(node: fx.Node) -> tuple[str, ...]:
@@ -99,18 +96,6 @@ def _served(node: fx.Node, converters: Set[object]) -> str:
         if user.target not in converters:
             waiting += [u for u in user.users if u not in waiting]
     return ""
-
-
-def _by_mark(stream: Sequence[onednn_verbose.Kernel | onednn_verbose.Partition | int]) -> dict[int, list[onednn_verbose.Kernel]]:
-    """The kernels that follow each mark."""
-    found: dict[int, list[onednn_verbose.Kernel]] = {}
-    current = -1
-    for entry in stream:
-        if isinstance(entry, int):
-            current = entry
-        elif isinstance(entry, onednn_verbose.Kernel):
-            found.setdefault(current, []).append(entry)
-    return found
 
 
 def _name(node: fx.Node) -> str:

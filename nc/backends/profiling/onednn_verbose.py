@@ -92,6 +92,18 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
     return found
 
 
+def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kernel, ...]]:
+    """The kernels that follow each mark."""
+    found: dict[int, tuple[Kernel, ...]] = {}
+    current = -1
+    for entry in stream:
+        if isinstance(entry, int):
+            current = entry
+        elif isinstance(entry, Kernel):
+            found[current] = (*found.get(current, ()), entry)
+    return found
+
+
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
     """The lines that oneDNN prints inside, complete once the block ends; takes the standard output of the process over."""

@@ -40,7 +40,7 @@ class Step:
     @property
     def role(self) -> str:
         """One of `ROLES`: arithmetic on codes, between precisions, an operator in fp32 or bf16, or what belongs to no operator."""
-        if self.name.startswith("quantized::") or any(kernel.computes_on_codes for kernel in self.kernels):
+        if self.name.startswith(("quantized::", "onednn::q")) or any(kernel.computes_on_codes for kernel in self.kernels):
             return "int8"
         return "conversion" if self.converts else "fp32" if self.operators else "other"
 

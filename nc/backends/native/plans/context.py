@@ -1,0 +1,190 @@
+"""What one thread needs to run a plan: memory, argument lists with addresses in them, and a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.native.plans.entries import AtenCall, Call, Constant, Part, Plan, Ref, Slot, map_refs
+from nc.errors import BackendError
+from nc.onednn.api import Handle
+from nc.onednn.primitives import SCRATCHPAD, Desc, Maker
+from nc.onednn.runner import CallList, Runner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fill:
+    """A tensor argument that is known at each call only: the one with this number, or a part of it."""
+
+    index: int
+    part: Desc | None = None
+    offset: int = 0
+
+
+#: A part of a plan: it reads and writes tensors by their number.
+_Run = Callable[[list[Any]], None]
+
+
+class Context:
+    """A plan with memory of its own; for one thread at a time.
+
+    Args:
+        plan: what to run.
+        maker: of the oneDNN library.
+        runner: calls primitives.
+        arena: memory for all blocks and the scratchpad, which other contexts of this thread may use too.
+        together: hand calls of primitives over as lists; else one by one, which a clock can tell apart.
+    """
+
+    def __init__(self, plan: Plan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True) -> None:
+        self._plan, self._maker, self._arena = plan, maker, arena
+        self._runner, self._stream = runner, maker.stream()
+        returned = {ref.block for ref in _refs(plan) if isinstance(ref, Part) and ref.block.returned}
+        #: Their memory is allocated at each call, and has the numbers behind the slots.
+        self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
+        self._keep: list[torch.Tensor] = []
+        self._parts: list[_Run] = []
+        calls: list[Call] = []
+        for entry in plan.entries:
+            if calls and not (together and isinstance(entry, Call)):
+                self._parts.append(self._calls(calls))
+                calls = []
+            if isinstance(entry, Call):
+                calls.append(entry)
+            else:
+                self._parts.append(self._operator(entry))
+        if calls:
+            self._parts.append(self._calls(calls))
+        self._outputs = [self._bound(value) for value in plan.outputs]
+        self._own = [isinstance(value, Constant) for value in plan.outputs]
+        self._slots = [slot.index for slot in plan.inputs]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """The outputs for inputs of the plan's sizes.
+
+        Raises:
+            BackendError: a kernel failed.
+        """
+        tensors = self._given(inputs)
+        for part in self._parts:
+            part(tensors)
+        # a caller may change what it gets, but not the plan
+        return [v.clone() if own else _filled(v, tensors) for v, own in zip(self._outputs, self._own, strict=True)]
+
+    def clocked(self, inputs: Sequence[torch.Tensor], announce: Callable[[int], None] = lambda _: None) -> list[float]:
+        """Milliseconds of each part in one run: of each entry, unless calls go `together`. `announce` gets its number before."""
+        tensors = self._given(inputs)
+        times: list[float] = []
+        for index, part in enumerate(self._parts):
+            announce(index)
+            start = time.perf_counter()
+            part(tensors)
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+
+    def _given(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """All tensors of a call by their number; those that operators will make are None yet."""
+        tensors: list[Any] = [None] * (self._plan.slots + len(self._returned))
+        for index, tensor in zip(self._slots, inputs, strict=True):
+            tensors[index] = tensor
+        for block, index in self._returned.items():
+            tensors[index] = torch.empty(block.size, dtype=torch.uint8)
+        return tensors
+
+    def _calls(self, entries: Sequence[Call]) -> _Run:
+        """Calls of primitives one behind the other."""
+        calls = CallList()
+        for entry in entries:
+            memories: dict[int, Handle] = {}
+            for key, (layout, ref) in entry.tensors.items():
+                base, address = self._address(ref)
+                memories[key] = self._maker.memory(layout, address if base is None else 0)
+                if base is not None:
+                    calls.place(memories[key], base, address)
+            scratchpad = entry.primitive.layouts.get(SCRATCHPAD)
+            if scratchpad is not None:
+                memories[SCRATCHPAD] = self._maker.memory(scratchpad, self._arena.data_ptr() + self._plan.arena)
+            calls.add(entry.primitive.handle, memories)
+        bases = calls.bases
+        run = self._runner.bind(calls, self._stream)
+
+        def execute(tensors: list[Any]) -> None:
+            failed = run([tensors[index].data_ptr() for index in bases])
+            if failed:
+                msg = f"a oneDNN kernel failed: call {abs(failed)} of {len(entries)}"
+                raise BackendError(msg)
+
+        return execute
+
+    def _address(self, ref: Ref) -> tuple[int | None, int]:
+        """Where a tensor lies: None and its address, or the number of the tensor that it is a part of, and the offset in bytes."""
+        if isinstance(ref, Constant):
+            self._keep.append(ref.tensor)
+            return None, ref.tensor.data_ptr()
+        if isinstance(ref, Slot):
+            return ref.index, 0
+        if ref.block in self._returned:
+            return self._returned[ref.block], ref.offset
+        return None, self._arena.data_ptr() + self._plan.offsets[ref.block] + ref.offset
+
+    def _operator(self, entry: AtenCall) -> _Run:
+        """A call of an operator of torch's."""
+        target, results = entry.target, entry.results
+        args = [self._bound(value) for value in entry.args]
+        kwargs = {key: self._bound(value) for key, value in entry.kwargs.items()}
+
+        def execute(tensors: list[Any]) -> None:
+            made = target(*(_filled(a, tensors) for a in args), **{key: _filled(value, tensors) for key, value in kwargs.items()})
+            if len(results) == 1 and isinstance(made, torch.Tensor):
+                tensors[results[0]] = made
+            elif results:
+                for index, tensor in zip(results, made, strict=True):
+                    tensors[index] = tensor
+
+        return execute
+
+    def _bound(self, value: Any) -> Any:
+        """An argument with all tensors that are known now."""
+        return map_refs(value, self._tensor)
+
+    def _tensor(self, ref: Ref) -> Any:
+        if isinstance(ref, Constant):
+            return ref.tensor
+        if isinstance(ref, Slot):
+            return _Fill(ref.index)
+        if ref.block in self._returned:
+            return _Fill(self._returned[ref.block], ref.desc, ref.offset)
+        return _part(self._arena, ref.desc, self._plan.offsets[ref.block] + ref.offset)
+
+
+def _refs(plan: Plan) -> list[Ref]:
+    """All references of a plan."""
+    found: list[Ref] = []
+    for entry in plan.entries:
+        if isinstance(entry, Call):
+            found += [ref for _, ref in entry.tensors.values()]
+        else:
+            map_refs((entry.args, list(entry.kwargs.values())), found.append)
+    map_refs(plan.outputs, found.append)
+    return found
+
+
+def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:
+    """A tensor that lies in memory of bytes."""
+    size = desc.dtype.itemsize
+    typed = torch.empty(0, dtype=desc.dtype)
+    return typed.set_(memory.untyped_storage(), (memory.storage_offset() + offset) // size, desc.sizes, desc.strides)
+
+
+def _filled(value: Any, tensors: Sequence[Any]) -> Any:
+    """An argument with the tensors of this call."""
+    if isinstance(value, _Fill):
+        found = tensors[value.index]
+        return found if value.part is None else _part(found, value.part, value.offset)
+    if isinstance(value, list):
+        return [_filled(v, tensors) for v in value]
+    return value

@@ -1,0 +1,136 @@
+"""What a plan consists of: pieces of memory, references to tensors in them, and the calls to make, in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.profiling.profile import Step
+from nc.onednn.primitives import Desc, Layout, Primitive
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Block:
+    """A piece of memory that calls write and read.
+
+    Attributes:
+        size: bytes.
+        first: index of the entry that writes it first.
+        last: index of the last entry that reads it.
+        returned: the caller gets it, so it is allocated at each call; the others lie in the arena.
+    """
+
+    size: int
+    first: int
+    last: int = -1
+    returned: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A tensor that is the same in all calls."""
+
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that another memory manager made: an input, or the result of an ATen operator.
+
+    Attributes:
+        index: its number.
+        desc: sizes, strides and dtype, which are the same in all calls of a plan.
+    """
+
+    index: int
+    desc: Desc
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A tensor in a block.
+
+    Attributes:
+        block: the memory.
+        offset: bytes from its begin.
+        desc: sizes, strides and dtype.
+    """
+
+    block: Block
+    offset: int
+    desc: Desc
+
+
+Ref = Constant | Slot | Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a primitive.
+
+    Attributes:
+        primitive: what is called.
+        tensors: for each argument, how it lies in memory and where.
+        step: what a profile says of it.
+    """
+
+    primitive: Primitive
+    tensors: Mapping[int, tuple[Layout, Ref]]
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AtenCall:
+    """A call of an operator of torch's.
+
+    Attributes:
+        target: the operator.
+        args: its arguments, with references for tensors, also inside lists.
+        kwargs: those by name.
+        results: numbers of the slots that get its results; () where it changes an argument only.
+        step: what a profile says of it.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[int, ...]
+    step: Step
+
+
+Entry = Call | AtenCall
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # no slots: contexts refer to plans weakly
+class Plan:
+    """All that is known before a call.
+
+    Attributes:
+        entries: the calls, in order.
+        inputs: slots of the inputs.
+        outputs: what is returned: references, or values that are no tensors.
+        slots: how many there are.
+        arena: bytes that calls share.
+        offsets: where each block lies in the arena.
+        scratchpad: bytes that every kernel may use, behind the blocks.
+    """
+
+    entries: Sequence[Entry]
+    inputs: Sequence[Slot]
+    outputs: Sequence[Any]
+    slots: int
+    arena: int
+    offsets: Mapping[Block, int]
+    scratchpad: int
+
+
+def map_refs(value: Any, change: Any) -> Any:
+    """A nested argument with every reference changed."""
+    if isinstance(value, (Constant, Slot, Part)):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [map_refs(v, change) for v in value]
+    return value

@@ -1,0 +1,204 @@
+"""A lowered graph run by plans: one for each set of input sizes, with memory for each thread that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans import others, products
+from nc.backends.native.plans.context import Context
+from nc.backends.native.plans.entries import Plan
+from nc.backends.native.plans.recorder import Recorder, Weights
+from nc.backends.profiling import onednn_verbose
+from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.errors import BackendError, BackendUnavailableError
+from nc.onednn.providers import Provider, provider
+from nc.onednn.runner import Runner, runner
+
+Call = Callable[..., Sequence[Any]]
+_Key = tuple[Any, ...]
+_HANDLERS = {**products.HANDLERS, **others.HANDLERS}
+#: Plans of a model; the one that was used longest ago goes.
+_MOST_PLANS = 32
+
+
+class _Memory(threading.local):
+    """What a thread keeps of a model: memory that all its plans share, and contexts, which hold addresses in it."""
+
+    def __init__(self) -> None:
+        self.arena = torch.empty(0, dtype=torch.uint8)
+        self.contexts: weakref.WeakKeyDictionary[Plan, Context] = weakref.WeakKeyDictionary()
+
+
+class PlannedModel:
+    """Runs a lowered graph by plans; safe to call from several threads.
+
+    Args:
+        module: lowered graph, with weights as they are.
+        source: of oneDNN.
+        run_by: what calls the primitives.
+        otherwise: makes what runs the graph for sizes that can't be planned.
+    """
+
+    def __init__(self, module: fx.GraphModule, source: Provider, run_by: Runner, otherwise: Callable[[], Call]) -> None:
+        self._module, self._source, self._runner = module, source, run_by
+        self._otherwise = functools.cache(otherwise)
+        self._weights = Weights()
+        self._plans: dict[_Key, Plan | str] = {}
+        self._used: dict[_Key, int] = {}
+        self._clock = itertools.count()
+        self._memory = _Memory()
+
+    def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
+        """Flat outputs."""
+        inputs = tuple(map(_regular, inputs))
+        key = _key(inputs)
+        self._used[key] = next(self._clock)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan, outputs = self._record(inputs)
+            self._keep(key, plan)
+            if isinstance(plan, Plan):
+                return outputs
+        return self._otherwise()(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
+
+    def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
+        """Every entry of the plan for these inputs, with the time that it took in one run."""
+        inputs = tuple(map(_regular, inputs))
+        with torch.no_grad():
+            plan = self._plan(inputs)
+            times = self._separate(plan).clocked(inputs)
+        return _timed_steps(plan, times)
+
+    def profile(self, inputs: Sequence[torch.Tensor]) -> Profile:
+        """Time and kernel of every entry of the plan for these inputs; takes the process's standard output over."""
+        inputs = tuple(map(_regular, inputs))
+        with torch.no_grad():
+            plan = self._plan(inputs)
+            separate = self._separate(plan)
+            for _ in range(WARM_UP):
+                self(*inputs)
+            rows: list[tuple[float, list[float]]] = []
+            repeat(lambda: rows.append((timed(lambda: self(*inputs)), separate.clocked(inputs))))
+            with onednn_verbose.captured() as lines:
+                separate.clocked(inputs, onednn_verbose.mark)
+        of_torch = onednn_verbose.by_mark(onednn_verbose.parse(lines))  # a primitive's kernel is known without
+        times = list(map(min, zip(*(row[1] for row in rows), strict=True)))
+        call_ms = min(row[0] for row in rows)
+        steps = tuple(
+            step if step.kernels else dataclasses.replace(step, kernels=of_torch.get(index, ()))
+            for index, step in enumerate(_timed_steps(plan, times))
+        )
+        return Profile(steps=steps, call_ms=call_ms, calls=len(rows), threads=torch.get_num_threads())
+
+    def kernels(self) -> dict[str, str]:
+        """For each operator its kernels in the plans that there are."""
+        found: dict[str, dict[str, None]] = {}
+        for plan in self._plans.values():
+            for entry in plan.entries if isinstance(plan, Plan) else ():
+                for operator in entry.step.operators[:1]:
+                    found.setdefault(operator, {})[entry.step.kernel] = None
+        return {operator: " or ".join(kernels) for operator, kernels in found.items()}
+
+    def weight_bytes(self) -> int:
+        """Bytes of the constants that it holds: packed weights, and what is no weight."""
+        nodes = self._module.graph.nodes
+        packed = {source for node in nodes if node.target in products.PREPACKS for source in node.all_input_nodes}
+        names = {str(node.target) for node in nodes if node.op == "get_attr" and node not in packed}
+        values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
+        return sum(value.numel() * value.element_size() for value in values) + self._weights.size()
+
+    def how(self) -> str:
+        """Who calls what, in words."""
+        return f"{self._source}, called by {self._runner.name}"
+
+    def unplanned(self) -> tuple[str, ...]:
+        """Why sizes that were seen can't be planned, one text for each reason."""
+        return tuple(dict.fromkeys(plan for plan in self._plans.values() if isinstance(plan, str)))
+
+    def _plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan:
+        """The plan for inputs, made if need be; raises BackendError where there is none."""
+        self(*inputs)
+        found = self._plans[_key(inputs)]
+        if isinstance(found, str):
+            raise BackendError(found)
+        return found
+
+    def _separate(self, plan: Plan) -> Context:
+        """A context of its own, which runs entries one by one."""
+        arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8)
+        return Context(plan, self._source.maker, self._runner, arena, together=False)
+
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | str, Sequence[Any]]:
+        """A new plan with the outputs, or why there is none."""
+        recorder = Recorder(self._module, self._source.maker, self._weights, _HANDLERS, products.LATER)
+        try:
+            return recorder.record(inputs)
+        except BackendError as error:
+            return str(error), ()
+
+    def _keep(self, key: _Key, plan: Plan | str) -> None:
+        self._plans[key] = plan
+        while len(self._plans) > _MOST_PLANS:
+            oldest = min(list(self._plans), key=lambda k: self._used.get(k, -1))
+            self._plans.pop(oldest, None)
+            self._used.pop(oldest, None)
+
+    def _context(self, plan: Plan) -> Context:
+        memory = self._memory
+        found = memory.contexts.get(plan)
+        if found is None:
+            needed = plan.arena + plan.scratchpad
+            if needed > memory.arena.numel():
+                memory.contexts.clear()  # they point into the memory that goes now
+                memory.arena = torch.empty(needed, dtype=torch.uint8)
+            found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
+        return found
+
+
+def _timed_steps(plan: Plan, times: Sequence[float]) -> tuple[Step, ...]:
+    return tuple(dataclasses.replace(entry.step, ms=ms) for entry, ms in zip(plan.entries, times, strict=True))
+
+
+def _key(inputs: Sequence[torch.Tensor]) -> _Key:
+    """What a plan is made for. The number of threads, too: kernels divide their work when they are made.
+
+    torch gives a new thread its number of threads when it is asked for it first.
+    """
+    return (torch.get_num_threads(), *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
+
+
+def why_not(module: fx.GraphModule) -> str:
+    """Why a graph is not to be planned here, as far as that is known before; "" when it may be."""
+    overloads = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    if not any(overload.namespace == "onednn" for overload in overloads):
+        return "this graph has no static int8 kernel, whose set-up could be kept"
+    # oneDNN's sums change memory that the graph has given them
+    if any(overload._schema.is_mutable and overload.namespace != "onednn" for overload in overloads):
+        return "operators of this graph work in place"
+    try:
+        provider()
+    except BackendUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def planned(module: fx.GraphModule, otherwise: Callable[[], Call]) -> PlannedModel:
+    """What runs a lowered graph by plans; see `PlannedModel`."""
+    source = provider()
+    return PlannedModel(module, source, runner(source.maker.library)[0], otherwise)
+
+
+def _regular(tensor: torch.Tensor) -> torch.Tensor:
+    """An input that lies without gaps."""
+    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+        return tensor
+    return tensor.contiguous()

@@ -1,0 +1,289 @@
+"""Operators between the products as primitives: conversions, pools, norms, and functions of each element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy
+from nc.backends.native.plans.recorder import Handler, Recorder, Traced
+from nc.backends.native.qdq_rewrites import dequantize, quantize
+from nc.onednn.primitives import (
+    DST,
+    DTYPES,
+    MULTIPLE_SRC,
+    SCALE,
+    SCALES,
+    SHIFT,
+    SRC,
+    SRC_1,
+    ZERO_POINTS,
+    Attributes,
+    Desc,
+    Eltwise,
+    Geometry,
+    contiguous_strides,
+)
+
+_onednn, _aten = torch.ops.onednn, torch.ops.aten
+_SPATIAL = (4, 5)
+
+
+def to_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """fp32 → uint8 codes."""
+    x, scale, zero_point = recorder.read(a["0"]), a["1"], a["2"]
+    if x is None or x.tensor.dtype is not torch.float32:
+        return None
+    sizes = x.tensor.shape
+    images = x.tensor.dim() in _SPATIAL and _read_by_convolutions(node)
+    strides = channels_last_strides(sizes) if images else _dense_strides(x.tensor)
+    result = recorder.new(sizes, strides, torch.uint8)
+    masks, tensors = {DST: 0}, {SCALES | DST: torch.tensor([scale], dtype=torch.float32)}
+    zero_points = {DST: 0} if zero_point else {}
+    if zero_point:
+        tensors[ZERO_POINTS | DST] = torch.tensor([zero_point], dtype=torch.int32)
+    _reorder(recorder, node, x, result, Attributes(masks, zero_points), tensors)
+    return result
+
+
+def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """uint8 codes → fp32."""
+    x, scale, zero_point = recorder.read(a["0"]), a["1"], a["2"]
+    if x is None:
+        return None
+    result = recorder.new(x.tensor.shape, _dense_strides(x.tensor), torch.float32)
+    masks, tensors = {SRC: 0}, {SCALES | SRC: torch.tensor([scale], dtype=torch.float32)}
+    zero_points = {SRC: 0} if zero_point else {}
+    if zero_point:
+        tensors[ZERO_POINTS | SRC] = torch.tensor([zero_point], dtype=torch.int32)
+    _reorder(recorder, node, x, result, Attributes(masks, zero_points), tensors)
+    return result
+
+
+def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::layer_norm` over the last dimension."""
+    x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
+    if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
+        return None
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
+    primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], Attributes())
+    recorder.call(primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node)
+    return result
+
+
+def softmax(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::softmax` and `aten::_softmax`."""
+    x = recorder.read(a.get("self", a.get("input")))
+    if x is None or not _is_plain(x) or a.get("dtype") not in (None, torch.float32):
+        return None
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
+    primitive = recorder.maker.softmax(x.desc, result.desc, a["dim"] % x.tensor.dim(), Attributes())
+    recorder.call(primitive, {SRC: x, DST: result}, node)
+    return result
+
+
+def max_pool(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`quantized::max_pool2d` on codes."""
+    x = recorder.read(a["qx"])
+    if x is None or a["ceil_mode"] or x.tensor.dim() not in _SPATIAL:
+        return None
+    return _pool(recorder, node, "max", x, a["kernel_size"], a["stride"], a["padding"], a["dilation"])
+
+
+def global_mean(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """Means over all positions: `aten::adaptive_avg_pool2d` to one, `aten::mean` of the last two dimensions."""
+    x = recorder.read(a.get("self", a.get("input")))
+    if x is None or x.tensor.dim() != 4 or x.tensor.dtype is not torch.float32:
+        return None
+    if "output_size" in a:
+        if any(size != 1 for size in a["output_size"]):
+            return None
+    elif not a.get("dim") or sorted(d % 4 for d in a["dim"]) != [2, 3] or a.get("dtype") not in (None, torch.float32):
+        return None
+    result = _pool(recorder, node, "mean", x, x.tensor.shape[2:], (1, 1), (0, 0), (1, 1))
+    keep = "output_size" in a or a.get("keepdim")
+    return result if keep else Traced(result.tensor[:, :, 0, 0], result.root)
+
+
+def _pool(
+    recorder: Recorder,
+    node: fx.Node,
+    name: str,
+    x: Traced,
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    pads: Sequence[int],
+    dilations: Sequence[int],
+) -> Traced:
+    x = channels_last(recorder, x, node)
+    geometry = Geometry(tuple(strides), tuple(pads), tuple(pads), tuple(dilations))
+    how = zip(x.tensor.shape[2:], kernel, strides, pads, dilations, strict=True)
+    sizes = *x.tensor.shape[:2], *((i + 2 * p - (d * (k - 1) + 1)) // s + 1 for i, k, s, p, d in how)
+    result = recorder.new(sizes, channels_last_strides(sizes), x.tensor.dtype)
+    primitive = recorder.maker.pooling(name, x.desc, result.desc, kernel, geometry)
+    recorder.call(primitive, {SRC: x, DST: result}, node)
+    return result
+
+
+def _unary(name: str, alpha: float = 0.0, beta: float = 0.0) -> Handler:
+    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+        return _elementwise(recorder, node, a, Eltwise(name, alpha, beta))
+
+    return handler
+
+
+def gelu(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::gelu`."""
+    return _elementwise(recorder, node, a, Eltwise("gelu_tanh" if a["approximate"] == "tanh" else "gelu_erf"))
+
+
+def _elementwise(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], operation: Eltwise) -> Traced | None:
+    x = recorder.read(a.get("self", a.get("input")))
+    if x is None or x.tensor.dtype is not torch.float32 or not _is_dense(x.tensor):
+        return None
+    result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
+    source, target = _flat(x, result)
+    primitive = recorder.maker.eltwise(operation, source, target, Attributes())
+    recorder.call(primitive, {SRC: x, DST: result}, node)
+    return result
+
+
+def _binary(name: str) -> Handler:
+    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+        x, y = recorder.read(a["self"]), recorder.read(a["other"])
+        if x is None or y is None or a.get("alpha", 1) != 1 or {x.tensor.dtype, y.tensor.dtype} != {torch.float32}:
+            return None
+        if name in ("add", "mul") and not _covers(x.tensor, y.tensor):
+            x, y = y, x
+        if not _covers(x.tensor, y.tensor) or not _is_dense(x.tensor):
+            return None
+        second = Traced(y.tensor[(None,) * (x.tensor.dim() - y.tensor.dim())], y.root)
+        result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
+        left, right, target = _flat(x, second, result)
+        primitive = recorder.maker.binary(name, left, right, target, Attributes())
+        recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
+        return result
+
+    return handler
+
+
+def _covers(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether an operation of both has the shape of `x`."""
+    return x.dim() >= y.dim() and all(n in (1, m) for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False))
+
+
+def duplicate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::clone` and `aten::contiguous`: a copy, or the tensor itself where that lies right."""
+    x = recorder.read(a["self"])
+    wanted = a.get("memory_format")
+    if x is None or x.tensor.dtype not in DTYPES or not x.tensor.numel():
+        return None
+    if wanted is torch.channels_last and x.tensor.dim() == 4:
+        strides = channels_last_strides(x.tensor.shape)
+    elif wanted in (None, torch.preserve_format) and node.target is _aten.clone.default:
+        strides = _dense_strides(x.tensor)
+    else:
+        strides = contiguous_strides(x.tensor.shape)
+    if node.target is _aten.contiguous.default and tuple(x.tensor.stride()) == strides:
+        return x
+    result = recorder.new(x.tensor.shape, strides, x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return result
+
+
+def reshape(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::reshape` where that is a copy."""
+    x = recorder.read(a["self"])
+    if x is None or x.tensor.dtype not in DTYPES or not x.tensor.numel() or x.tensor.is_contiguous():
+        return None
+    if x.tensor.reshape(a["shape"]).untyped_storage().data_ptr() == x.tensor.untyped_storage().data_ptr():
+        return None  # a view
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return Traced(result.tensor.reshape(a["shape"]), result.root)
+
+
+def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::cat`."""
+    parts = [recorder.read(value) for value in a["tensors"]]
+    tensors = [part.tensor for part in parts if part is not None and part.tensor.dtype in DTYPES and part.tensor.numel()]
+    if len(tensors) < len(parts) or len({(t.dtype, t.dim()) for t in tensors}) > 1 or len(tensors) < 2:
+        return None
+    axis = a["dim"] % tensors[0].dim()
+    sizes = list(tensors[0].shape)
+    sizes[axis] = sum(t.shape[axis] for t in tensors)
+    images = tensors[0].dim() in _SPATIAL and all(tuple(t.stride()) == channels_last_strides(t.shape) for t in tensors)
+    result = recorder.new(sizes, channels_last_strides(sizes) if images else contiguous_strides(sizes), tensors[0].dtype)
+    primitive = recorder.maker.concat([part.desc for part in parts if part is not None], result.desc, axis)
+    recorder.call(primitive, {MULTIPLE_SRC + i: part for i, part in enumerate(parts) if part is not None} | {DST: result}, node)
+    return result
+
+
+def _reorder(
+    recorder: Recorder, node: fx.Node, x: Traced, result: Traced, attributes: Attributes, tensors: Mapping[int, torch.Tensor]
+) -> None:
+    maker = recorder.maker
+    source, target = _flat(x, result)
+    primitive = maker.reorder(maker.layout(source), maker.layout(target), attributes)
+    recorder.call(primitive, {SRC: x, DST: result, **tensors}, node)
+
+
+def _flat(*tensors: Traced) -> list[Desc]:
+    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps.
+
+    Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of the dimensions.
+    """
+    first = tensors[0].tensor
+    if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and _is_dense(t.tensor) for t in tensors):
+        return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
+    return [t.desc for t in tensors]
+
+
+def _read_by_convolutions(node: fx.Node) -> bool:
+    """Whether some convolution reads a node's codes, perhaps padded."""
+    return any(str(user.target).startswith("onednn.qconv") or (user.target in PADS and _read_by_convolutions(user)) for user in node.users)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a new tensor that keeps the order of the dimensions in memory."""
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of at least one element lies without gaps, whatever the order of its dimensions."""
+    return tensor.numel() > 0 and tuple(tensor.stride()) == _dense_strides(tensor)
+
+
+def _is_plain(x: Traced) -> bool:
+    return x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() and x.tensor.numel() > 0
+
+
+HANDLERS: Mapping[Any, Handler] = {
+    quantize: to_codes,
+    dequantize: from_codes,
+    torch.ops.quantized.max_pool2d.default: max_pool,
+    _aten.layer_norm.default: layer_norm,
+    _aten.softmax.int: softmax,
+    _aten._softmax.default: softmax,
+    _aten.adaptive_avg_pool2d.default: global_mean,
+    _aten.mean.dim: global_mean,
+    _aten.relu.default: _unary("relu"),
+    _aten.sigmoid.default: _unary("logistic"),
+    _aten.tanh.default: _unary("tanh"),
+    _aten.silu.default: _unary("swish", 1.0),
+    _aten.hardswish.default: _unary("hardswish", 1 / 6, 0.5),
+    _aten.hardsigmoid.default: _unary("hardsigmoid", 1 / 6, 0.5),
+    _aten.relu6.default: _unary("clip", 0.0, 6.0),
+    _aten.gelu.default: gelu,
+    _aten.add.Tensor: _binary("add"),
+    _aten.sub.Tensor: _binary("sub"),
+    _aten.mul.Tensor: _binary("mul"),
+    _aten.div.Tensor: _binary("div"),
+    _aten.clone.default: duplicate,
+    _aten.contiguous.default: duplicate,
+    _aten.reshape.default: reshape,
+    _aten.cat.default: concatenation,
+}

@@ -1,0 +1,257 @@
+"""Linears and convolutions as primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.operators import prepack
+from nc.backends.native.plans.recorder import Handler, Later, Recorder, Traced
+from nc.errors import BackendError
+from nc.onednn.primitives import (
+    BIAS,
+    DST,
+    POST_OP,
+    SCALES,
+    SRC,
+    SRC_1,
+    WEIGHTS,
+    ZERO_POINTS,
+    Attributes,
+    BinaryOp,
+    Desc,
+    Eltwise,
+    Geometry,
+    Layout,
+    PostOp,
+    Primitive,
+    Sum,
+    contiguous_strides,
+)
+
+_onednn, _aten = torch.ops.onednn, torch.ops.aten
+#: Constant pads of codes: a convolution pads by itself.
+PADS = (_aten.pad.default, _aten.constant_pad_nd.default)
+
+
+def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`onednn::qlinear_pointwise`, with or without a sum."""
+    x, weight = recorder.read(a["qx"]), _codes(recorder, a["qw"])
+    scales, bias = recorder.constant(a["w_scale"]), _bias(recorder, a["bias"])
+    post = _unary(a, "post_op_name", "unary_post_op")
+    if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None) or x.tensor.dim() < 1:
+        return None
+    rows = _rows(x)
+    if rows is None:
+        return None
+    outputs, inputs = weight.shape
+    sizes = *x.tensor.shape[:-1], outputs
+    other, binary = recorder.read(a.get("other")), a.get("binary_post_op", "none")
+    if binary == "sum":  # into the memory of the other side, which the graph has made free
+        if other is None or other.root is None or not other.tensor.is_contiguous():
+            return None
+        result = other
+    else:
+        result = recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
+    flat = Traced(result.tensor.view(-1, outputs), result.root)
+    tensors: dict[int, Any] = {SRC: rows, DST: flat}
+    post_ops: tuple[PostOp, ...] = post
+    if binary == "sum":
+        post_ops = (Sum(a["other_scale"], a["other_zp"], result.tensor.dtype), *post)
+    elif binary == "add":
+        added = _rows(other) if other is not None else None
+        if added is None or added.tensor.shape != flat.tensor.shape:
+            return None
+        post_ops = (BinaryOp("add", added.desc), *post)
+        tensors[POST_OP | SRC_1] = added
+    attributes = _attributes(a, tensors, scales, 1 << 1, result.tensor.dtype, post_ops)
+    bias_desc = None if bias is None else Desc.dense((1, outputs), torch.float32)
+    if bias is not None:
+        tensors[BIAS] = bias
+
+    def make(weights: Desc | Layout) -> Primitive:
+        return recorder.maker.matmul(rows.desc, weights, bias_desc, flat.desc, attributes)
+
+    primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc((inputs, outputs), (1, inputs), torch.int8))
+    recorder.call(primitive, tensors, node)
+    return result
+
+
+def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`onednn::qconv*_pointwise`, with or without a sum."""
+    x, before, after = _unpadded(recorder, a["qx"], a["x_zero_point"])
+    weight, scales, bias = _codes(recorder, a["qw"]), recorder.constant(a["w_scale"]), _bias(recorder, a["bias"])
+    post = _unary(a, "attr", "unary_attr")
+    if weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
+        return None
+    dims = weight.dim() - 2
+    if x.tensor.dim() != weight.dim():
+        return None
+    x = channels_last(recorder, x, node)
+    pads = _each(a["padding"], dims)
+    geometry = Geometry(
+        _each(a["stride"], dims),
+        tuple(p + q for p, q in zip(pads, before or [0] * dims, strict=True)),
+        tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
+        _each(a["dilation"], dims),
+    )
+    sizes = x.tensor.shape[0], weight.shape[0], *_output_sizes(x.tensor.shape[2:], weight.shape[2:], geometry)
+    dtype = a["output_dtype"] or torch.uint8
+    accumulator = recorder.read(a.get("qaccum"))
+    if accumulator is not None:
+        if accumulator.root is None or tuple(accumulator.tensor.shape) != sizes:
+            return None
+        if not _is_channels_last(accumulator.tensor):
+            return None
+        result = accumulator
+        post = (Sum(a["accum_scale"], a["accum_zero_point"], torch.uint8) if dtype is torch.uint8 else Sum(), *post)
+    else:
+        result = recorder.new(sizes, channels_last_strides(sizes), dtype)
+    groups = a["groups"]
+    shape = (groups, weight.shape[0] // groups, *weight.shape[1:]) if groups > 1 else tuple(weight.shape)
+    tensors: dict[int, Any] = {SRC: x, DST: result}
+    attributes = _attributes(a, tensors, scales, 3 if groups > 1 else 1, dtype, post)
+    bias_desc = None if bias is None else Desc.dense((weight.shape[0],), torch.float32)
+    if bias is not None:
+        tensors[BIAS] = bias
+
+    def make(weights: Desc | Layout) -> Primitive:
+        return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
+
+    primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
+    recorder.call(primitive, tensors, node)
+    return result
+
+
+def channels_last(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
+    """A tensor whose channels lie next to each other: itself, or a copy."""
+    if _is_channels_last(x.tensor):
+        return x
+    result = recorder.new(x.tensor.shape, channels_last_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return result
+
+
+def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> None:
+    """Copy values to memory of another layout."""
+    maker = recorder.maker
+    primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
+    recorder.call(primitive, {SRC: source, DST: target}, node)
+
+
+def channels_last_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor [N, C, ...] that lies as [N, ..., C]."""
+    batch, channels, *spatial = sizes
+    strides = contiguous_strides((batch, *spatial, channels))
+    return strides[0], strides[-1], *strides[1:-1]
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether strides are those of [N, ..., C]; where a size is 1 its stride does not count for torch, but kernels are chosen by it."""
+    return tuple(tensor.stride()) == channels_last_strides(tensor.shape)
+
+
+def _rows(x: Traced) -> Traced | None:
+    """A tensor [..., K] as rows, where that needs no copy."""
+    if x.tensor.dim() == 2 and x.tensor.stride(1) == 1:
+        return x
+    try:
+        return Traced(x.tensor.view(-1, x.tensor.shape[-1]), x.root) if x.tensor.stride(-1) == 1 else None
+    except RuntimeError:  # rows with gaps that no stride describes
+        return None
+
+
+def _codes(recorder: Recorder, value: Any) -> torch.Tensor | None:
+    """The codes of a weight that the graph would pack."""
+    if not isinstance(value, Later) or value.node.target not in PREPACKS:
+        return None
+    codes = recorder.constant(value.named["weight"])
+    return None if codes is None else codes.contiguous()
+
+
+def _bias(recorder: Recorder, value: Any) -> torch.Tensor | None:
+    bias = recorder.constant(value)
+    return None if bias is None else bias.detach().float().contiguous()
+
+
+def _unary(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
+    """The activation behind the product; None for one that is not known."""
+    key = next(name for name in names if name in a)
+    prefix = key.removesuffix("_name")
+    name = a[key] or "none"
+    numbers = [float(v) for v in (a.get(f"{prefix}_args") or a.get("scalars") or a.get("unary_scalars") or [])]
+    algorithm = a.get(f"{prefix}_algorithm") or a.get("algorithm") or a.get("unary_algorithm") or ""
+    if name == "none":
+        return ()
+    known = {
+        "relu": Eltwise("relu"),
+        "tanh": Eltwise("tanh"),
+        "swish": Eltwise("swish", 1.0),
+        "hardswish": Eltwise("hardswish", 1 / 6, 0.5),
+        "gelu": Eltwise("gelu_tanh" if algorithm == "tanh" else "gelu_erf"),
+        "leaky_relu": Eltwise("relu", *numbers[:1]),
+        "hardtanh": Eltwise("clip", *numbers[:2]),
+    }
+    return (known[name],) if name in known else None
+
+
+def _attributes(
+    a: Mapping[str, Any], tensors: dict[int, Any], scales: torch.Tensor, mask: int, dtype: torch.dtype, post_ops: tuple[PostOp, ...]
+) -> Attributes:
+    """Scales and zero points, which are arguments of the call too."""
+    masks, zero_points = {SRC: 0, WEIGHTS: mask if scales.numel() > 1 else 0}, {}
+    tensors[SCALES | SRC] = torch.tensor([a["x_scale"]], dtype=torch.float32)
+    tensors[SCALES | WEIGHTS] = scales.detach().float().contiguous()
+    if a["x_zero_point"]:
+        zero_points[SRC] = 0
+        tensors[ZERO_POINTS | SRC] = torch.tensor([a["x_zero_point"]], dtype=torch.int32)
+    if dtype is torch.uint8:
+        masks[DST] = 0
+        tensors[SCALES | DST] = torch.tensor([a["output_scale"]], dtype=torch.float32)
+        if a["output_zero_point"]:
+            zero_points[DST] = 0
+            tensors[ZERO_POINTS | DST] = torch.tensor([a["output_zero_point"]], dtype=torch.int32)
+    return Attributes(masks, zero_points, post_ops)
+
+
+def _unpadded(recorder: Recorder, value: Any, zero_point: int) -> tuple[Traced, list[int] | None, list[int] | None]:
+    """What a convolution reads in front of a pad that it can make itself, and the pad."""
+    if isinstance(value, Later) and value.node.target in PADS:
+        a = value.named
+        x, pads = recorder.read(a["self"]), a["pad"]
+        dims = x.tensor.dim() - 2 if x is not None else 0
+        plain = a.get("mode", "constant") == "constant" and (a["value"] or 0) == zero_point and min(pads) >= 0
+        if x is not None and plain and len(pads) <= 2 * dims:
+            padded = [*pads, *[0] * (2 * dims - len(pads))]
+            return x, padded[0::2][::-1], padded[1::2][::-1]
+    x = recorder.read(value)
+    if x is None:
+        msg = "a convolution reads no tensor"
+        raise BackendError(msg)
+    return x, None, None
+
+
+def _output_sizes(inputs: Sequence[int], kernel: Sequence[int], g: Geometry) -> list[int]:
+    """Spatial sizes of a convolution's result."""
+    how = zip(inputs, kernel, g.strides, g.before, g.after, g.dilations, strict=True)
+    return [(i + before + after - (dilation * (k - 1) + 1)) // stride + 1 for i, k, stride, before, after, dilation in how]
+
+
+def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
+    return tuple(values) * (dims if len(values) == 1 else 1)
+
+
+#: What packs weights for torch's operators.
+PREPACKS = frozenset({prepack("linear"), prepack("conv2d")})
+LATER = frozenset({*PREPACKS, *PADS})
+HANDLERS: Mapping[Any, Handler] = {
+    _onednn.qlinear_pointwise.default: linear,
+    _onednn.qlinear_pointwise.binary: linear,
+    _onednn.qconv1d_pointwise.default: convolution,
+    _onednn.qconv2d_pointwise.default: convolution,
+    _onednn.qconv2d_pointwise.binary: convolution,
+    _onednn.qconv3d_pointwise.default: convolution,
+}

@@ -1,0 +1,371 @@
+"""Make a plan by running a lowered graph once: every node becomes a primitive, a view, a constant, or a call of its ATen operator.
+
+What is made is run at once on the inputs of this call, so sizes and strides are those of real tensors, and the first call has its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.arena import aligned, solve
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, Part, Plan, Ref, Slot
+from nc.backends.native.qdq_rewrites import CONVERTERS
+from nc.backends.profiling.nodes import describe
+from nc.backends.profiling.onednn_verbose import Kernel
+from nc.backends.profiling.profile import Step
+from nc.errors import BackendError
+from nc.graph.views import called_with, returned
+from nc.onednn.api import Unimplemented
+from nc.onednn.execute import packed, run_once
+from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc, Layout, Maker, Primitive
+
+#: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
+_UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_SHORT = {torch.uint8: "u8", torch.int8: "s8", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "s32"}
+_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "numel"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A tensor of this run, and the memory that it will lie in: its block, its slot, or itself where it is constant."""
+
+    tensor: torch.Tensor
+    root: Block | Slot | None
+
+    @property
+    def desc(self) -> Desc:
+        """Its layout."""
+        return Desc.of(self.tensor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """A node that its readers may take into their own kernels; computed where one does not.
+
+    Attributes:
+        node: the node.
+        args: its arguments by position, evaluated.
+        kwargs: those by name.
+    """
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """Its arguments by the names of the operator's schema."""
+        return _by_name(self.node, self.args, self.kwargs)
+
+
+Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
+
+
+class Weights:
+    """Packed weights of a model, shared by its plans."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[int, Desc], list[tuple[Layout, torch.Tensor]]] = {}
+
+    def known(self, tensor: torch.Tensor, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
+        """The layouts that there are of a weight."""
+        return self._packed.setdefault((tensor.data_ptr(), desc), [])
+
+    def size(self) -> int:
+        """Bytes."""
+        return sum(packed.numel() for layouts in self._packed.values() for _, packed in layouts)
+
+
+class Recorder:
+    """Makes one plan.
+
+    Args:
+        module: lowered graph, with weights as they are.
+        maker: of the oneDNN library.
+        weights: those packed already.
+        handlers: what makes primitives of nodes, by target. A handler returns None where it can't.
+        later: targets whose nodes wait for their readers.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, maker: Maker, weights: Weights, handlers: Mapping[Any, Handler], later: frozenset[Any]
+    ) -> None:
+        self.module, self.maker, self.weights = module, maker, weights
+        self._handlers, self._later = handlers, later
+        self._entries: list[Entry] = []
+        self._blocks: list[Block] = []
+        self._slots = 0
+        self._env: dict[fx.Node, Any] = {}
+
+    def record(self, inputs: Sequence[torch.Tensor]) -> tuple[Plan, list[Any]]:
+        """The plan for inputs of these sizes, and the outputs for these inputs.
+
+        Raises:
+            BackendError: the graph can't be planned.
+        """
+        given = [Traced(tensor, self._slot(tensor)) for tensor in inputs]
+        remaining = iter(given)
+        last_reader = {source: node for node in self.module.graph.nodes for source in node.all_input_nodes}
+        ends: dict[fx.Node, list[fx.Node]] = {}
+        for source, node in last_reader.items():
+            ends.setdefault(node, []).append(source)
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._env[node] = next(remaining)
+            elif node.op == "get_attr":
+                self._env[node] = self._attribute(str(node.target))
+            elif node.op == "call_function":
+                self._env[node] = self._evaluate(node)
+            for source in ends.get(node, ()) if node.op != "output" else ():
+                del self._env[source]  # its memory is free for the next
+        outputs = [self._output(value) for value in self._arguments(returned(self.module))]
+        values = [(o.tensor if o.root is not None else o.tensor.clone()) if isinstance(o, Traced) else o for o in outputs]
+        return self._plan([value.root for value in given], outputs), values
+
+    def read(self, value: Any) -> Traced | None:
+        """A tensor argument of a handler, computed if it waits; None where there is none."""
+        if isinstance(value, Later):
+            value = self._aten(value.node, value.args, value.kwargs)
+        return value if isinstance(value, Traced) else None
+
+    def constant(self, value: Any) -> torch.Tensor | None:
+        """The tensor of a constant argument; None where there is none, or it is not constant."""
+        traced = self.read(value)
+        return traced.tensor if traced is not None and traced.root is None else None
+
+    def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Traced:
+        """Memory for a result."""
+        tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype)
+        block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
+        self._blocks.append(block)
+        return Traced(tensor, block)
+
+    def call(self, primitive: Primitive, tensors: Mapping[int, Traced | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node) -> None:
+        """Append a call and make it.
+
+        Raises:
+            Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than.
+        """
+        if primitive.is_reference:
+            msg = f"oneDNN has only the kernel {primitive.kernel!r} for {node.name}"
+            raise Unimplemented(msg)
+        arguments: dict[int, tuple[Layout, Ref]] = {}
+        now: dict[int, torch.Tensor] = {}
+        for key, value in tensors.items():
+            if isinstance(value, Traced):
+                now[key] = value.tensor
+                arguments[key] = (primitive.layouts.get(key) or self.maker.layout(value.desc), self._ref(value))
+            elif isinstance(value, tuple):
+                now[key] = value[1]
+                arguments[key] = (value[0], Constant(value[1]))
+            else:
+                now[key] = value
+                arguments[key] = (primitive.layouts.get(key) or self.maker.layout(Desc.of(value)), Constant(value))
+        run_once(self.maker, primitive, now)
+        self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
+
+    def packed(
+        self, make: Callable[[Desc | Layout], Primitive], tensor: torch.Tensor, desc: Desc
+    ) -> tuple[Primitive, tuple[Layout, torch.Tensor]]:
+        """A primitive with a constant weight, and the weight in its layout.
+
+        A layout that exists already is taken where a kernel takes it, so that plans share weights.
+
+        Args:
+            make: makes the primitive for a weight's layout; for a `Desc` it chooses one.
+            tensor: the weight.
+            desc: how the primitive is to read it.
+        """
+        known = self.weights.known(tensor, desc)
+        for layout, bytes_ in known:
+            try:
+                primitive = make(layout)
+            except BackendError:
+                continue
+            if not primitive.is_reference:
+                return primitive, (layout, bytes_)
+        primitive = make(desc)
+        layout = primitive.layouts[WEIGHTS]
+        known.append((layout, packed(self.maker, tensor, desc, layout)))
+        return primitive, known[-1]
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        args, kwargs = called_with(node)
+        args, kwargs = tuple(self._arguments(args)), {key: self._arguments(value) for key, value in kwargs.items()}
+        if node.target is operator.getitem and isinstance(args[0], list):
+            return args[0][args[1]]
+        if node.target in self._later:
+            return Later(node, args, kwargs)
+        handler = self._handlers.get(node.target)
+        if handler is not None and _reads_inputs((args, kwargs)):
+            with contextlib.suppress(Unimplemented):  # ATen computes it
+                result = handler(self, node, _by_name(node, args, kwargs))
+                if result is not None:
+                    return result
+        return self._aten(node, args, kwargs)
+
+    def _arguments(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._env[value]
+        if isinstance(value, (list, tuple)):
+            return [self._arguments(v) for v in value]
+        return value
+
+    def _attribute(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        return Traced(value, None) if isinstance(value, torch.Tensor) else value
+
+    def _aten(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the operator itself, now and, unless the result is constant or a view, in each call."""
+        args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
+        target: Any = node.target
+        tags = getattr(target, "tags", ())
+        if any(tag in tags for tag in _UNPLANNABLE) and not _is_gather(target, args):
+            msg = f"the result of {node.name} depends on values in a way that a plan can't follow"
+            raise BackendError(msg)
+        result = target(*_tensors(args), **{key: _tensors(value) for key, value in kwargs.items()})
+        found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
+        if not found:
+            if isinstance(result, (list, tuple)) or _reads_inputs((args, kwargs)) and not _is_about_sizes(target):
+                msg = f"{node.name} reads a value of a tensor, which a plan can't follow"
+                raise BackendError(msg)
+            return result
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            self._append(node, args, kwargs, ())
+            return _alias(found[0], (args, kwargs)) or self._unknown(node)
+        if not _reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags:
+            made: list[Traced | None] = [Traced(tensor, None) for tensor in found]
+        else:
+            made = [_alias(tensor, (args, kwargs)) for tensor in found]
+            if any(alias is None or isinstance(alias.root, Slot) for alias in made):
+                slots = [self._slot(tensor) for tensor in found]
+                made = [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
+                self._append(node, args, kwargs, tuple(slot.index for slot in slots))
+        if isinstance(result, (list, tuple)):
+            if len(found) < len(result):
+                self._unknown(node)
+            return made
+        return made[0]
+
+    def _append(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...]) -> None:
+        """Append a call of a node's own operator."""
+        references = self._refs(args), {key: self._refs(value) for key, value in kwargs.items()}
+        self._entries.append(AtenCall(node.target, *references, results, describe(node, CONVERTERS)))
+
+    def _described(self, node: fx.Node, primitive: Primitive) -> Step:
+        """What a profile says of a primitive that computes a node, or moves something for it."""
+        step = describe(node, CONVERTERS)
+        reads = [primitive.layouts[key].dtype for key in (SRC, SRC_1, MULTIPLE_SRC, WEIGHTS) if key in primitive.layouts]
+        names = tuple(_SHORT[dtype] for dtype in reads if dtype is not None)
+        written = primitive.layouts[DST].dtype
+        kernel = Kernel(primitive.kind, primitive.kernel, names, _SHORT[written] if written else "", 0.0)
+        if primitive.kind == "reorder" and not step.converts:
+            step = Step(name="onednn::reorder")
+        return dataclasses.replace(step, kernels=(kernel,))
+
+    def _unknown(self, node: fx.Node) -> Any:
+        msg = f"{node.name} ({node.target}) gives something that a plan can't follow"
+        raise BackendError(msg)
+
+    def _computed(self, value: Any) -> Any:
+        if isinstance(value, Later):
+            return self.read(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._computed(v) for v in value)
+        return value
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        self._slots += 1
+        return Slot(self._slots - 1, Desc.of(tensor))
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, Traced):
+            return self._ref(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._refs(v) for v in value)
+        return value
+
+    def _ref(self, value: Traced) -> Ref:
+        """The reference to a tensor that the entry about to be appended reads or writes."""
+        if value.root is None:
+            return Constant(value.tensor)
+        if isinstance(value.root, Slot):
+            return value.root
+        value.root.last = max(value.root.last, len(self._entries))
+        return Part(value.root, int(value.tensor.storage_offset()) * value.tensor.element_size(), value.desc)
+
+    def _output(self, value: Any) -> Any:
+        value = self._computed(value)
+        if isinstance(value, Traced) and isinstance(value.root, Block):
+            value.root.returned = True
+        return value
+
+    def _plan(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Plan:
+        offsets, size = solve(block for block in self._blocks if not block.returned)
+        calls = [entry for entry in self._entries if isinstance(entry, Call)]
+        scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
+        refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
+        return Plan(self._entries, inputs, refs, self._slots, size, offsets, aligned(max(scratchpads, default=0)))
+
+
+def _by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluated arguments by the names of the operator's schema, with its defaults."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    return values | {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+
+
+def _reads_inputs(value: Any) -> bool:
+    """Whether an argument depends on the inputs of the call."""
+    if isinstance(value, Traced):
+        return value.root is not None
+    if isinstance(value, Later):
+        return _reads_inputs((value.args, value.kwargs))
+    if isinstance(value, Mapping):
+        return any(_reads_inputs(v) for v in value.values())
+    return isinstance(value, (list, tuple)) and any(_reads_inputs(v) for v in value)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Traced):
+        return value.tensor
+    if isinstance(value, (list, tuple)):
+        return type(value)(_tensors(v) for v in value)
+    return value
+
+
+def _is_gather(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is indexing by positions; by a mask, the number of results depends on its values."""
+    if target is not torch.ops.aten.index.Tensor:
+        return False
+    return all(value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1])
+
+
+def _is_about_sizes(target: Any) -> bool:
+    """Whether an operator reads sizes of tensors only."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in _SIZES
+
+
+def _alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
+    """A result as a view of an argument; None when it has memory of its own."""
+    address = tensor.untyped_storage().data_ptr()
+    for value in _flat(arguments):
+        if tensor.numel() and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
+            return Traced(tensor, value.root)
+    return None
+
+
+def _flat(value: Any) -> list[Traced]:
+    if isinstance(value, Traced):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [found for v in values for found in _flat(v)]

@@ -1,0 +1,384 @@
+"""oneDNN primitives as values: made once, with everything that a call needs but the addresses of its tensors.
+
+The numbers are those of oneDNN's C headers (dnnl_types.h, version 3); names say which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from nc.onednn.api import Handle, Library
+
+DTYPES: Mapping[torch.dtype, int] = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int32: 4, torch.int8: 5, torch.uint8: 6}
+SRC, SRC_1, DST, WEIGHTS, BIAS, SCALE, SHIFT, SCRATCHPAD, MULTIPLE_SRC = 1, 2, 17, 33, 41, 51, 52, 80, 1024
+SCALES, ZERO_POINTS, POST_OP = 4096, 8192, 32768
+_FORWARD_INFERENCE, _ANY, _USER_SCRATCHPAD, _CPU = 96, 1, 1, 1
+_CONVOLUTION_DIRECT, _DECONVOLUTION_DIRECT, _SOFTMAX = 1, 10, 196608
+_USE_SCALE_AND_SHIFT = 6
+_IMPLEMENTATION, _WEIGHTS_MD, _SCRATCHPAD_MD = 8, 131, 136
+_MAX_DIMS = 12
+#: dnnl_alg_kind_t
+ELTWISE = {
+    "relu": 32,
+    "tanh": 33,
+    "elu": 34,
+    "abs": 36,
+    "sqrt": 37,
+    "linear": 38,
+    "hardsigmoid": 40,
+    "logistic": 41,
+    "exp": 42,
+    "gelu_tanh": 43,
+    "swish": 44,
+    "clip": 46,
+    "pow": 48,
+    "gelu_erf": 49,
+    "mish": 51,
+    "hardswish": 52,
+}
+BINARY = {"add": 131056, "mul": 131057, "div": 131060, "sub": 131061}
+POOLING = {"max": 511, "mean_with_padding": 767, "mean": 1023}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Desc:
+    """How a tensor lies in memory.
+
+    Attributes:
+        sizes: its shape.
+        strides: in elements.
+        dtype: of its elements.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Desc:
+        """The layout of a tensor."""
+        return Desc(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @staticmethod
+    def dense(sizes: Sequence[int], dtype: torch.dtype) -> Desc:
+        """Row by row without gaps."""
+        return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor that lies row by row without gaps."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sum:
+    """What lies in the destination is added: (value - zero_point) * scale."""
+
+    scale: float = 1.0
+    zero_point: int = 0
+    dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Eltwise:
+    """A function of each element; `name` is one of `ELTWISE`."""
+
+    name: str
+    alpha: float = 0.0
+    beta: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BinaryOp:
+    """An operation with another tensor, which may have size 1 where the destination has more; `name` is one of `BINARY`."""
+
+    name: str
+    other: Desc
+
+
+PostOp = Sum | Eltwise | BinaryOp
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attributes:
+    """What modifies a primitive.
+
+    Attributes:
+        scales: for each argument that has scales, the mask of the dimensions along which they differ.
+        zero_points: likewise.
+        post_ops: applied to the result in this order, before it is scaled for the destination.
+    """
+
+    scales: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    zero_points: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    post_ops: tuple[PostOp, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A memory descriptor of oneDNN's, also of layouts that strides can't describe.
+
+    Attributes:
+        handle: the descriptor.
+        size: bytes.
+        dtype: of its elements; None for a scratchpad.
+    """
+
+    handle: Handle
+    size: int
+    dtype: torch.dtype | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Primitive:
+    """A kernel, ready to be called.
+
+    Attributes:
+        handle: the primitive.
+        kind: what it computes: "matmul", "convolution", "reorder", ...
+        kernel: oneDNN's name of the implementation, with its instruction set.
+        layouts: for each tensor argument, how it lies in memory.
+    """
+
+    handle: Handle
+    kind: str
+    kernel: str
+    layouts: Mapping[int, Layout]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is plain C++, which oneDNN has for completeness and not for speed."""
+        return self.kernel.startswith("ref")
+
+
+class Maker:
+    """Makes descriptors and primitives with one library.
+
+    Args:
+        library: where the functions come from.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.engine = library.create("engine_create", _CPU, 0, destroy="engine_destroy")
+        self._layouts: dict[Desc, Layout] = {}
+
+    def stream(self) -> Handle:
+        """A queue of calls; one per thread."""
+        return self.library.create("stream_create", self.engine, 1, destroy="stream_destroy")
+
+    def memory(self, layout: Layout, address: int) -> Handle:
+        """A tensor argument: memory at an address."""
+        return self.library.create("memory_create", layout.handle, self.engine, address, destroy="memory_destroy")
+
+    def layout(self, desc: Desc) -> Layout:
+        """The descriptor of a tensor."""
+        found = self._layouts.get(desc)
+        if found is None:
+            arguments = len(desc.sizes), _dims(desc.sizes), DTYPES[desc.dtype], _dims(desc.strides)
+            handle = self.library.create("memory_desc_create_with_strides", *arguments, destroy="memory_desc_destroy")
+            found = self._sized(handle, desc.dtype)
+            self._layouts[desc] = found
+        return found
+
+    def reorder(self, source: Layout, target: Layout, attributes: Attributes | None = None) -> Primitive:
+        """Copy with another layout or dtype."""
+        with_attributes = self._attributes(attributes or Attributes())
+        arguments = source.handle, self.engine, target.handle, self.engine, with_attributes
+        return self._primitive("reorder_primitive_desc_create", arguments, {SRC: source, DST: target}, attributes)
+
+    def matmul(
+        self, source: Desc, weights: Desc | Layout, bias: Desc | None, target: Desc, attributes: Attributes, *, keep: bool = False
+    ) -> Primitive:
+        """`target = source @ weights + bias`.
+
+        Args:
+            source: [..., M, K].
+            weights: [..., K, N]; a `Layout` is taken as it is.
+            bias: [..., 1, N].
+            target: [..., M, N].
+            attributes: scales, zero points and what follows.
+            keep: leave `weights` as they lie; else the kernel chooses, and `layouts[WEIGHTS]` says how.
+        """
+        tensors = {SRC: self.layout(source), DST: self.layout(target)} | ({BIAS: self.layout(bias)} if bias is not None else {})
+        given = self._weights(weights, keep=keep)
+        bias_handle = tensors[BIAS].handle if bias is not None else None
+        arguments = self.engine, tensors[SRC].handle, given.handle, bias_handle, tensors[DST].handle, self._attributes(attributes)
+        return self._primitive("matmul_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype)
+
+    def convolution(
+        self,
+        source: Desc,
+        weights: Desc | Layout,
+        bias: Desc | None,
+        target: Desc,
+        geometry: Geometry,
+        attributes: Attributes,
+    ) -> Primitive:
+        """A convolution, or a transposed one.
+
+        Args:
+            source: [N, C, ...].
+            weights: [out, in, ...] or, with groups, [groups, out / groups, in / groups, ...].
+            bias: [out].
+            target: [N, out, ...].
+            geometry: strides, pads and dilations.
+            attributes: scales, zero points and what follows.
+        """
+        tensors = {SRC: self.layout(source), DST: self.layout(target)} | ({BIAS: self.layout(bias)} if bias is not None else {})
+        given = self._weights(weights, keep=False)
+        kind, algorithm = ("deconvolution", _DECONVOLUTION_DIRECT) if geometry.transposed else ("convolution", _CONVOLUTION_DIRECT)
+        arguments = (
+            self.engine,
+            _FORWARD_INFERENCE,
+            algorithm,
+            tensors[SRC].handle,
+            given.handle,
+            tensors[BIAS].handle if bias is not None else None,
+            tensors[DST].handle,
+            _dims(geometry.strides),
+            _dims([d - 1 for d in geometry.dilations]),
+            _dims(geometry.before),
+            _dims(geometry.after),
+            self._attributes(attributes),
+        )
+        return self._primitive(f"{kind}_forward_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype)
+
+    def layer_norm(self, source: Desc, target: Desc, epsilon: float, attributes: Attributes) -> Primitive:
+        """Over the last dimension, with `SCALE` and `SHIFT` of its size."""
+        size = Desc.dense(source.sizes[-1:], torch.float32)
+        tensors = {SRC: self.layout(source), DST: self.layout(target), SCALE: self.layout(size), SHIFT: self.layout(size)}
+        handles = tensors[SRC].handle, tensors[DST].handle, None
+        arguments = (self.engine, _FORWARD_INFERENCE, *handles, epsilon, _USE_SCALE_AND_SHIFT, self._attributes(attributes))
+        return self._primitive("layer_normalization_forward_primitive_desc_create", arguments, tensors, attributes)
+
+    def softmax(self, source: Desc, target: Desc, axis: int, attributes: Attributes) -> Primitive:
+        """Along one dimension."""
+        tensors = {SRC: self.layout(source), DST: self.layout(target)}
+        handles = tensors[SRC].handle, tensors[DST].handle
+        arguments = (self.engine, _FORWARD_INFERENCE, _SOFTMAX, *handles, axis, self._attributes(attributes))
+        return self._primitive("softmax_forward_primitive_desc_create", arguments, tensors, attributes)
+
+    def pooling(self, name: str, source: Desc, target: Desc, kernel: Sequence[int], geometry: Geometry) -> Primitive:
+        """Maximum or mean of windows; `name` is one of `POOLING`."""
+        tensors = {SRC: self.layout(source), DST: self.layout(target)}
+        dilations = _dims([d - 1 for d in geometry.dilations])
+        sizes = _dims(geometry.strides), _dims(kernel), dilations, _dims(geometry.before), _dims(geometry.after)
+        handles = tensors[SRC].handle, tensors[DST].handle
+        arguments = (self.engine, _FORWARD_INFERENCE, POOLING[name], *handles, *sizes, self._attributes(Attributes()))
+        return self._primitive("pooling_forward_primitive_desc_create", arguments, tensors)
+
+    def eltwise(self, operation: Eltwise, source: Desc, target: Desc, attributes: Attributes) -> Primitive:
+        """A function of each element."""
+        tensors = {SRC: self.layout(source), DST: self.layout(target)}
+        handles = tensors[SRC].handle, tensors[DST].handle
+        numbers = operation.alpha, operation.beta, self._attributes(attributes)
+        arguments = (self.engine, _FORWARD_INFERENCE, ELTWISE[operation.name], *handles, *numbers)
+        return self._primitive("eltwise_forward_primitive_desc_create", arguments, tensors, attributes)
+
+    def binary(self, name: str, first: Desc, second: Desc, target: Desc, attributes: Attributes) -> Primitive:
+        """An operation of two tensors, the second of which may have size 1 where the first has more; `name` is one of `BINARY`."""
+        tensors = {SRC: self.layout(first), SRC_1: self.layout(second), DST: self.layout(target)}
+        handles = tensors[SRC].handle, tensors[SRC_1].handle, tensors[DST].handle
+        arguments = (self.engine, BINARY[name], *handles, self._attributes(attributes))
+        return self._primitive("binary_primitive_desc_create", arguments, tensors, attributes)
+
+    def concat(self, sources: Sequence[Desc], target: Desc, axis: int) -> Primitive:
+        """Tensors one behind the other along a dimension; arguments are `MULTIPLE_SRC`, `MULTIPLE_SRC + 1`, ..."""
+        tensors = {MULTIPLE_SRC + i: self.layout(desc) for i, desc in enumerate(sources)} | {DST: self.layout(target)}
+        pointers = (ctypes.c_void_p * len(sources))(*(tensors[MULTIPLE_SRC + i].handle.pointer for i in range(len(sources))))
+        arguments = self.engine, tensors[DST].handle, len(sources), axis, pointers, self._attributes(Attributes())
+        return self._primitive("concat_primitive_desc_create", arguments, tensors)
+
+    def _weights(self, weights: Desc | Layout, *, keep: bool) -> Layout:
+        if isinstance(weights, Layout):
+            return weights
+        if keep:
+            return self.layout(weights)
+        arguments = len(weights.sizes), _dims(weights.sizes), DTYPES[weights.dtype], _ANY
+        handle = self.library.create("memory_desc_create_with_tag", *arguments, destroy="memory_desc_destroy")
+        return Layout(handle, 0, weights.dtype)
+
+    def _sized(self, handle: Handle, dtype: torch.dtype | None) -> Layout:
+        return Layout(handle, self.library.query("memory_desc_get_size", handle), dtype)
+
+    def _attributes(self, attributes: Attributes) -> Handle:
+        library = self.library
+        handle = library.create("primitive_attr_create", destroy="primitive_attr_destroy")
+        library.call("primitive_attr_set_scratchpad_mode", handle, _USER_SCRATCHPAD)
+        for argument, mask in attributes.scales.items():
+            library.call("primitive_attr_set_scales_mask", handle, argument, mask)
+        for argument, mask in attributes.zero_points.items():
+            library.call("primitive_attr_set_zero_points_mask", handle, argument, mask)
+        if attributes.post_ops:
+            chain = library.create("post_ops_create", destroy="post_ops_destroy")
+            for each in attributes.post_ops:
+                if isinstance(each, Sum):
+                    dtype = 0 if each.dtype is None else DTYPES[each.dtype]
+                    library.call("post_ops_append_sum", chain, each.scale, each.zero_point, dtype)
+                elif isinstance(each, Eltwise):
+                    library.call("post_ops_append_eltwise", chain, ELTWISE[each.name], each.alpha, each.beta)
+                else:
+                    library.call("post_ops_append_binary", chain, BINARY[each.name], self.layout(each.other).handle)
+            library.call("primitive_attr_set_post_ops", handle, chain)
+        return handle
+
+    def _primitive(
+        self,
+        create: str,
+        arguments: tuple[object, ...],
+        tensors: Mapping[int, Layout],
+        attributes: Attributes | None = None,
+        *,
+        weights: torch.dtype | None = None,
+    ) -> Primitive:
+        desc = self.library.create(create, *arguments, destroy="primitive_desc_destroy")
+        name = ctypes.c_char_p()
+        self.library.call("primitive_desc_query", desc, _IMPLEMENTATION, 0, ctypes.byref(name))
+        layouts = dict(tensors)
+        for index, each in enumerate(attributes.post_ops if attributes else ()):
+            if isinstance(each, BinaryOp):
+                layouts[POST_OP * (index + 1) | SRC_1] = self.layout(each.other)
+        if weights is not None:
+            layouts[WEIGHTS] = self._queried(desc, _WEIGHTS_MD, weights)
+        scratchpad = self._queried(desc, _SCRATCHPAD_MD, None)
+        if scratchpad.size:
+            layouts[SCRATCHPAD] = scratchpad
+        kind, kernel = create.partition("_primitive_desc_")[0].removesuffix("_forward"), (name.value or b"").decode()
+        return Primitive(self.library.create("primitive_create", desc, destroy="primitive_destroy"), kind, kernel, layouts)
+
+    def _queried(self, desc: Handle, query: int, dtype: torch.dtype | None) -> Layout:
+        """A layout that belongs to a primitive descriptor, which is kept as long as it."""
+        pointer = self.library.query("primitive_desc_query_md", desc, query, 0)
+        return self._sized(Handle(pointer, lambda _, owner=desc: None), dtype)  # type: ignore[misc] # the default keeps the owner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a window moves; one number for each spatial dimension.
+
+    Attributes:
+        strides: its steps.
+        before: pads in front of the first element.
+        after: pads behind the last one.
+        dilations: distance of the elements that it reads, 1 for neighbours.
+        transposed: the window is written, not read.
+    """
+
+    strides: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    dilations: tuple[int, ...]
+    transposed: bool = False
+
+
+def _dims(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * _MAX_DIMS)(*values)

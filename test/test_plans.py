@@ -1,0 +1,334 @@
+"""Plans of kept oneDNN primitives: memory, sizes, threads, and what a plan can't follow."""
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Function, quantized
+from torch import nn
+from torch.nn import functional as F
+
+from nc.backends import available_backends
+from nc.backends.native.passes import finish, kernels
+from nc.backends.native.plans import model as planning
+from nc.backends.native.plans.arena import ALIGNMENT, solve
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
+from nc.backends.passes import run_passes
+from nc.c_code import build, cache
+from nc.errors import BackendError, BackendUnavailableError, NCError
+from nc.graph.fx_utils import copy_module
+from nc.numerics.metrics import worst_sqnr_db
+from nc.onednn import providers
+from nc.onednn.providers import provider
+from nc.onednn.runner import CompiledRunner, PythonRunner, runner
+
+pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+
+
+class Residual(nn.Module):
+    """A sum in codes, a depthwise convolution, uneven pads, a pool, and a linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.depth, self.fc = nn.Conv2d(16, 16, 3, stride=2, groups=16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        y = F.relu(self.b(y) + y)
+        y = F.max_pool2d(F.relu6(self.depth(F.pad(y, (0, 1, 0, 1)))), 2)
+        return self.fc(F.adaptive_avg_pool2d(y, 1).flatten(1))
+
+
+class Encoder(nn.Module):
+    """What stands between the products of a transformer; returns a part of a tensor and a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x, mask):
+        h = self.norm(x)
+        q, k, v = (f(h).view(x.shape[0], -1, 4, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        bias = (1.0 - mask[:, None, None, :].to(x.dtype)) * -1e4
+        scores = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + bias, -1)
+        y = x + self.o((scores @ v).transpose(1, 2).reshape(x.shape))
+        y = y + self.down(F.gelu(self.up(y)))
+        return y[:, 0], y
+
+
+def mask_of(batch, length):
+    return torch.ones(batch, length, dtype=torch.int64).tril_(length // 2)
+
+
+CASES = {
+    "residual": (Residual, [(torch.randn(b, 3, s, s),) for b, s in ((1, 16), (2, 16), (3, 11), (1, 16))]),
+    "encoder": (Encoder, [(torch.randn(b, s, 32), mask_of(b, s)) for b, s in ((2, 7), (1, 7), (3, 12), (2, 7))]),
+}
+
+
+def planned(model, inputs):
+    """The quantized model, and its lowered graph with and without a plan."""
+    q = quantized(model.eval(), inputs, None, "native")
+    module, _ = copy_module(q.graph.module)
+    run_passes(module, (*kernels(q.graph.example), *finish()))
+    return q, module, planning.planned(module, lambda: pytest.fail("no plan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_computes_what_the_operators_compute(name):
+    """At every size. Means and layer norms round otherwise, which may change a code behind them."""
+    make, inputs = CASES[name]
+    _, module, call = planned(make(), inputs[0])
+    with torch.no_grad():
+        for each, _ in itertools.product(inputs, range(2)):
+            assert worst_sqnr_db(module(*each), call(*each)) > 35
+    plans = list(call._plans.values())
+    assert len(plans) == 3
+    found = {entry.primitive.kernel for plan in plans for entry in plan.entries if isinstance(entry, Call)}
+    assert found
+    assert not any(kernel.startswith("ref") for kernel in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_call_and_all_others_agree_whoever_calls_the_kernels(name):
+    make, inputs = CASES[name]
+    _, module, _ = planned(make(), inputs[0])
+    compiled, why = runner(provider().maker.library)
+    assert isinstance(compiled, CompiledRunner), why
+    with torch.no_grad():
+        for run_by in (compiled, PythonRunner(provider().maker.library)):
+            call = planning.PlannedModel(module, provider(), run_by, lambda: pytest.fail("no plan"))
+            first, second, third = (call(*inputs[0]) for _ in range(3))
+            assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, third, strict=True))
+            if run_by is compiled:
+                expected = first
+            assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
+
+
+def test_results_stay_what_they_are():
+    """The next call writes neither to what a call returned nor to what it was given, nor does a caller write to constants."""
+    model = Function(lambda self, x: (self.b(F.relu(self.a(x))), x + 0, torch.arange(3.0)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    x, z = torch.randn(4, 8), torch.randn(4, 8)
+    _, _, call = planned(model, x)
+    with torch.no_grad():
+        kept = [call(x), call(x), call(x)]
+        copies = [[t.clone() for t in outputs] for outputs in kept]
+        for outputs in (call(z), call(z)):
+            for tensor in outputs:
+                tensor.fill_(7.0)
+        for outputs, copy in zip(kept, copies, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(outputs, copy, strict=True))
+        assert torch.equal(call(x)[2], torch.arange(3.0))
+
+
+def test_inputs_may_lie_in_memory_in_any_way():
+    q, _, call = planned(Residual(), (torch.randn(2, 3, 16, 16),))
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        expected = call(x)
+        others = x.to(memory_format=torch.channels_last), torch.stack([x, x], -1)[..., 0], x.transpose(2, 3).contiguous().transpose(2, 3)
+        for other in others:
+            assert worst_sqnr_db(expected, call(other)) > 100
+    assert worst_sqnr_db([q(x)], expected) > 100
+
+
+def test_threads_do_not_disturb_each_other():
+    make, inputs = CASES["residual"]
+    _, _, call = planned(make(), inputs[0])
+    with torch.no_grad():
+        expected = [call(*each) for each in inputs]
+    wrong = []
+
+    def work(offset):
+        with torch.no_grad():
+            for i in range(40):
+                index = (i + offset) % len(inputs)
+                if not torch.equal(call(*inputs[index])[0], expected[index][0]):
+                    wrong.append(index)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_the_number_of_threads_may_change():
+    make, inputs = CASES["encoder"]
+    _, module, call = planned(make(), inputs[0])
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            for threads in (1, 2, 1, 3):
+                torch.set_num_threads(threads)
+                assert worst_sqnr_db(module(*inputs[0]), call(*inputs[0])) > 35
+    finally:
+        torch.set_num_threads(before)
+    assert len(call._plans) == 3
+
+
+def test_plans_are_bounded_and_share_packed_weights(monkeypatch):
+    monkeypatch.setattr(planning, "_MOST_PLANS", 3)
+    _, _, call = planned(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), torch.randn(2, 64))
+    with torch.no_grad():
+        call(torch.randn(2, 64))
+        size = call._weights.size()
+        for rows in range(1, 9):
+            call(torch.randn(rows, 64))
+        assert len(call._plans) == 3
+        assert [key[1][0][0] for key in call._plans] == [6, 7, 8]
+    assert size >= 2 * 64 * 128
+    assert call._weights.size() <= 2 * size
+
+
+UNPLANNABLE = {
+    "a mask selects": lambda self, x: self.fc(x)[x[:, 0] > 0],
+    "positions of what is not 0": lambda self, x: (self.fc(x), torch.nonzero(x > 0)),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNABLE)
+def test_what_depends_on_values_is_not_planned(name):
+    """Another call of the same sizes has a result of another size."""
+    x = torch.randn(6, 8)
+    q = quantized(Function(UNPLANNABLE[name], fc=nn.Linear(8, 8)).eval(), x, None, "native")
+    assert "can't follow" in str(q.report().details)
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (q.reference(x), q(x))), strict=True):
+            assert a.shape == b.shape
+            assert worst_sqnr_db([a], [b]) > 60
+
+
+def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatch):
+    x = torch.randn(4, 8)
+    q = quantized(nn.Linear(8, 8).eval(), x, None, "native")
+
+    def refuse(self, inputs):
+        raise NCError("these are not the sizes") if inputs[0].shape[0] == 4 else BackendError("too many rows")
+
+    monkeypatch.setattr(planning.Recorder, "record", refuse)
+    x = torch.randn(5, 8)
+    assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
+    assert q.report().details["not planned"] == "too many rows"
+
+
+def test_random_numbers_are_drawn_anew_and_constants_are_not_computed_again():
+    model = Function(lambda self, x: (self.fc(x), torch.arange(8) * 2 + x.shape[0]), fc=nn.Linear(8, 8))
+    _, _, call = planned(model, torch.randn(2, 8))
+    with torch.no_grad():
+        call(torch.randn(2, 8))
+    (plan,) = call._plans.values()
+    assert not [entry for entry in plan.entries if isinstance(entry, AtenCall)]
+
+
+def test_the_report_names_kernels_without_running():
+    make, inputs = CASES["residual"]
+    q = quantized(make().eval(), inputs[0], None, "native")
+    ops = {op.operator: op for op in q.engine.report().ops}
+    assert all(":" in ops[name].kernel and "ref" not in ops[name].kernel for name in ("a", "b", "depth", "fc"))
+    assert str(provider()) in q.report().details["kernels"]
+
+
+# --- where oneDNN comes from
+
+
+def test_torchs_own_copy_is_found_in_its_symbol_table():
+    found = provider()
+    assert (found.name, found.passed_over) == ("torch", ())
+    assert found.maker.library.version[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [("none", "NC_ONEDNN is 'none'"), ("/no/such/libdnnl.so", "can't be loaded"), ("libc.so.6", "it lacks dnnl_")],
+)
+def test_a_library_that_is_of_no_use_is_said(monkeypatch, value, why):
+    monkeypatch.setenv(providers.VARIABLE, value)
+    with pytest.raises(BackendUnavailableError, match=why):
+        provider()
+    x = torch.randn(2, 8)
+    q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
+    assert q.report().details["run by"].startswith("TorchScript: ")
+    assert why in q.report().details["run by"]
+    assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
+
+
+def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
+    real = providers.why_wrong
+    monkeypatch.setattr(providers, "why_wrong", lambda maker: real(maker) or "its int8 matmul differs")
+    providers._find.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailableError, match="torch: its int8 matmul differs; package: .*; system: "):
+            provider()
+    finally:
+        providers._find.cache_clear()
+
+
+def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read(tmp_path, monkeypatch):
+    code = "import torch; from nc.onednn.providers import provider; print(provider())"
+    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def run():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env)
+        return done.stdout.strip()
+
+    first = run()
+    (kept,) = (tmp_path / "nc").glob("functions-*.json")
+    assert run() == first
+    kept.write_text(kept.read_text().replace("dnnl_primitive_execute", "dnnl_primitive_exekute"))  # a file that is read is believed
+    assert (
+        "it lacks dnnl_primitive_execute"
+        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=env).stderr
+    )
+    kept.chmod(0o666)  # anybody could have written it
+    assert run() == first
+
+
+def test_without_a_compiler_python_calls_the_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "none")
+    monkeypatch.setattr(build, "_compiler", lambda: "")
+    build.load.cache_clear()
+    try:
+        found, why = runner(provider().maker.library)
+        assert isinstance(found, PythonRunner)
+        assert "no C compiler" in why
+        monkeypatch.setattr(build, "_compiler", lambda: "false")
+        found, why = runner(provider().maker.library)
+        assert isinstance(found, PythonRunner)
+        assert "the C compiler 'false' fails" in why
+    finally:
+        build.load.cache_clear()
+
+
+# --- memory
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=25))
+def test_blocks_that_live_at_the_same_time_do_not_overlap(sizes):
+    blocks = [Block(size, first, first + length) for size, first, length in sizes]
+    offsets, total = solve(blocks)
+    assert total <= sum(-(-b.size // ALIGNMENT) * ALIGNMENT for b in blocks)
+    for a, b in itertools.combinations(blocks, 2):
+        if a.first <= b.last and b.first <= a.last:
+            assert offsets[a] + a.size <= offsets[b] or offsets[b] + b.size <= offsets[a]
+    assert all(offset % ALIGNMENT == 0 and offset + block.size <= total for block, offset in offsets.items())
+
+
+def test_memory_is_used_again():
+    layers = [layer for _ in range(12) for layer in (nn.Conv2d(8, 8, 1), nn.ReLU())]
+    _, _, call = planned(nn.Sequential(*layers), torch.randn(1, 8, 64, 64))
+    with torch.no_grad():
+        call(torch.randn(1, 8, 64, 64))
+    (plan,) = call._plans.values()
+    assert isinstance(plan, Plan)
+    assert plan.arena <= 3 * 8 * 64 * 64
