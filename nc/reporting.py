@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport
@@ -28,9 +28,11 @@ class OpReport:
         ran: what the engine executes: "int8", "bf16" or "fp32".
         rule: the rule that decided.
         reason: why it is not int8, or what was rewritten; else "".
-        kernel: the kernel that computed it; "" without a profile, or if no timed step computes it.
+        kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of others the kernel that
+            computed it, "" without a profile, or if no timed step computes it.
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
+        refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
     """
 
     operator: str
@@ -42,6 +44,7 @@ class OpReport:
     kernel: str = ""
     share: float | None = None
     mode: Mode = "float"
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +140,7 @@ class Report:
         lines += [*map(str, self.algorithms), *self.changes]
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
+        lines += refused_lines(reason for op in self.ops for reason in op.refused)
         lines += [f"{key}: {value}" for key, value in self.details.items()]
         if self.profile is not None:
             lines.append(self.profile.summary())
@@ -156,7 +160,8 @@ class Report:
         rows: list[tuple[str, ...]] = [head]
         rows += [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
         if self.profile is None:
-            rows = [(*row[:4], row[-1]) for row in rows]
+            named = (5,) if any(op.kernel for op in self.ops) else ()
+            rows = [(*row[:4], *(row[i] for i in named), row[-1]) for row in rows]
         return f"{self._verdict()}\n\n{format_table(rows)}\n\n{self._figures()}"
 
 
@@ -175,6 +180,7 @@ def build(
         if decision.stays_for(Cause.LOW_BIT):
             asked = ran = f"{decision.argument('dtype')} weight"
         kernel, share = kernels.get(decision.operator, ("", None))
+        low_bit = run.kernels if run else None
         ops.append(
             OpReport(
                 operator=decision.operator,
@@ -183,9 +189,10 @@ def build(
                 ran=ran,
                 rule=decision.rule,
                 reason=reason,
-                kernel=kernel,
+                kernel=kernel if low_bit is None else str(low_bit),
                 share=share,
                 mode=decision.spec.mode,
+                refused=() if low_bit is None else low_bit.refused,
             )
         )
     return Report(
@@ -208,6 +215,15 @@ def build(
         verdict=verdict,
         profile=profile,
     )
+
+
+def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each kernel that does not compute some layers, and why.
+
+    Args:
+        reasons: (kernel, reason) for each layer.
+    """
+    return [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in collections.Counter(reasons).items()]
 
 
 def _percent(share: float | None) -> str:

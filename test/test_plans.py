@@ -234,7 +234,7 @@ def test_the_report_names_kernels_without_running():
     make, inputs = CASES["residual"]
     q = quantized(make().eval(), inputs[0], None, "native")
     ops = {op.operator: op for op in q.engine.report().ops}
-    assert all(":" in ops[name].kernel and "ref" not in ops[name].kernel for name in ("a", "b", "depth", "fc"))
+    assert all(":" in ops[name].primitive and "ref" not in ops[name].primitive for name in ("a", "b", "depth", "fc"))
     assert str(provider()) in q.report().details["kernels"]
 
 

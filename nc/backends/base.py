@@ -17,6 +17,7 @@ from nc.backends.profiling.profile import Profile, Step
 from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
+from nc.nn import KernelChoice
 from nc.spec import Capabilities
 
 
@@ -28,13 +29,15 @@ class OpRun:
         operator: its name.
         ran: "int8", "bf16" or "fp32", read from what the engine executes.
         reason: why it is not int8 although that was asked, or where it went; "" when there is nothing to say.
-        kernel: what computes it, with its instruction set; "" where the engine does not know without running it.
+        primitive: the oneDNN kernel that computes it, with its instruction set; "" where the engine does not know without running it.
+        kernels: what computes a linear with low-bit weights; None for all others.
     """
 
     operator: str
     ran: str
     reason: str = ""
-    kernel: str = ""
+    primitive: str = ""
+    kernels: KernelChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.qdq import QDQGraph
+from nc.nn import KernelChoice
 from nc.ops import CONVERTERS
 from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
@@ -64,7 +65,7 @@ class ReferenceBackend:
                 return graph.module(*inputs)
 
         def report() -> EngineReport:
-            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=_simulated(d)) for d in graph.plan.decisions)
+            ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=_simulated(d), kernels=_low_bit(d)) for d in graph.plan.decisions)
             bytes_ = sum(b.numel() * b.element_size() for b in graph.module.buffers())
             return EngineReport(backend=NAME, ops=ops, weight_bytes=bytes_)
 
@@ -75,3 +76,8 @@ def _simulated(decision: Decision) -> str:
     if decision.spec.quantized:
         return _NOTE
     return "simulated: rounded to bf16 and computed in fp32" if decision.spec.bf16 else decision.reason
+
+
+def _low_bit(decision: Decision) -> KernelChoice | None:
+    """No kernel: the operator itself."""
+    return KernelChoice(()) if decision.kind == "quant_linear" else None

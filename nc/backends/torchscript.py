@@ -68,7 +68,8 @@ _MEMORY_FORMATS = {
 #: Codes that each dtype has, and its quantized dtype in torch.
 _RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 _QUANTIZED = {torch.uint8: "torch.quint8", torch.int8: "torch.qint8"}
-_SCALARS = "List[Optional[number]]"
+#: Types of lists whose elements say too little to TorchScript: numbers would be floats, and nothing of an empty list.
+_LISTS = ("List[Optional[number]]", "List[Optional[Tensor]]")
 _NOTHING: Mapping[Callable[..., object], str] = {}
 
 
@@ -202,8 +203,8 @@ def _call(
         msg = f"Operator {node.target} of node {node.name!r} has no TorchScript form."
         raise BackendError(msg)
     for i, argument in enumerate(node.target._schema.arguments[: len(arguments)]):
-        if argument.type.annotation_str == _SCALARS:
-            arguments[i] = f"torch.jit.annotate({_SCALARS}, {arguments[i]})"  # or it would be a list of floats
+        if argument.type.annotation_str in _LISTS:
+            arguments[i] = f"torch.jit.annotate({argument.type.annotation_str}, {arguments[i]})"
     arguments += [f"{k}={_text(v, names)}" for k, v in kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.plan import Applied, format_table
+from nc.reporting import refused_lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class WeightReport:
         lines += [others_text(self.others)] if self.others else []
         lines += [str(applied) for applied in self.applied]
         lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
-        lines += [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in self._refused().items()]
+        lines += refused_lines(reason for layer in self.layers for reason in layer.refused)
         if self.bandwidth is not None:
             timed = [x for x in self.layers if x.speed is not None]
             total = sum(x.speed.us * x.speed.calls for x in timed if x.speed is not None)
@@ -116,9 +116,6 @@ class WeightReport:
                 f"{len(timed)} low-bit layers take {total / 1e3:.2f} ms of a call; this machine reads {self.bandwidth:.1f} GB/s (measured)"
             )
         return "\n".join(lines)
-
-    def _refused(self) -> Counter[tuple[str, str]]:
-        return Counter(reason for layer in self.layers for reason in layer.refused)
 
     def __str__(self) -> str:
         """All layers as a table, then the figures."""

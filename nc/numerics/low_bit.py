@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nc.numerics import bits
 from nc.numerics.dynamic import quantize_dequantize_dynamic
-from nc.numerics.groups import decode
-from nc.numerics.packed_weight import params
+from nc.numerics.packed_weight import PackedWeight
 from nc.spec import dtype as named
 from nc.spec.weight_format import WeightFormat
 
@@ -43,7 +41,7 @@ def linear(
         in_features: K.
         act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; "int8" rounds each token to 8 bits.
     """
-    weight = _weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
+    weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features).dequantize()
     kind = x.dtype
     if act_dtype == "bf16":
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
@@ -76,7 +74,8 @@ def linear_gradient(
         dtype: likewise.
         in_features: likewise.
     """
-    return gradient.float() @ _weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
+    weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features)
+    return gradient.float() @ weight.dequantize()
 
 
 def embedding(
@@ -116,11 +115,11 @@ def embedding(
     picked = codes[rows]
     found_scale = at(scale)
     assert found_scale is not None
-    weight = _weight(picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features)
-    return weight.to(result).reshape(*ids.shape, features)
+    weight = stored_weight(picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features)
+    return weight.dequantize().to(result).reshape(*ids.shape, features)
 
 
-def _weight(
+def stored_weight(
     codes: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,
@@ -129,7 +128,32 @@ def _weight(
     outer_minimum: torch.Tensor | None,
     dtype: str,
     features: int,
-) -> torch.Tensor:
-    form = WeightFormat(dtype=named(dtype), symmetric=zero is None and minimum is None, float_zero=minimum is not None)
-    found = params(form, scale, zero, minimum, outer_scale, outer_minimum)
-    return decode(bits.unpack(codes, form.bits, features), found, form)
+) -> PackedWeight:
+    """The weight whose tensors an operator takes; its `form` has what kernels choose by, not how the scales are stored.
+
+    Args:
+        codes: as for `linear`, and so are the next five.
+        scale: likewise.
+        zero: likewise.
+        minimum: likewise.
+        outer_scale: likewise.
+        outer_minimum: likewise.
+        dtype: name of the number format.
+        features: K.
+    """
+    form = WeightFormat(
+        dtype=named(dtype),
+        group_size=features // scale.shape[1],
+        symmetric=zero is None and minimum is None,
+        float_zero=minimum is not None,
+    )
+    return PackedWeight(
+        form=form,
+        shape=(codes.shape[0], features),
+        codes=codes,
+        scale=scale,
+        zero=zero,
+        minimum=minimum,
+        outer_scale=outer_scale,
+        outer_minimum=outer_minimum,
+    )

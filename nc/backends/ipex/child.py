@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from nc.backends.ipex.quiet import import_ipex
+from nc.backends.low_bit import graph
 from nc.backends.spawn import end_with_parent
 
 
@@ -16,6 +17,7 @@ def main(folder: str, threads: str, parent: str) -> None:
         return
     torch.set_num_threads(int(threads))
     import_ipex()
+    graph.library()  # its operator
     inputs = torch.load(Path(folder) / "inputs.pt", weights_only=True)
     frozen = torch.jit.load(str(Path(folder) / "model.pt"))  # type: ignore[no-untyped-call] # torch does not annotate it
     with torch.no_grad():

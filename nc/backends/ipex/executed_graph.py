@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from nc.backends.base import EngineReport, OpRun
+from nc.backends.low_bit.graph import NAME as LOW_BIT
 from nc.backends.passes import Rewrite
 from nc.graph.qdq import QDQGraph
+from nc.nn import KernelChoice
 
 GROUP = "ipex::LlgaFusionGroup"
 _LINE = re.compile(r'<string>"?[,:] ?(?:line )?(\d+)')
@@ -32,6 +35,7 @@ def build_report(
     sqnr: float | None,
     backend: str,
     weight_bytes: int,
+    low_bit: Mapping[str, KernelChoice],
 ) -> EngineReport:
     """Match the nodes of the executed graph with operators by source line.
 
@@ -43,8 +47,10 @@ def build_report(
         sqnr: engine against reference in dB.
         backend: name for the report.
         weight_bytes: bytes of the engine's constants.
+        low_bit: operator name → kernels, of the linears with low-bit weights.
     """
     int8: set[str] = set()
+    by_kernel: set[str] = set()
     seen: set[str] = set()
     groups = outside_q = outside_dq = 0
     for node, inside in _walk(executed, False):
@@ -59,6 +65,8 @@ def build_report(
         elif _COMPUTE.search(kind.split("::")[-1]):
             operator = operator_at.get(line_of(node), "")
             seen.add(operator)
+            if kind == LOW_BIT:
+                by_kernel.add(operator)
             if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
                 int8.add(operator)
     linted = {rewrite.operator: rewrite.name for rewrite in rewrites}
@@ -70,7 +78,10 @@ def build_report(
         elif decision.spec.quantized:
             ops.append(OpRun(operator=name, ran="fp32", reason=_why_float(name, seen, linted)))
         else:
-            ops.append(OpRun(operator=name, ran="fp32", reason=decision.reason))
+            choice = low_bit.get(name)
+            if choice is not None and name not in by_kernel:
+                choice = dataclasses.replace(choice, kernels=())
+            ops.append(OpRun(operator=name, ran="fp32", reason=decision.reason, kernels=choice))
     return EngineReport(
         backend=backend,
         ops=tuple(ops),

@@ -17,6 +17,8 @@ from nc.backends.ipex.isolate import failures_named, first_run_in_child, is_test
 from nc.backends.ipex.passes import passes
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
+from nc.backends.low_bit.aten import IPEX_WOQ
+from nc.backends.low_bit.graph import kernel_choices, replace_low_bit
 from nc.backends.passes import run_passes
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
@@ -47,8 +49,9 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     dims = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
     rewrites = run_passes(module, passes(tuple(at_least_two(graph.example, dims)))).rewrites
     familiar = is_tested(module)
+    engine = _with_kernels(module)
     with failures_named():
-        scripted, frozen = _freeze(module)
+        scripted, frozen = _freeze(engine)
     inputs = tuple(t.contiguous() for t in graph.example)
     if isolate == "always" or (isolate == "auto" and not familiar):
         first_run_in_child(frozen, inputs)
@@ -57,12 +60,15 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
+    low_bit = kernel_choices(engine)
 
     def report() -> EngineReport:
         executed = executed_graph(run, inputs)
-        return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes)
+        return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes, low_bit)
 
-    return EngineModel(run=run, report=report, script=frozen, profile=functools.partial(profile_script, run, scripted.operators))
+    # layouts of kernels are for this CPU only, so a program that is written has the operators instead
+    program = _freeze(module)[1] if low_bit else frozen
+    return EngineModel(run=run, report=report, script=program, profile=functools.partial(profile_script, run, scripted.operators))
 
 
 class _Runner:
@@ -76,6 +82,14 @@ class _Runner:
         with failures_named(), torch.no_grad(), self._gate.enter((torch.get_num_threads(), *(t.shape for t in inputs))):
             outputs: Sequence[Any] = self._frozen(*[t.contiguous() for t in inputs])
             return outputs
+
+
+def _with_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose low-bit linears are computed by torch's kernels: IPEX's own are refused."""
+    engine, _ = copy_module(module)
+    replace_low_bit(engine, "native", (IPEX_WOQ,))
+    engine.recompile()
+    return engine
 
 
 def _freeze(module: fx.GraphModule) -> tuple[Script, torch.jit.ScriptModule]:
@@ -94,7 +108,7 @@ def _warm_up(frozen: torch.jit.ScriptModule, inputs: tuple[torch.Tensor, ...]) -
 
 def _run_part(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
     with failures_named():
-        return _warm_up(_freeze(module)[1], inputs)
+        return _warm_up(_freeze(_with_kernels(module))[1], inputs)
 
 
 def _constant_bytes(frozen: torch.jit.ScriptModule) -> int:

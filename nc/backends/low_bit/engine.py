@@ -9,16 +9,14 @@ import torch
 
 from nc.backends import AUTO, get_backend, registered_backends
 from nc.backends.base import Backend, check_available
+from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.errors import UnsupportedError
 from nc.nn import KernelChoice, QuantLinear
-from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec.weight_format import WeightFormat
 
 #: One layer is packed by one thread; others wait for it.
 _PACKING = threading.Lock()
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -56,43 +54,24 @@ class LowBitEngine:
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
         """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU."""
-        if type(x) is not torch.Tensor or x.dtype not in _FLOATS or x.device.type != "cpu" or not x.numel():
+        if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
             return None
         if (x.requires_grad and torch.is_grad_enabled()) or layer.codes.device.type != "cpu" or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return None
         activations = computed_as(layer.act_dtype, x.dtype)
-        flat = x.reshape(-1, x.shape[-1])
         ready = self._ready(layer)
         kernels = ready.chosen.get(activations)
         if kernels is None:
-            kernels = self.choose(layer.form, (layer.out_features, layer.in_features), activations)
-            ready.chosen[activations] = kernels
-        kernel = next((k for k in kernels if flat.shape[0] <= k.max_rows), None)
+            kernels = ready.chosen[activations] = able(self.kernels, layer.form, (layer.out_features, layer.in_features), activations)
+        rows = x.numel() // x.shape[-1]
+        kernel = next((k for k in kernels if rows <= k.max_rows), None)
         if kernel is None:
             return None
-        if torch.is_autocast_enabled("cpu"):  # the kernel says what is multiplied in which precision
-            with torch.autocast("cpu", enabled=False):
-                return _computed(layer, x, flat, activations, kernel, ready)
-        return _computed(layer, x, flat, activations, kernel, ready)
-
-    def choose(self, form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
-        """The kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less.
-
-        Args:
-            form: of the weight.
-            shape: its (N, K).
-            activations: what they are multiplied as, "fp32" or "bf16".
-        """
-        return tuple(kernel for kernel in self.kernels if kernel.why_not(form, shape, activations) is None)
+        return compute(x, ready.weight, layer.bias, layer.act_dtype, kernel, _layout(kernel, ready))
 
     def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
         """See `nc.nn.LinearEngine`."""
-        shape, activations = (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype)
-        chosen = self.choose(layer.form, shape, activations)
-        before = self.kernels[: self.kernels.index(chosen[0])] if chosen else self.kernels
-        reasons = tuple((kernel.name, str(kernel.why_not(layer.form, shape, activations))) for kernel in before if kernel.takes(layer.form))
-        used = [kernel for i, kernel in enumerate(chosen) if all(kernel.max_rows > other.max_rows for other in chosen[:i])]
-        return KernelChoice(tuple((kernel.name, kernel.rows) for kernel in used), reasons)
+        return choice(self.kernels, layer.form, (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype))
 
     def _ready(self, layer: QuantLinear) -> _Ready:
         ready = layer.packed_for_engine
@@ -104,11 +83,6 @@ class LowBitEngine:
                 ready = _Ready(layer.packed, tuple((t, _version(t)) for t in _stored(layer)), {}, {})
                 layer.packed_for_engine = ready
         return ready
-
-
-def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
-    """What activations of a dtype are multiplied as: "fp32" or "bf16"."""
-    return "bf16" if act_dtype == "bf16" or (act_dtype == "fp32" and dtype == torch.bfloat16) else "fp32"
 
 
 def engine(name: str = "auto") -> LowBitEngine | None:
@@ -160,19 +134,6 @@ def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
             module.engine = found
             module.packed_for_engine = None
     return model
-
-
-def _computed(
-    layer: QuantLinear, x: torch.Tensor, flat: torch.Tensor, activations: str, kernel: LowBitKernel, ready: _Ready
-) -> torch.Tensor:
-    if layer.act_dtype == "int8":
-        flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
-    flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
-    assert kernel.linear is not None, "kernels that are refused are never chosen"
-    result = kernel.linear(flat, _layout(kernel, ready), ready.weight)
-    if layer.bias is not None:
-        result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(layer.bias)
-    return result.to(x.dtype).reshape(*x.shape[:-1], layer.out_features)
 
 
 def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:

@@ -12,6 +12,7 @@ from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
+from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import PYTHON, Judge, Running, executable
 from nc.backends.native.fuse import is_kernel, packed
@@ -55,12 +56,14 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     dynamic = packed_bytes(graph.module)
 
     def report() -> EngineReport:
-        found = executed(module)
+        found, low_bit = executed(module), kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
-        kernels = running.kernels()
+        primitives = running.kernels()
         return EngineReport(
             backend="native",
-            ops=tuple(_op_run(d, found, outcome, kernels) for d in graph.plan.decisions),
+            ops=tuple(
+                dataclasses.replace(_op_run(d, found, outcome, primitives), kernels=low_bit.get(d.operator)) for d in graph.plan.decisions
+            ),
             quantize_outside=targets.count(quantize),
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
@@ -103,10 +106,10 @@ def _running(
     return dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"}), ""
 
 
-def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome, kernels: Mapping[str, str]) -> OpRun:
+def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome, primitives: Mapping[str, str]) -> OpRun:
     asked = decision.spec.precision
     if asked in ("fp32", found.get(decision.operator)):
-        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason, kernel=kernels.get(decision.operator, ""))
+        return OpRun(operator=decision.operator, ran=asked, reason=decision.reason, primitive=primitives.get(decision.operator, ""))
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
     how = "rounded to bf16 before and after" if asked == "bf16" else "between dequantize and quantize"
     return OpRun(operator=decision.operator, ran="fp32", reason=f"{why}; it runs in fp32, {how}")

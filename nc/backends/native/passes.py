@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from nc.backends.dynamic import replace_dynamic, why_not_dynamic
+from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
 from nc.backends.native.compiled import functional
@@ -26,7 +27,9 @@ def kernels(example: Sequence[torch.Tensor]) -> tuple[Pass, ...]:
     Args:
         example: flat inputs, whose sizes weights are laid out for.
     """
+    low_bit = (Pass("low_bit_kernels", replace_low_bit),) if packed else ()
     return (
+        *low_bit,
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),

@@ -1,0 +1,85 @@
+"""Which kernels compute a layer, and how one computes it: the same for modules and for captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.nn import KernelChoice
+from nc.numerics.dynamic import quantize_dequantize_dynamic
+from nc.numerics.packed_weight import PackedWeight
+from nc.spec.weight_format import WeightFormat
+
+#: Dtypes of activations that kernels are for.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
+    """What activations of a dtype are multiplied as: "fp32" or "bf16"."""
+    return "bf16" if act_dtype == "bf16" or (act_dtype == "fp32" and dtype == torch.bfloat16) else "fp32"
+
+
+def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
+    """The kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less is used.
+
+    Args:
+        kernels: in the order of preference.
+        form: of the weight.
+        shape: its (N, K).
+        activations: what they are multiplied as, "fp32" or "bf16".
+    """
+    return tuple(kernel for kernel in kernels if kernel.why_not(form, shape, activations) is None)
+
+
+def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBitKernel, ...]:
+    """Of the kernels that can compute a layer, those that are used for some number of rows; with `rows`, the one that is used for it."""
+    if rows is not None:
+        return tuple(kernel for kernel in found if rows <= kernel.max_rows)[:1]
+    return tuple(kernel for i, kernel in enumerate(found) if all(kernel.max_rows > other.max_rows for other in found[:i]))
+
+
+def choice(
+    kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str, rows: int | None = None
+) -> KernelChoice:
+    """The kernels of a layer for reports: those that are used, and why not those in front of them.
+
+    Args:
+        kernels: as for `able`, and so are the next three.
+        form: likewise.
+        shape: likewise.
+        activations: likewise.
+        rows: the number of rows, where it is the same in every call.
+    """
+    found = able(kernels, form, shape, activations)
+    before = kernels[: kernels.index(found[0])] if found else kernels
+    reasons = tuple((kernel.name, str(kernel.why_not(form, shape, activations))) for kernel in before if kernel.takes(form))
+    return KernelChoice(tuple((kernel.name, kernel.rows) for kernel in used(found, rows)), reasons)
+
+
+def compute(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, act_dtype: str, kernel: LowBitKernel, layout: PackedLayout
+) -> torch.Tensor:
+    """`x @ W.T + bias` by a kernel.
+
+    Args:
+        x: one of `FLOATS`, shape [..., K]; the result has its dtype.
+        weight: W, shape [N, K].
+        bias: shape [N].
+        act_dtype: what `x` is rounded to first, see `nc.nn.QuantLinear`.
+        kernel: one that can compute this layer.
+        layout: what it packed.
+    """
+    if torch.is_autocast_enabled("cpu"):  # the kernel says what is multiplied in which precision
+        with torch.autocast("cpu", enabled=False):
+            return compute(x, weight, bias, act_dtype, kernel, layout)
+    flat = x.reshape(-1, x.shape[-1])
+    if act_dtype == "int8":
+        flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
+    flat = flat.to(torch.bfloat16 if computed_as(act_dtype, x.dtype) == "bf16" else torch.float32).contiguous()
+    assert kernel.linear is not None, "kernels that are refused are never chosen"
+    result = kernel.linear(flat, layout, weight)
+    if bias is not None:
+        result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(bias)
+    return result.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
