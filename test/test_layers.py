@@ -163,6 +163,7 @@ INSIDE = {
         ("nc.numerics.error_feedback", "nc.numerics.packed_weight", "nc.numerics.stored_scales"),
         ("nc.numerics.fake_quant", "nc.numerics.least_squares", "nc.numerics.low_bit"),
         ("nc.numerics.group_ranges",),
+        ("nc.numerics.clipping",),
         ("nc.numerics",),
     ),
     "nc.lowbit": (
@@ -171,6 +172,7 @@ INSIDE = {
         ("nc.lowbit.solvers.best", "nc.lowbit.solvers.gptq", "nc.lowbit.transforms.structure"),
         ("nc.lowbit.solvers", "nc.lowbit.transforms.folding"),
         ("nc.lowbit.transforms.rotation", "nc.lowbit.transforms.sets"),
+        ("nc.lowbit.transforms.clip",),
         ("nc.lowbit.transforms.awq", "nc.lowbit.transforms.smooth", "nc.lowbit.transforms.teq"),
         ("nc.lowbit.transforms",),
         ("nc.lowbit.blocks", "nc.lowbit.report"),

@@ -107,7 +107,7 @@ def test_default_builders():
         (GPTQConfig(act_order=True, percdamp=0.1), {"solver": GPTQ(damp=0.1, block=2048, order="static")}),
         (GPTQConfig(hybrid_order=True, static_groups=True), {"solver": GPTQ(block=2048, order="groups", static_groups=True)}),
         (AWQConfig(use_auto_scale=False), {"transforms": (), "w_algo": "wls"}),
-        (AWQConfig(use_auto_clip=False), {"transforms": (AWQ(),), "w_algo": "minmax"}),
+        (AWQConfig(use_auto_clip=False), {"transforms": (AWQ(clip=False),), "w_algo": "minmax"}),
         (HQQConfig(quant_zero=False), {"float_zero": True}),
         (AutoRoundConfig(bits=3, group_size=64, use_sym=False, minmax_lr=0.01), {"w_dtype": "int3", "group_size": 64, "w_sym": False}),
         (AutoRoundConfig(scheme="W8A8", scale_dtype="torch.float32"), {"w_dtype": "int8", "act_dtype": "int8", "scale_dtype": "fp32"}),

@@ -205,7 +205,7 @@ def AWQConfig(
     )
     double = _double_quant(use_double_quant, double_quant_dtype, double_quant_bits, double_quant_group_size)
     rule = "wls" if use_auto_clip else None
-    transforms = (AWQ(),) if use_auto_scale else ()
+    transforms = (AWQ(clip=None if use_auto_clip else False),) if use_auto_scale else ()
     return _weights(
         dtype, bits, use_sym, group_size, group_dim, double, quant_lm_head, white_list, mse=use_mse_search, rule=rule, transforms=transforms
     )

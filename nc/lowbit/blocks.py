@@ -82,6 +82,7 @@ class Driver:
         self.progress = progress or (lambda *_: None)
         self.asked = {d.operator: d for d in plan.quantized}
         self.applied: list[Applied] = []
+        self._clips: dict[str, torch.Tensor] = {}
         self._packed: dict[str, tuple[PackedWeight, LayerResult]] = {}
         self._find_ties()
         needs = Needs()
@@ -169,7 +170,9 @@ class Driver:
         if transforms and (prefix or len(inside) == len(self.asked)):
             for transform in transforms:
                 keeps = [sample.keep for sample in self.samples]
-                self.applied.append(transform.apply(self._scope(prefix, module, self._targets(inside, inputs), calls, keeps)))
+                scope = self._scope(prefix, module, self._targets(inside, inputs), calls, keeps)
+                self.applied.append(transform.apply(scope))
+                self._clips |= scope.clips
                 inputs = self._collect(module, inside, calls, float_calls)
         elif transforms:
             text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
@@ -212,7 +215,8 @@ class Driver:
         decision = self.asked[layer.name]
         assert decision.form is not None
         weight = layer.weight.float().contiguous()
-        return Problem(name=layer.name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(layer.name))
+        clip = self._clips.get(layer.name)
+        return Problem(name=layer.name, weight=weight, form=decision.form, rule=decision.rule, inputs=inputs.get(layer.name), clip=clip)
 
     def _collect(
         self,

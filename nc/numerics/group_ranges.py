@@ -41,6 +41,7 @@ def choose(
     importance: torch.Tensor | None = None,
     outer: Outer | None = None,
     *,
+    clip: torch.Tensor | None = None,
     positive: bool = False,
 ) -> GroupParams:
     """Scale and zero point of each group.
@@ -52,6 +53,8 @@ def choose(
         importance: fp32, at least 0, shape [K]: the mean square of each input channel. Only "wls" uses it.
         outer: of formats with two levels, the outer scales, if they are known: those of `choose` for the whole weight, and
             `Outer.of_groups` of them where `weight` is some groups. They are not changed.
+        clip: fp32, above 0 to 1, shape [N, G] or what broadcasts to it: the range is that of weights clamped to this part of the largest
+            magnitude of their group.
         positive: no scale is to be below 0, no minimum above 0. Formats with two levels or E8M0 scales never have such.
 
     Returns:
@@ -62,6 +65,9 @@ def choose(
     """
     group = form.group(weight.shape[1])
     shaped = weight.reshape(weight.shape[0], -1, group)
+    if clip is not None:
+        limit = shaped.abs().amax(2, keepdim=True) * clip.unsqueeze(-1)
+        shaped = shaped.clamp(-limit, limit)
     if outer is None:
         outer = _outer(shaped, form, rule, importance)
     if outer is None:

@@ -131,7 +131,7 @@ class _Rounding(torch.nn.Module):
         self.form = problem.form
         self.register_buffer("weight", problem.weight.float())
         importance = None if problem.inputs is None else problem.inputs.mean_square
-        self.start = choose(problem.weight, self.form, problem.rule, importance)
+        self.start = choose(problem.weight, self.form, problem.rule, importance, clip=problem.clip)
         rows = problem.weight.reshape(*self.start.scale.shape, -1)
         self.offsets = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros_like(rows))])
         count = 1 if self.form.symmetric else 2

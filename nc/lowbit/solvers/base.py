@@ -51,6 +51,8 @@ class Problem:
         form: the format of the result; its groups divide K.
         rule: range rule, one of `nc.numerics.group_ranges.RULES`.
         inputs: statistics of its inputs in the model as it is quantized so far; None if there are none.
+        clip: parts of the groups' largest magnitudes that ranges are found for, shape [N, K / group], as
+            `nc.numerics.group_ranges.choose` takes them; None: the whole ranges.
         notes: a solver appends what a reader of the report must know, e.g. that it fell back to round to nearest.
     """
 
@@ -59,6 +61,7 @@ class Problem:
     form: WeightFormat
     rule: str
     inputs: InputStatistics | None = None
+    clip: torch.Tensor | None = field(default=None, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
 
     @property

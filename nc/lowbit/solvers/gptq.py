@@ -90,7 +90,7 @@ class GPTQ:
         fixed = self.static_groups or self.order == "static"
         outer = None
         if fixed or form.two_levels:  # scales of scales depend on all groups, and are those of the weight before rounding
-            whole = choose(_unordered(target, perm), form, problem.rule, importance)
+            whole = choose(_unordered(target, perm), form, problem.rule, importance, clip=problem.clip)
             outer = whole.outer
         if fixed:
             scales = {i: whole.of_group(i) for i in range(groups)}
@@ -98,7 +98,8 @@ class GPTQ:
         def begin(column: int, updated: torch.Tensor) -> None:
             i = index[column]
             known = None if outer is None else outer.of_groups(i, 1, groups)
-            scales[i] = choose(updated, form, problem.rule, importance[perm[column : column + group]], known)
+            clip = None if problem.clip is None else problem.clip[:, i : i + 1]
+            scales[i] = choose(updated, form, problem.rule, importance[perm[column : column + group]], known, clip=clip)
 
         def of_column(column: int) -> GroupParams:
             return scales[index[column]]

@@ -62,7 +62,7 @@ class HQQ:
         """See `Solver.solve`."""
         weight, form = problem.weight, problem.form
         importance = None if problem.inputs is None else problem.inputs.mean_square
-        best = choose(weight, form, problem.rule, importance)
+        best = choose(weight, form, problem.rule, importance, clip=problem.clip)
         least = self._loss(weight, best, form)
         for tried in self._steps(weight, best, form):
             loss = self._loss(weight, tried, form)

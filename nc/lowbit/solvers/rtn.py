@@ -25,5 +25,5 @@ class RTN:
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`. Where statistics were collected for other reasons, range rule "wls" uses them."""
         importance = None if problem.inputs is None else problem.inputs.mean_square
-        found = choose(problem.weight, problem.form, problem.rule, importance)
+        found = choose(problem.weight, problem.form, problem.rule, importance, clip=problem.clip)
         return pack(encode(problem.weight, found, problem.form), found, problem.form)

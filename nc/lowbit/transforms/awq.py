@@ -10,7 +10,9 @@ import torch
 
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope, Target
-from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, rounded, sets_of, weight_of
+from nc.lowbit.transforms.clip import clip_ranges
+from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, full, rounded, sets_of, weight_of
+from nc.numerics.group_ranges import RULES
 from nc.plan import Applied
 
 
@@ -22,7 +24,8 @@ class AWQ:
     all candidates with the rule "minmax", then of the best few with the layers' rule. The best one is used only if the error of the
     block's output is less than without a scale: the result is never worse than none by this measure.
 
-    AWQ's clip search is what the range rules "mse" and "wls" do for each group, "wls" weighted with the inputs; there is no other here.
+    The clip search comes afterwards, see `clip`: smaller ranges for the groups of a layer that is not a query or key projection, where its
+    output and the block's lose less. Weights keep their values: a solver's losses count what is clipped.
 
     Attributes:
         grid: number of exponents, r = i / grid.
@@ -30,6 +33,8 @@ class AWQ:
         rows: candidates are compared on that many rows of each weight.
         finalists: how many candidates are compared with the layers' range rule.
         tokens: the block's output is compared for about this many tokens.
+        clip: search ranges too; None: for layers with the range rule "minmax". The rules "mse" and "wls" choose a range for each group
+            themselves, "wls" weighted with the inputs.
     """
 
     grid: int = 20
@@ -37,6 +42,7 @@ class AWQ:
     rows: int = 64
     finalists: int = 4
     tokens: int = 1024
+    clip: bool | None = None
 
     name: ClassVar[str] = "awq"
     level: ClassVar[Literal["block"]] = "block"
@@ -49,20 +55,30 @@ class AWQ:
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
         outcome = Outcome(self.name, scope)
+        notes, scales = self._scaled(scope, outcome)
+        if self.clip is not False:
+            clipped = clip_ranges(scope, scales, self.tokens, RULES if self.clip else ("minmax",))
+            outcome.changed += clipped
+            notes += [f"ranges clipped in {', '.join(clipped)}"] if clipped else []
+        return outcome.applied("; ".join(notes))
+
+    def _scaled(self, scope: Scope, outcome: Outcome) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """Fold the best scales: (notes for the report, what the input channels of layers are divided by now, by name)."""
         sets = sets_of(scope)
-        if not sets:
-            return outcome.applied()
         outcome.sets = len(sets)
-        error = BlockError(scope, self.tokens)
-        notes = []
+        error = BlockError(scope, self.tokens) if sets else None
+        notes: list[str] = []
+        scales: dict[str, torch.Tensor] = {}
         for found in sets:
             scale = self._search(found)
             if scale is None:
                 continue
+            assert error is not None
             before, after = (error(found.rounded(s)) for s in (torch.ones_like(scale), scale))
             if after < before and outcome.fold(found, scale):
                 notes.append(f"{found.link.producer} {before:.1e} → {after:.1e}")
-        return outcome.applied(f"error of the block {', '.join(notes)}" if notes else "")
+                scales |= {full(scope, found.link.consumers[i]): found.link.spread(scale, i) for i in found.targets}
+        return [f"error of the block {', '.join(notes)}"] if notes else [], scales
 
     def _search(self, found: ScaleSet) -> torch.Tensor | None:
         """The best scale by the error of the layers' outputs; None for none at all."""

@@ -6,7 +6,7 @@ One per file, each a frozen dataclass of its options.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -50,6 +50,7 @@ class Scope:
         prefix: name of the block in the model; "" for the model.
         targets: the layers of the scope that will be quantized, by their name in the model.
         samples: calibration samples that reach the scope, as (args, kwargs) of `module`.
+        clips: a transform adds `Problem.clip` of layers, by their name in the model.
         keeps: of each sample the positions of [batch, length] that are no padding; None: all.
     """
 
@@ -59,6 +60,7 @@ class Scope:
     targets: Mapping[str, Target]
     samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     keeps: Sequence[torch.Tensor | None] = ()
+    clips: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -63,6 +63,13 @@ def weight_of(target: Target) -> torch.Tensor:
     return layers_of(target.module)[0].weight.float()
 
 
+def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
+    """Statistics of inputs whose channels are divided by a scale of shape [K]; without those of the float model's inputs."""
+    wide = scale.double()
+    outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
+    return InputStatistics(inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), outer)
+
+
 def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None) -> torch.Tensor:
     """`Q(W s) / s`: what a weight becomes by round to nearest in the target's format, if its columns are scaled first.
 
@@ -72,10 +79,7 @@ def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str
         scale: s, fp32, shape [K].
         rule: in place of the target's range rule.
     """
-    inputs = None
-    if target.inputs is not None:
-        wide = scale.double()
-        inputs = InputStatistics(target.inputs.tokens, target.inputs.absolute / wide, target.inputs.squares / wide.square())
+    inputs = None if target.inputs is None else divided(target.inputs, scale)
     problem = Problem(name="", weight=weight * scale, form=target.form, rule=rule or target.rule, inputs=inputs)
     return RTN().solve(problem).dequantize() / scale
 
