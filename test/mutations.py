@@ -212,6 +212,22 @@ MUTATIONS = (
         ("weights_artefact",),
     ),
     Mutation(
+        "low-bit-graph-rows",
+        "a captured low-bit linear takes the kernel for the number of rows of each call",
+        "backends/low_bit/graph.py",
+        "if 0 < rows <= known[name].max_rows:",
+        "if rows:",
+        ("low_bit_graphs",),
+    ),
+    Mutation(
+        "awq-clip",
+        "AWQ clips the ranges that lose least",
+        "numerics/clipping.py",
+        "better = lost < least",
+        "better = lost < least * 0.9",
+        ("clipping",),
+    ),
+    Mutation(
         "neural-compressor-bits",
         "Neural Compressor's `bits` reaches the codes",
         "config/neural_compressor.py",

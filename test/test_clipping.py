@@ -30,8 +30,7 @@ def heavy(outputs, inputs):
 
 
 def rounded(group, part, bits, symmetric):
-    """One group of weights rounded to nearest with a clipped range, in float64 by the text of the paper."""
-    group = group.double()
+    """One group of weights rounded to nearest with a clipped range; scale and zero point in fp32, as they are stored."""
     limit = group.abs().max() * part
     inside = group.clamp(-limit, limit)
     low, high = inside.min().clamp(max=0), inside.max().clamp(min=0)
@@ -41,6 +40,7 @@ def rounded(group, part, bits, symmetric):
     else:
         scale = (high - low) / most
         zero = (-low / scale).round().clamp(0, most)
+    group, scale = group.double(), scale.double()
     return ((group / scale).round() + zero).clamp(0, most).sub(zero) * scale
 
 
