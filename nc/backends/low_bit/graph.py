@@ -115,11 +115,11 @@ class _Layouts:
 
 def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
     """The weight of a call; None where it is computed."""
-    parts = [arguments[name] for name in PARTS]
-    if any(part is not None and part.op != "get_attr" for part in parts):
+    parts = {name: arguments[name] for name in PARTS}
+    if any(part is not None and part.op != "get_attr" for part in parts.values()):
         return None
-    tensors: list[Any] = [None if part is None else constant_of(module, part) for part in parts]
-    return stored_weight(*tensors, arguments["dtype"], arguments["in_features"])
+    tensors: dict[str, Any] = {name: None if part is None else constant_of(module, part) for name, part in parts.items()}
+    return stored_weight(**tensors, dtype=arguments["dtype"], features=arguments["in_features"])
 
 
 def _linear(
