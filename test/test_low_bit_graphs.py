@@ -13,6 +13,7 @@ from nc.backends import get_backend
 from nc.backends.low_bit import graph as low_bit
 from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.engine import set_backend
+from nc.backends.native import package
 from nc.backends.native.execute import TorchScriptExecutor
 from nc.export import export
 from nc.graph.fx_utils import copy_module
@@ -262,3 +263,20 @@ def test_compiled_between_the_kernels():
     for rows in (4, 20):
         x = torch.randn(rows, 32)
         assert (q(x) - q.reference(x)).abs().max() < 0.02 * q.reference(x).abs().max()
+
+
+@native
+def test_a_program_of_aot_inductor_says_that_it_holds_these_weights_in_fp32(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(package, "_compile", refuse)
+    x = torch.randn(4, 32)
+    prepared = nc.prepare(Net().eval(), MIXED, example_inputs=x, backend="native")
+    prepared(x)
+    q = nc.convert(prepared, measure=False)
+    with (
+        pytest.raises(nc.BackendError, match="not compiled"),
+        pytest.warns(nc.errors.NCWarning, match=r"2 linears .* in fp32.*: up, down\."),
+    ):
+        nc.export_pt2(q, tmp_path / "q.pt2")

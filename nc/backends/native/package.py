@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from nc.backends.native.operators import in_place
 from nc.backends.native.passes import finish, kernels
 from nc.backends.passes import run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
-from nc.errors import BackendError, UnsupportedError
+from nc.errors import BackendError, NCWarning, UnsupportedError
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
+from nc.ops import quant_linear
 
 #: Constants stay constants, so that weights are packed at compile time.
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}
@@ -53,6 +55,7 @@ def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: b
     module, _ = copy_module(graph.module)
     run_passes(module, kernels(graph.example))
     _check_int8(graph, module)
+    _tell_low_bit(module)
     data, run = _compile(module, example, free)
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
@@ -97,6 +100,18 @@ def _as_before(graph: QDQGraph, tensors: Sequence[torch.Tensor]) -> list[Any]:
     left = iter(tensors)
     with torch.no_grad():
         return [next(left) if isinstance(value, torch.Tensor) else value for value in graph.module(*graph.example)]
+
+
+def _tell_low_bit(module: fx.GraphModule) -> None:
+    """Warn of what has low-bit weights: the kernels for it need Python, and the compiler folds what is constant."""
+    names = [node.meta.get("operator", node.name) for node in module.graph.nodes if node.target is quant_linear]
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        msg = (
+            f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes them so: {some}. "
+            "With their kernels they run in Python: nc.save and nc.load."
+        )
+        warnings.warn(msg, NCWarning, stacklevel=4)
 
 
 def _check_static(graph: QDQGraph) -> None:
