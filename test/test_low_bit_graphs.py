@@ -280,3 +280,13 @@ def test_a_program_of_aot_inductor_says_that_it_holds_these_weights_in_fp32(tmp_
         pytest.warns(nc.errors.NCWarning, match=r"2 linears .* in fp32.*: up, down\."),
     ):
         nc.export_pt2(q, tmp_path / "q.pt2")
+
+
+@pytest.mark.ipex
+@pytest.mark.exhaustive
+def test_the_child_that_runs_a_model_first_knows_the_operator():
+    x = torch.randn(4, 32)
+    prepared = nc.prepare(Net().eval(), MIXED, example_inputs=x, backend="ipex")
+    prepared(x)
+    q = nc.convert(prepared, measure=False, isolate="always")
+    assert {op.kernel for op in q.report().ops if op.kind == "quant_linear"} == {"bag (M <= 8), blocks"}
