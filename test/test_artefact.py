@@ -743,7 +743,7 @@ def test_an_empty_directory_is_filled(cnn, saved, tmp_path):
     assert content(tmp_path / "empty") == content(saved)
 
 
-@pytest.mark.parametrize("failing", ["safetensors.torch.save_file", "os.fsync", "pathlib.Path.rename"])
+@pytest.mark.parametrize("failing", ["nc.storage.tensor_file.write", "os.fsync", "pathlib.Path.rename"])
 def test_a_failure_leaves_the_old_one_and_nothing_else(cnn, folder, failing, monkeypatch):
     forge(folder, lambda d: d.update(backend="earlier"))
     before, real = content(folder), Path.rename

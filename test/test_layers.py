@@ -50,6 +50,7 @@ LEVELS = (
         "nc.lowbit.pretrained",
         "nc.lowbit.report",
         "nc.lowbit.speed",
+        "nc.lowbit.streamed",
     ),
     ("nc.quantized", "nc.export"),
     ("nc.workflow", "nc.artefact", "nc.parity", "nc.interchange"),
@@ -104,7 +105,14 @@ INSIDE = {
         ("nc.calibration",),
     ),
     "nc.storage": (
-        ("nc.storage.atomic", "nc.storage.json_values", "nc.storage.allowlist", "nc.storage.schema_1", "nc.storage.arguments"),
+        (
+            "nc.storage.atomic",
+            "nc.storage.json_values",
+            "nc.storage.allowlist",
+            "nc.storage.schema_1",
+            "nc.storage.arguments",
+            "nc.storage.tensor_file",
+        ),
         ("nc.storage.folder",),
         ("nc.storage.pytree_json",),
         ("nc.storage.graph_json",),
@@ -177,7 +185,8 @@ INSIDE = {
         ("nc.lowbit.transforms",),
         ("nc.lowbit.blocks", "nc.lowbit.report"),
         ("nc.lowbit.artefact", "nc.lowbit.prepared"),
-        ("nc.lowbit.mixed", "nc.lowbit.pretrained"),
+        ("nc.lowbit.mixed", "nc.lowbit.streamed"),
+        ("nc.lowbit.pretrained",),
     ),
     "nc.observers": (
         ("nc.observers.base",),

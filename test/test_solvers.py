@@ -117,11 +117,18 @@ def test_a_group_whose_columns_come_in_order_holds_all_its_columns_together():
 
 def test_the_factor_is_that_of_the_hessian_and_the_inverse_has_the_papers():
     hessian = statistics(correlated(100, 32)).hessian
-    found = factor(hessian, 0.01)
-    assert torch.allclose(found.upper @ found.upper.T, found.damped, rtol=1e-12)
-    assert torch.allclose(found.upper.inverse(), torch.linalg.cholesky(found.damped.inverse(), upper=True), rtol=1e-8, atol=1e-10)
+    perm = torch.randperm(32)
+    whole = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(32, dtype=torch.float64))[perm][:, perm]
+    before = (hessian * 7).clone()
+    found = factor(before, 0.01, perm, 7)
+    assert torch.equal(before, hessian * 7)
+    assert torch.equal(found.upper, found.upper.triu())
+    assert torch.allclose(found.upper @ found.upper.T, whole, rtol=1e-12)
+    assert torch.allclose(found.upper.inverse(), torch.linalg.cholesky(whole.inverse(), upper=True), rtol=1e-8, atol=1e-10)
+    assert torch.allclose(found.feed.double(), found.upper / found.upper.diagonal(), rtol=1e-6)
+    assert found.first == pytest.approx(float(whole[0, 0]))
     right = torch.randn(32, 3, dtype=torch.float64)
-    assert torch.allclose(found.damped @ found.solve(right), right, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(whole @ found.solve(right), right, rtol=1e-8, atol=1e-8)
 
 
 def gptaq(weight, hessian, cross, bits, group, alpha):

@@ -12,7 +12,6 @@ import torch
 from nc.cli import inputs
 from nc.config import WeightOnlyConfig, parts_of
 from nc.lowbit.pretrained import quantize_folder
-from nc.lowbit.report import weight_report
 
 
 def quantize_pretrained(
@@ -49,8 +48,8 @@ def quantize_pretrained(
         if name:
             click.echo(f"block {done + 1} of {total}: {name} ({passed:.0f} s{left})", err=True)
 
-    model = quantize_folder(source, chosen, out, texts, progress=progress)
-    click.echo(str(weight_report(model)))
+    report = quantize_folder(source, chosen, out, texts, progress=progress)
+    click.echo(str(report))
     click.echo(f"saved to {out}")
 
 

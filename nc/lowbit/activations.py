@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ import torch
 LIMIT = 2**30
 
 
-class Activations:
+class Activations(Sequence[Any]):
     """One tensor per sample, which `put` replaces.
 
     Args:
@@ -24,8 +26,14 @@ class Activations:
         self._left = limit
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __getitem__(self, index: int) -> torch.Tensor | None:
-        """The tensor of a sample; None before the first `put`."""
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._held)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The tensor of a sample, None before the first `put`; or those of a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         found = self._held[index]
         return torch.load(found, weights_only=True) if isinstance(found, Path) else found
 

@@ -10,13 +10,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nc.errors import ArtefactError
 from nc.lowbit.blocks import replace, sharing
-from nc.lowbit.layers import Layer, layers_of
+from nc.lowbit.layers import Layer, layers_of, memory_of
 from nc.lowbit.plan import LayerDecision
 from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult
@@ -26,25 +27,27 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.plan import Applied
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 from nc.storage import folder, json_values, pretrained_class
+from nc.storage.tensor_file import Stored, stored_in
 
 FORMAT = "nc-weights"
 SCHEMA = folder.FORMATS[FORMAT]
 _PARTS = tuple(f.name for f in dataclasses.fields(PackedWeight) if f.name not in ("form", "shape"))
 
 
-def write(model: torch.nn.Module, directory: str | os.PathLike[str]) -> None:
+def write(model: torch.nn.Module, directory: str | os.PathLike[str], files: Mapping[str, Stored] | None = None) -> None:
     """Write a model; the same model gives the same bytes.
 
     Args:
         model: holds at least one `QuantLinear` or `QuantEmbedding`.
         directory: created with its parents; an artefact that is there is replaced as a whole.
+        files: names of tensors whose values are not in the model, but in files.
 
     Raises:
         ArtefactError: something else is there, or the model holds something that an artefact can't; the message names it.
     """
     target = folder.replaceable(directory)
     described = pretrained_class.description(model) if type(model).__module__.startswith("transformers.") else None
-    names, tensors = _tensors(model)
+    names, tensors = _tensors(model, files or {})
     document = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -99,6 +102,13 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
     return built.eval()
 
 
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Where the tensors of an artefact lie, by all their names."""
+    found = stored_in(directory / folder.WEIGHTS)
+    document = json.loads((directory / folder.MODEL).read_text(encoding="utf-8"))
+    return {name: found[key] for name, key in _names(document["tensors"]).items()}
+
+
 # ---- tensors ----
 
 
@@ -107,24 +117,26 @@ def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _tensors(model: torch.nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _tensors(model: torch.nn.Module, files: Mapping[str, Stored]) -> tuple[dict[str, str], dict[str, torch.Tensor | Stored]]:
     """For each tensor the name under which it is stored, that of the first where several are one; and what is stored."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             msg = f"Module {name!r} ({type(module).__name__}) has an extra state of its own, which an artefact can't store."
             raise ArtefactError(msg)
     names: dict[str, str] = {}
-    stored: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor | Stored] = {}
     first: dict[Any, str] = {}
     memory: set[int] = set()
     scales = {f"{name}.scale" for name, _ in _packed_of(model)}
     for name, tensor in _all_tensors(model):
-        if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        elsewhere = files.get(name)
+        if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided or (not elsewhere and tensor.device.type != "cpu"):
             msg = f"{name!r} is a {type(tensor.data).__name__} on {tensor.device}, {tensor.layout}; an artefact holds dense CPU tensors."
             raise ArtefactError(msg)
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
-        names[name] = first.setdefault(key, name)
-        if names[name] == name:
+        names[name] = first.setdefault(memory_of(tensor) if tensor.numel() else name, name)
+        if names[name] == name and elsewhere:
+            stored[name] = elsewhere
+        elif names[name] == name:
             is_e8m0 = name in scales and tensor.dtype == torch.float8_e8m0fnu  # for which safetensors has no name
             stored[name] = _storable(name, tensor.view(torch.uint8) if is_e8m0 else tensor, memory)
     return names, stored

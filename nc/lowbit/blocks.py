@@ -6,8 +6,9 @@ its statistics and its activations.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
-from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run
+from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run, with_forwards
 from nc.lowbit.result import LayerResult
 from nc.lowbit.solvers.base import BlockProblem, BlockSolver, Needs, Problem
 from nc.lowbit.solvers.best import keep_best, solve_best
@@ -55,16 +56,28 @@ class Calls(Sequence[Call]):
 
 
 class Store(Protocol):
-    """Where the weights of a model come from and where finished blocks go, for models that are larger than the memory."""
+    """Gives a model its weights part by part, for models that are larger than the memory; see `nc.lowbit.streamed`.
 
-    def load(self, name: str, module: torch.nn.Module) -> None:
-        """Fill the parameters of a module that have no values yet; "" is the model without its blocks."""
+    Attributes:
+        parts: names of the blocks, and of output heads outside of them.
+    """
 
-    def finished(self, name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        """The quantized block, if an earlier run finished it."""
+    parts: tuple[str, ...]
 
-    def finish(self, name: str, module: torch.nn.Module) -> None:
-        """Keep a quantized block for later runs."""
+    def load(self, name: str) -> bool:
+        """Give a module's parameters their values; "" is all that is in no part. False: it has them already."""
+
+    def drop(self, name: str) -> None:
+        """Let the values go that `load` gave, or those of a finished block."""
+
+    def finished(self, name: str) -> bool:
+        """Put the quantized block in its place if an earlier run finished it."""
+
+    def finish(self, name: str) -> None:
+        """Keep a quantized block on disk, for later runs and for the result."""
+
+    def settle(self) -> None:
+        """What has values outside of finished blocks now has those of the result."""
 
 
 class Driver:
@@ -113,48 +126,91 @@ class Driver:
         done = 0
         for names in lists:
             blocks = [self.model.get_submodule(name) for name in names]
-            if self.store is not None and self.samples:
-                self.store.load(names[0], blocks[0])
-                self.store.load(names[1], blocks[1])
-            recorded = record(self.model, blocks, self.samples)
+            hidden, float_hidden = (Activations(len(self.samples) if wanted else 0) for wanted in (True, self.with_float))
+
+            def first(index: int, tensor: torch.Tensor, of: Sequence[Activations] = (hidden, float_hidden)) -> None:
+                for activations in of[: 1 + self.with_float]:
+                    activations.put(index, tensor)
+
+            with self._callable():
+                recorded = record(self.model, blocks, self.samples, first)
             if recorded is None:
                 continue  # its blocks are not simply called one after the other: they are solved with the rest
-            hidden, float_hidden = Activations(len(recorded)), Activations(len(recorded) if self.with_float else 0)
             for index, name in enumerate(names):
                 self.progress(done, total, name)
-                self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
+                behind = self._block(name, [calls[index] for calls in recorded], hidden, float_hidden)
+                float_hidden.close()
+                float_hidden = behind
                 done += 1
             hidden.close()
             float_hidden.close()
         rest = [name for name in self.asked if not self._is_done(name)]
         self.progress(total - 1, total, "the other layers")
-        if rest:
-            self._block_of("", self.model, rest, Calls([sample.call for sample in self.samples]), None)
+        self._rest(rest)
         self.progress(total, total, "")
 
-    def _block(self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations) -> None:
-        """Solve a block, and replace the hidden states in front of it by those behind it."""
+    @contextlib.contextmanager
+    def _callable(self) -> Iterator[None]:
+        """With a store: what is in no part has values, and a part has them while it is called."""
+        store = self.store
+        if store is None or not (self.samples or self.plan.transforms):
+            yield
+            return
+
+        def with_values(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                mine = store.load(store.parts[index])
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    if mine:
+                        store.drop(store.parts[index])
+
+            return called
+
+        store.load("")
+        with with_forwards([self.model.get_submodule(name) for name in store.parts], with_values):
+            yield
+        store.drop("")
+
+    def _rest(self, rest: Sequence[str]) -> None:
+        """Solve the layers that are in no block."""
+        store = self.store
+        if store is not None and not self.samples and not self.plan.transforms:
+            for name in rest:
+                store.load(name)
+                self._solve([name], {}, {})
+        elif rest:
+            with self._callable():
+                if store is not None:
+                    for name in rest:
+                        store.load(next((part for part in store.parts if f"{name}.".startswith(f"{part}.")), ""))
+                self._block_of("", self.model, rest, Calls([sample.call for sample in self.samples]), None)
+                if store is not None:
+                    store.settle()
+
+    def _block(self, name: str, recorded: Sequence[Call], hidden: Activations, float_hidden: Activations) -> Activations:
+        """Solve a block, and replace the hidden states in front of it by those behind it; those of the float model are the result."""
         block = self.model.get_submodule(name)
         if self.store is not None:
-            self.store.load(name, block)
+            self.store.load(name)
         calls = Calls(recorded, hidden)
         float_calls = Calls(recorded, float_hidden) if self.with_float else None
-        float_out = [run(block, call) for call in float_calls] if float_calls is not None else []
-        found = None if self.store is None else self.store.finished(name, block)
-        if found is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, found)
-            block = found
-        else:
+        float_out = Activations(0 if float_calls is None else len(float_calls))
+        for i in range(len(float_out)):
+            float_out.put(i, run(block, Calls(recorded, float_hidden)[i]))
+        if self.store is None or not self.store.finished(name):
             inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
             if inside:
                 self._block_of(name, block, inside, calls, float_calls, float_out)
             if self.store is not None:
-                self.store.finish(name, block)
+                self.store.finish(name)
+        block = self.model.get_submodule(name)
         for i, call in enumerate(calls):
             hidden.put(i, run(block, call))
-        for i, output in enumerate(float_out):
-            float_hidden.put(i, output)
+        if self.store is not None:
+            self.store.drop(name)
+        return float_out
 
     def _block_of(
         self,
@@ -258,10 +314,11 @@ class Driver:
     def _is_done(self, name: str) -> bool:
         return isinstance(self.model.get_submodule(name), (QuantLinear, QuantEmbedding))
 
-    def _solve(self, names: Sequence[str], inputs: Mapping[str, InputStatistics], learned: Mapping[str, PackedWeight]) -> None:
-        layers = {layer.name: layer for layer in layers_of(self.model)}
+    def _solve(self, names: Sequence[str], inputs: dict[str, InputStatistics], learned: Mapping[str, PackedWeight]) -> None:
+        """Solve layers and put them in place. Their statistics and weights are let go one after the other."""
+        layers = {layer.name: layer for layer in layers_of(self.model) if layer.name in names}
         for name in names:
-            decision, layer, first = self.asked[name], layers[name], self._first[name]
+            decision, layer, first = self.asked[name], layers.pop(name), self._first[name]
             if first not in self._packed:
                 assert decision.solver is not None
                 problem = self._problem(layer, inputs)
@@ -269,6 +326,8 @@ class Driver:
                     self._packed[first] = keep_best(problem, learned[name], decision.solver.name)
                 else:
                     self._packed[first] = solve_best(problem, decision.solver)
+                del problem
+            inputs.pop(name, None)
             replace(self.model, layer, decision, *self._packed[first])
             if first not in self._first_of_several:
                 del self._packed[first]

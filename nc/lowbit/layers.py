@@ -82,6 +82,11 @@ def _layer(name: str, module: torch.nn.Module, head: torch.nn.Module | None) -> 
     return None
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same values in the same memory; without values, for one and the same object."""
+    return (id(tensor),) if tensor.is_meta else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of the float weights of two and more dimensions that are in no linear or embedding, such as stacked experts."""
     inside = {name for name, module in model.named_modules() if is_low_bit(module) or _layer(name, module, None) is not None}

@@ -53,7 +53,12 @@ def block_lists(model: torch.nn.Module, layers: Collection[str]) -> list[list[st
     return stacks
 
 
-def record(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], samples: Sequence[Sample]) -> list[tuple[Call, ...]] | None:
+def record(
+    model: torch.nn.Module,
+    blocks: Sequence[torch.nn.Module],
+    samples: Sequence[Sample],
+    first: Callable[[int, torch.Tensor], None] | None = None,
+) -> list[tuple[Call, ...]] | None:
     """For each sample the arguments of each block, or None if blocks are not called once each and in order.
 
     Where a block only passes a hidden state on, blocks are not computed while arguments are recorded: the first two are, for one
@@ -63,6 +68,8 @@ def record(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], samples: S
         model: the model; what is in front of `blocks` is computed.
         blocks: one stack.
         samples: calls of the model.
+        first: gets the number of each sample and the first tensor that its first block is called with; the calls then have `HIDDEN` there
+            too. Without it these tensors of all samples are in the result.
 
     Returns:
         (args, kwargs) of each block. Tensors that are the output of the block in front are `HIDDEN`.
@@ -79,15 +86,19 @@ def record(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], samples: S
 
         skipped = _calls(model, blocks, samples[0], real=0, like=like)
         if skipped is not None and _same(true, skipped):
-            return _all(_calls(model, blocks, sample, real=0, like=like) for sample in samples)
-    return _all(_calls(model, blocks, sample, real=len(blocks)) for sample in samples)
+            return _all((_calls(model, blocks, sample, real=0, like=like) for sample in samples), first)
+    return _all((_calls(model, blocks, sample, real=len(blocks)) for sample in samples), first)
 
 
-def _all(found: Iterator[tuple[Call, ...] | None]) -> list[tuple[Call, ...]] | None:
+def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.Tensor], None] | None) -> list[tuple[Call, ...]] | None:
     result = []
-    for calls in found:
+    for index, calls in enumerate(found):
         if calls is None:
             return None
+        hidden = next((v for v in (*calls[0][0], *calls[0][1].values()) if isinstance(v, torch.Tensor)), None)
+        if first is not None and hidden is not None:
+            first(index, hidden)
+            calls = (_replaced(calls[0], hidden, HIDDEN), *calls[1:])  # noqa: PLW2901
         result.append(calls)
     return result
 
@@ -155,13 +166,13 @@ def _calls(
 
         return forward
 
-    with torch.no_grad(), contextlib.suppress(_Stop), _with_forwards(blocks, replaced):
+    with torch.no_grad(), contextlib.suppress(_Stop), with_forwards(blocks, replaced):
         model(*sample.call[0], **sample.call[1])
     return tuple(call for _, call in calls) if [index for index, _ in calls] == list(range(len(blocks))) else None
 
 
 @contextlib.contextmanager
-def _with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Other forwards for a while; a forward that an object has of its own comes back."""
     own = [block.__dict__.get("forward") for block in blocks]
     for i, block in enumerate(blocks):
@@ -189,9 +200,12 @@ def first_tensor(output: Any) -> Any:
 
 def filled(call: Call, hidden: torch.Tensor | None) -> Call:
     """The arguments with the output of the block in front in its place."""
+    return _replaced(call, HIDDEN, hidden)
 
+
+def _replaced(call: Call, old: Any, new: Any) -> Call:
     def part(value: Any) -> Any:
-        return hidden if value is HIDDEN else value
+        return new if value is old else value
 
     args, kwargs = call
     return pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}

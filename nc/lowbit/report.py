@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nc.backends.profiling.bandwidth import read_bandwidth
-from nc.lowbit.layers import other_weights
+from nc.lowbit.layers import memory_of, other_weights
 from nc.lowbit.plan import others_text
 from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
@@ -215,10 +215,10 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    tensors = {memory_of(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _saved(model: torch.nn.Module) -> int:
-    packed = {m.codes.data_ptr(): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[operator]
+    packed = {memory_of(m.codes): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[arg-type]
     return sum(4 * p.shape[0] * p.shape[1] - p.bytes for p in packed.values())

@@ -8,6 +8,9 @@ import torch
 
 from nc.errors import CalibrationError
 
+#: Rows of a matrix of sums, or of a weight, that are worked on at once, so that nothing else of its size is in memory.
+_ROWS = 512
+
 
 @dataclass(slots=True)
 class InputStatistics:
@@ -54,10 +57,15 @@ class InputStatistics:
         self.tokens += rows.shape[0]
         self.absolute += rows.abs().sum(0, dtype=torch.float64)
         self.squares += rows.square().sum(0, dtype=torch.float64)
-        if self.outer is not None:
-            self.outer += rows.T @ rows
-        if self.cross is not None and float_x is not None:
-            self.cross += (float_x.detach().reshape(rows.shape).float() - rows).T @ rows
+        difference = None if float_x is None else float_x.detach().reshape(rows.shape).float() - rows
+        for start in range(0, rows.shape[1], _ROWS):
+            part, end = slice(start, start + _ROWS), start + _ROWS
+            if self.outer is not None:
+                product = rows[:, part].T @ rows[:, start:]
+                self.outer[part, start:] += product
+                self.outer[end:, part] += product[:, _ROWS:].T  # it is symmetric
+            if self.cross is not None and difference is not None:
+                self.cross[part] += difference[:, part].T @ rows
 
     def merge(self, other: InputStatistics) -> None:
         """Add the tokens of another one, of the same channels."""
@@ -97,11 +105,18 @@ def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStat
     Returns:
         0 for a weight that is all zero.
     """
-    error, whole = (weight - rounded).double(), weight.double()
-    if inputs is None or not inputs.tokens:
-        lost, total = error.square().sum(), whole.square().sum()
-    elif inputs.outer is None:
-        lost, total = ((m.square() @ inputs.squares).sum() for m in (error, whole))
-    else:
-        lost, total = (((m @ inputs.hessian) * m).sum() for m in (error, whole))
+    lost = total = torch.zeros((), dtype=torch.float64)
+    for start in range(0, weight.shape[0], _ROWS):
+        part = slice(start, start + _ROWS)
+        lost = lost + _energy((weight[part] - rounded[part]).double(), inputs)
+        total = total + _energy(weight[part].double(), inputs)
     return float(lost / total) if float(total) > 0 else 0.0
+
+
+def _energy(rows: torch.Tensor, inputs: InputStatistics | None) -> torch.Tensor:
+    """Sum of x^2 over the outputs of some rows, float64; without inputs over the rows."""
+    if inputs is None or not inputs.tokens:
+        return rows.square().sum()
+    if inputs.outer is None:
+        return (rows.square() @ inputs.squares).sum()
+    return ((rows @ inputs.outer) * rows).sum()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.numerics.groups import GroupParams, decode, encode
+from nc.numerics.groups import GroupParams, chunks, decode, encode
 from nc.spec.weight_format import WeightFormat
 
 #: A pivot below this share of the mean of the diagonal is rounding error.
@@ -22,47 +22,66 @@ _LEAST_PIVOT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """`(A + I) D (A + I)^T` of a damped Hessian, float64.
+    """`(A + I) D (A + I)^T` of a damped Hessian.
 
     Attributes:
-        upper: R = (A + I) sqrt(D), upper triangular, shape [K, K].
-        damped: the Hessian with what was added to its diagonal.
+        lower: R = (A + I) sqrt(D) with its rows and columns in reversed order, lower triangular, float64, shape [K, K].
+        first: of the damped Hessian, at [0, 0].
     """
 
-    upper: torch.Tensor
-    damped: torch.Tensor
+    lower: torch.Tensor
+    first: float
+
+    @property
+    def upper(self) -> torch.Tensor:
+        """R, upper triangular."""
+        return self.lower.flip(0, 1)
 
     @property
     def feed(self) -> torch.Tensor:
         """A, fp32: how much of the error of column j goes to column k, at [j, k]. Only what is above the diagonal has a meaning."""
-        return (self.upper / self.upper.diagonal()).float()
+        size = len(self.lower)
+        diagonal = self.lower.diagonal().flip(0)
+        feed = torch.empty(size, size)
+        for rows in chunks(size, size):  # the matrix is the largest one that a solver makes, so it has no copy
+            feed[rows] = (self.lower[size - rows.stop : size - rows.start].flip(0, 1) / diagonal).float()
+        return feed
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """The x of `damped @ x = right`, float64, shape [K, N]."""
-        half = torch.linalg.solve_triangular(self.upper, right, upper=True)
-        solution: torch.Tensor = torch.linalg.solve_triangular(self.upper.T, half, upper=False)
+        """The x of `damped Hessian @ x = right`, float64, shape [K, N]."""
+        upper = self.upper
+        half = torch.linalg.solve_triangular(upper, right, upper=True)
+        solution: torch.Tensor = torch.linalg.solve_triangular(upper.T, half, upper=False)
         return solution
 
 
-def factor(hessian: torch.Tensor, damp: float) -> Factor | None:
-    """The factor of `hessian + damp * mean(diag(hessian)) * I`; None if that is not positive definite.
+def factor(sums: torch.Tensor, damp: float, order: torch.Tensor | None = None, tokens: int = 1) -> Factor | None:
+    """The factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`; None if that is not positive definite.
 
     Args:
-        hessian: E[x x^T], float64, shape [K, K]. A channel that is always zero gets the mean of the others on its diagonal.
+        sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others on its diagonal.
         damp: at least 0.
+        order: a permutation of the rows and columns of H; None: as they stand.
+        tokens: how many x were added.
     """
-    damped = hessian.clone()
+    size = len(sums)
+    # the upper factor is the lower one of the matrix in reversed order
+    back = (torch.arange(size) if order is None else order).flip(0)
+    work = torch.empty(size, size, dtype=torch.float64)
+    for rows in chunks(size, size):
+        work[rows] = sums[:, back[rows]][back].T
+    damped = work.div_(tokens).T  # as LAPACK wants it, so that the factor is written over it
     diagonal = damped.diagonal()
     dead = diagonal == 0
     mean = float(diagonal.sum() / (~dead).sum().clamp(min=1)) or 1.0
     diagonal[dead] = mean
     diagonal += damp * mean
-    # the upper factor is the lower one of the matrix in reversed order
-    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    upper = lower.flip(0, 1)
-    if int(failed) or not bool((upper.diagonal().square() > _LEAST_PIVOT * mean).all()):
+    first = float(diagonal[-1])
+    failed = torch.empty((), dtype=torch.int32)
+    torch.linalg.cholesky_ex(damped, out=(damped, failed))
+    if int(failed) or not bool((diagonal.square() > _LEAST_PIVOT * mean).all()):
         return None
-    return Factor(upper, damped)
+    return Factor(damped, first)
 
 
 def round_columns(

@@ -15,7 +15,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
+from nc.storage import tensor_file
 from nc.storage.atomic import staging_path
+from nc.storage.tensor_file import Stored
 
 #: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
 #: the files; docs/artefact.md has the policy.
@@ -77,13 +79,13 @@ def replaceable(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write(target: Path, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Tensor | Stored]) -> None:
     """Write an artefact; the same content gives the same bytes.
 
     Args:
         target: the result of `replaceable`; created with its parents. An artefact that is there is replaced as a whole.
         document: with the keys "format" and "schema".
-        tensors: contiguous ones that share no memory.
+        tensors: contiguous ones that share no memory, or such that lie in files; these are copied from there piece by piece.
 
     Raises:
         ArtefactError: something else is there by now.
@@ -93,9 +95,10 @@ def write(target: Path, document: dict[str, Any], tensors: dict[str, torch.Tenso
     staged.mkdir()
     try:
         (staged / MODEL).write_text(_model_json(document), encoding="ascii")
-        safetensors.torch.save_file(tensors, staged / WEIGHTS)
-        shutil.copymode(staged / MODEL, staged / WEIGHTS)  # safetensors lets nobody else read it
-        sums = {name: _checksum((staged / name).read_bytes()) for name in _FILES}
+        hashed = hashlib.sha256()
+        tensor_file.write(staged / WEIGHTS, tensors, hashed.update)
+        weights = {"sha256": hashed.hexdigest(), "size": (staged / WEIGHTS).stat().st_size}
+        sums = {MODEL: _checksum((staged / MODEL).read_bytes()), WEIGHTS: weights}
         (staged / CHECKSUMS).write_text(_checksums_json(sums), encoding="ascii")
         for path in (*staged.iterdir(), staged):
             _flush(path)

@@ -83,6 +83,8 @@ class GPTQ:
         importance = problem.inputs.mean_square
         group = form.group(weight.shape[1])
         target, first, value_feed = self._two_sided(problem, parts, perm)
+        feed = parts.feed
+        del found, parts  # twice the size of the feed
 
         index = (perm // group).tolist()
         scales: dict[int, GroupParams] = {}
@@ -107,7 +109,7 @@ class GPTQ:
         codes = round_columns(
             target,
             form,
-            parts.feed,
+            feed,
             of_column,
             block=self.block,
             group=group,
@@ -120,12 +122,12 @@ class GPTQ:
     def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
         """The factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
         assert problem.inputs is not None
-        hessian = problem.inputs.hessian
-        perm = column_order(hessian.diagonal(), problem.form.group(hessian.shape[0]), self.order)
-        hessian = hessian[perm][:, perm]
+        sums, tokens = problem.inputs.outer, problem.inputs.tokens
+        assert sums is not None
+        perm = column_order(sums.diagonal() / tokens, problem.form.group(len(sums)), self.order)
         for tried in range(_RAISES + 1):
             damp = self.damp if not tried else max(self.damp, 1e-3) * 10**tried
-            found = factor(hessian, damp)
+            found = factor(sums, damp, perm, tokens)
             if found is not None:
                 if tried:
                     problem.notes.append(f"its Hessian is not positive definite: damp was raised from {self.damp:g} to {damp:g}")
@@ -154,7 +156,7 @@ class GPTQ:
         if self.two_sided == "qronos":
             moved = weight.double() @ cross
             # the first column is rounded as if the others stood still; the others fit best to what it became
-            first = weight[:, 0] + (moved[:, 0] / parts.damped[0, 0]).float()
+            first = weight[:, 0] + (moved[:, 0] / parts.first).float()
             return weight + parts.solve(moved.T).T.float(), first, None
         # the paper adds w_i P_i to later columns, P = alpha strict_upper(C U^T) U with U = R^-1; in units of the diagonal of R U drops out
         product = torch.linalg.solve_triangular(parts.upper, cross.T, upper=True).T

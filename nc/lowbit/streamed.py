@@ -1,0 +1,199 @@
+"""A model whose weights lie in files: parts of it get values while they are needed, and finished parts go to files again.
+
+Parameters without values are on the meta device, with the shapes and dtypes of the files; tied ones are one parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
+from nc.lowbit import artefact
+from nc.lowbit.layers import is_low_bit
+from nc.numerics.packed_weight import PARTS
+from nc.storage import folder
+from nc.storage.atomic import replaced
+from nc.storage.tensor_file import Stored, stored_in
+
+_JOB = "job.json"
+#: Where a tensor is held: the parameters or buffers of a module, and the name there.
+_Slot = tuple[dict[str, Any], str, torch.Tensor]
+
+
+class StreamedWeights:
+    """See `nc.lowbit.blocks.Store`.
+
+    Attributes:
+        parts: names of the blocks, and of output heads: what gets values on its own.
+        files: where the values of parameters, and of packed weights that are finished, lie. What is not there is in memory.
+    """
+
+    def __init__(self, model: torch.nn.Module, files: Mapping[str, Stored], parts: Sequence[str], directory: Path, job: Any) -> None:
+        self.parts, self.files = tuple(parts), dict(files)
+        self._model, self._directory, self._job = model, directory, job
+        self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
+        self._values: Any = WeakIdKeyDictionary()  # empty tensor → its value, so that tied ones get one
+        path = directory / _JOB
+        if directory.exists() and (not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != job):
+            if not path.is_file():
+                msg = f"{directory} exists and is not a part of an earlier run; move it away."
+                raise ArtefactError(msg)
+            shutil.rmtree(directory)  # of another model, configuration or data
+
+    def load(self, name: str) -> bool:
+        """See `Store`."""
+        if name in self._loaded:
+            return False
+        slots = {full: slot for full, slot in self._slots(name).items() if slot[2].is_meta}
+        for full, (table, key, empty) in slots.items():
+            table[key] = self._value(full, empty)
+        self._loaded[name] = list(slots.values())
+        return True
+
+    def drop(self, name: str) -> None:
+        """See `Store`."""
+        for table, key, empty in self._loaded.pop(name, []):
+            table[key] = empty
+
+    def finished(self, name: str) -> bool:
+        """See `Store`."""
+        path = self._directory / name
+        if not path.is_dir():
+            return False
+        built = artefact.read(folder.read(path), self._model.get_submodule(name))
+        parent, _, child = name.rpartition(".")
+        setattr(self._model.get_submodule(parent), child, built)
+        self._in_files(name)
+        return True
+
+    def finish(self, name: str) -> None:
+        """See `Store`."""
+        path = self._directory / _JOB
+        if not path.exists():
+            with replaced(path) as staged:
+                staged.write_text(json.dumps(self._job), encoding="utf-8")
+        artefact.write(self._model.get_submodule(name), self._directory / name)
+        self._in_files(name)
+
+    def settle(self) -> None:
+        """See `Store`."""
+        empty = {name for name, parameter in self._model.named_parameters(remove_duplicate=False) if parameter.is_meta}
+        packed = {f"{name}.{part}" for name, module in self._model.named_modules() if is_low_bit(module) for part in PARTS}
+        self.files = {name: stored for name, stored in self.files.items() if name in empty or name in packed}
+        self._loaded.clear()
+
+    def remove(self) -> None:
+        """Take away what is kept: the result is complete."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _slots(self, name: str) -> dict[str, _Slot]:
+        """Parameters and parts of packed weights of a part by their full names; of "" what is in no part."""
+        inside = tuple(f"{part}." for part in self.parts) if not name else ()
+        found: dict[str, _Slot] = {}
+        for path, module in self._model.get_submodule(name).named_modules(prefix=name):
+            if inside and f"{path}.".startswith(inside):
+                continue
+            for table, keys in _tables(module):
+                found |= {f"{path}.{key}".lstrip("."): (table, key, table[key]) for key in keys}
+        return found
+
+    def _value(self, name: str, empty: torch.Tensor) -> torch.Tensor:
+        known = self._values.get(empty)
+        value = None if known is None else known()
+        if value is None:
+            read = self.files[name].read()
+            value = torch.nn.Parameter(read, requires_grad=False) if isinstance(empty, torch.nn.Parameter) else read.view(empty.dtype)
+            self._values[empty] = weakref.ref(value)
+        found: torch.Tensor = value
+        return found
+
+    def _in_files(self, name: str) -> None:
+        """A part is in the folder of finished ones, and has values from there."""
+        self.files = {key: stored for key, stored in self.files.items() if not key.startswith(f"{name}.")}
+        self.files |= {f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()}
+        empties: dict[int, torch.Tensor] = {}
+        slots = self._slots(name).values()
+        for _, _, value in slots:
+            empties.setdefault(id(value), _empty_like(value, value.dtype))
+        self._loaded[name] = [(table, key, empties[id(value)]) for table, key, value in slots]
+
+
+def _tables(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Parameters of a module, and the parts of its packed weight."""
+    parameters: Any = module._parameters  # noqa: SLF001 - setattr would refuse the parts of packed weights
+    yield parameters, [key for key, value in parameters.items() if value is not None]
+    if is_low_bit(module):
+        buffers: Any = module._buffers  # noqa: SLF001
+        yield buffers, [key for key in PARTS if buffers[key] is not None]
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def shards(source: Path) -> dict[Path, dict[str, Stored]]:
+    """The tensors of each safetensors file of a folder.
+
+    Raises:
+        ArtefactMissingError: it has none.
+        ArtefactCorruptError: a file cannot be read.
+    """
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        pickles = (
+            " It has pickles (*.bin), which nc does not read: load it in transformers and save it again."
+            if any(source.glob("*.bin"))
+            else ""
+        )
+        msg = f"{source} has no *.safetensors files.{pickles}"
+        raise ArtefactMissingError(msg)
+    return {path: stored_in(path) for path in files}
+
+
+def take_values_from(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Take the values of all parameters out of a model, which get the dtypes of the files; ties stay.
+
+    Args:
+        model: the model.
+        stored: tensors by their names in the files. Files of a base model have names without its prefix, and the other way round.
+
+    Returns:
+        Where each parameter lies in the files. Of tied ones one name need be there.
+
+    Raises:
+        ArtefactCorruptError: a tensor is missing, or has another shape.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
+    together: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        together.setdefault(id(parameter), []).append(name)
+    found: dict[str, Stored] = {}
+    for names in together.values():
+        keys = (key for name in names for key in (name, name.removeprefix(prefix), prefix + name))
+        value = next((stored[key] for key in keys if key in stored), None)
+        parameter = parameters[names[0]]
+        if value is None:
+            msg = (
+                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out as another version of transformers "
+                "had it."
+            )
+            raise ArtefactCorruptError(msg)
+        if parameter.shape != value.shape:
+            msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(parameter.shape)}."
+            raise ArtefactCorruptError(msg)
+        empty = _empty_like(parameter, value.dtype)
+        for name in names:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path)._parameters[key] = empty  # type: ignore[assignment] # noqa: SLF001 - it is a parameter
+            found[name] = value
+    return found

@@ -1,0 +1,154 @@
+"""One safetensors file, written tensor by tensor, of tensors in memory and of those that lie in other files. It is never in memory whole.
+
+The layout is that of the safetensors library: a header of JSON, then the tensors, those of wide elements first, so that all are aligned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nc.errors import ArtefactCorruptError
+
+#: safetensors' names, in its order of layout from the back.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ORDER = list(_DTYPES)
+_PIECE = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        path: the file.
+        dtype: of the tensor.
+        shape: of the tensor.
+        start: where its bytes begin in the file.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in memory of its own: nothing is mapped."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        with self.path.open("rb") as opened:
+            opened.seek(self.start)
+            if opened.readinto(_bytes(tensor)) != _size(tensor):  # type: ignore[attr-defined] # typeshed knows it of other classes only
+                raise ArtefactCorruptError(_cut(self.path))
+        return tensor
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name; only the header is read.
+
+    Raises:
+        ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has not.
+    """
+    try:
+        with safe_open(path, "pt"):  # checks the header against the size of the file
+            pass
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        return {
+            name: Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (SafetensorError, OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}."
+        raise ArtefactCorruptError(msg) from error
+    except KeyError as error:
+        msg = f"{path} cannot be read: it has a tensor of dtype {error}; dtypes that can be read: {', '.join(_DTYPES)}."
+        raise ArtefactCorruptError(msg) from error
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor | Stored], told: Callable[[bytes | memoryview], object] = len) -> None:
+    """Write a file.
+
+    Args:
+        path: of the file.
+        tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has.
+        told: gets all bytes in order, e.g. the `update` of a checksum.
+    """
+    names = sorted(tensors, key=lambda name: (-_ORDER.index(_NAMES[tensors[name].dtype]), name))
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + _size(tensor)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as opened:
+
+        def put(piece: bytes | memoryview) -> None:
+            opened.write(piece)
+            told(piece)
+
+        put(len(text).to_bytes(8, "little"))
+        put(text)
+        for name in names:
+            tensor = tensors[name]
+            if isinstance(tensor, Stored):
+                _copy(tensor, put)
+            else:
+                put(_bytes(tensor))
+
+
+def _copy(source: Stored, put: Callable[[bytes | memoryview], None]) -> None:
+    left = _size(source)
+    with source.path.open("rb") as opened:
+        opened.seek(source.start)
+        while left:
+            piece = _piece(opened, min(left, _PIECE), source.path)
+            put(piece)
+            left -= len(piece)
+
+
+def _piece(opened: BinaryIO, count: int, path: Path) -> bytes:
+    piece = opened.read(count)
+    if not piece:
+        raise ArtefactCorruptError(_cut(path))
+    return piece
+
+
+def _cut(path: Path) -> str:
+    return f"{path} became shorter while it was read."
+
+
+def _size(tensor: torch.Tensor | Stored) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
