@@ -74,37 +74,57 @@ def _stretches(form: WeightFormat) -> tuple[float, ...]:
     return tuple(least + (most - least) * step / (tries - 1) for step in range(tries))
 
 
-class _Symmetric:
-    """Formats that have a scale only.
+class _Work:
+    """Tensors of the shape of the weight that each try overwrites: they stay in the cache."""
 
-    Attributes:
-        best: the params with the least error so far.
-    """
+    def __init__(self, weight: torch.Tensor, h: torch.Tensor) -> None:
+        self.weight, self.h = weight, h
+        self.q, self.rest, self.product = (torch.empty_like(weight) for _ in range(3))
+
+    def scaled(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """`weight / scale`, in `q`."""
+        return torch.mul(weight, (1 / scale).unsqueeze(2), out=self.q)
+
+    def sums(self, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, linear: bool) -> tuple[torch.Tensor, ...]:
+        """Sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`; if asked also of h r and h q. `q` is lost."""
+        rest = torch.addcmul(weight, q, scale.unsqueeze(2), value=-1, out=self.rest)
+        hr = torch.mul(rest, self.h, out=self.product)
+        more = [hr.sum(2)] if linear else []
+        rr = torch.mul(hr, rest, out=rest).sum(2)
+        rq = torch.mul(hr, q, out=hr).sum(2)
+        hq = torch.mul(q, self.h, out=hr)
+        more += [hq.sum(2)] if linear else []
+        return rr, rq, torch.mul(hq, q, out=q).sum(2), *more
+
+
+class _Symmetric:
+    """Formats that have a scale only."""
 
     def __init__(self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor) -> None:
-        self.weight, self.form, self.h, self.best = weight, form, h, start
+        self.work, self.form, self.scale = _Work(weight, h), form, start.scale
         self.round = _rounding(form)
         self.least = torch.full_like(start.scale, float("inf"))
-        self.outer = None if start.outer is None else start.outer.scale
+        self.outer = start.outer
         self.attempt(start.scale)
+
+    @property
+    def best(self) -> GroupParams:
+        """The params with the least error so far."""
+        return GroupParams(self.scale, outer=self.outer)
 
     def attempt(self, scale: torch.Tensor, *, again: bool = False) -> None:  # noqa: ARG002 - of the other search
         """Try a scale, and the one that fits its codes best."""
-        scale = stored(scale, self.form, self.outer)
-        q = self.round(self.weight * (1 / scale).unsqueeze(2))
-        rest = torch.addcmul(self.weight, q, scale.unsqueeze(2), value=-1)
-        hq, hr = q * self.h, rest * self.h
-        rr, rq, qq = _dot(hr, rest), _dot(hr, q), _dot(hq, q)
-        self._keep(scale, rr)
+        outer = None if self.outer is None else self.outer.scale
+        scale = stored(scale, self.form, outer)
+        rr, rq, qq = self.work.sums(self.work.weight, self.round(self.work.scaled(self.work.weight, scale)), scale, linear=False)
         fitted = scale + rq / qq.clamp(min=_TINY)
-        fitted = stored(torch.where(fitted == 0, scale, fitted), self.form, self.outer)
+        fitted = stored(torch.where(fitted == 0, scale, fitted), self.form, outer)
         change = fitted - scale
-        self._keep(fitted, rr - change * (2 * rq - change * qq))
-
-    def _keep(self, scale: torch.Tensor, error: torch.Tensor) -> None:
-        better = error < self.least
-        self.best = GroupParams(scale, outer=self.best.outer).where(better, self.best)
-        self.least = torch.where(better, error, self.least)
+        error = rr - change * (2 * rq - change * qq)
+        scale = torch.where(error < rr, fitted, scale)
+        error = torch.minimum(error, rr)
+        self.scale = torch.where(error < self.least, scale, self.scale)
+        self.least = torch.minimum(error, self.least)
 
 
 class _Affine:
@@ -115,7 +135,7 @@ class _Affine:
     """
 
     def __init__(self, weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor, *, positive: bool) -> None:
-        self.weight, self.form, self.h, self.positive = weight, form, h, positive
+        self.work, self.form, self.positive = _Work(weight, h), form, positive
         self.steps = 2**form.bits - 1
         self.best, self.first = start, start
         self.least = torch.full_like(start.scale, float("inf"))
@@ -150,10 +170,9 @@ class _Affine:
         return found
 
     def _attempt(self, scale: torch.Tensor, minimum: torch.Tensor) -> None:
-        q = (self.weight - minimum.unsqueeze(2)).mul_((1 / scale).unsqueeze(2)).round_().clamp_(0, self.steps)
-        rest = torch.addcmul(self.weight - minimum.unsqueeze(2), q, scale.unsqueeze(2), value=-1)
-        hq, hr = q * self.h, rest * self.h
-        sums = _Sums(_dot(hr, rest), _dot(hr, q), _dot(hq, q), hr.sum(2), hq.sum(2), self.sum_h)
+        shifted = torch.sub(self.work.weight, minimum.unsqueeze(2), out=self.work.rest)
+        q = self.work.scaled(shifted, scale).round_().clamp_(0, self.steps)
+        sums = _Sums(*self.work.sums(shifted, q, scale, linear=True), self.sum_h)
         free_scale, free_minimum = sums.free(scale, minimum)
         if self.form.float_zero:
             outer = self._outer("minimum")
@@ -211,8 +230,3 @@ def _rounding(form: WeightFormat) -> Callable[[torch.Tensor], torch.Tensor]:
     if form.dtype.kind == "integer":
         return lambda x: x.round_().clamp_(-form.middle, form.middle - 1)
     return lambda x: formats.nearest_values(x, form.dtype)
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.linalg.vecdot(a, b)
-    return found

@@ -34,7 +34,8 @@ def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
     held = scale.clamp(-most, most)
     if scale_dtype != "fp32":
         held = (held.abs() if scale_dtype == "e8m0" else held).to(SCALE_DTYPES[scale_dtype]).float()
-    return torch.where(held.abs() < least, torch.where(held < 0, -least, least), held)
+    small = held.abs() < least
+    return torch.where(small, torch.where(held < 0, -least, least), held) if bool(small.any()) else held
 
 
 def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
