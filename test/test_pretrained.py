@@ -7,7 +7,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import nc
 from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
@@ -90,6 +92,129 @@ def test_an_earlier_run_with_other_data_is_not_used(source, tmp_path):
     quantize_folder(source, CONFIG, tmp_path / "out", samples())
     quantize_folder(source, CONFIG, tmp_path / "whole", samples())
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors at one time, of those that were made while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel() > 500:
+                self.add(tensor.untyped_storage())
+        return result
+
+    def add(self, storage):
+        if storage._cdata in self.storages and not self.storages[storage._cdata][0].expired():
+            return
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+
+
+class TestMemory:
+    """A model of six blocks; everything that works in pieces works in pieces that are small beside a block."""
+
+    BLOCKS, HIDDEN, INNER, SAMPLES, LENGTH = 6, 64, 176, 4, 16
+    BLOCK = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176 + 2 * 64)
+    SUMS = 8 * (3 * 64 * 64 + 176 * 176)
+
+    @pytest.fixture
+    def deep(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("nc.numerics.groups.CHUNK", 1024)
+        monkeypatch.setattr("nc.lowbit.statistics._ROWS", 16)
+        sizes = {"hidden_size": self.HIDDEN, "intermediate_size": self.INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=self.BLOCKS, vocab_size=100))
+        model.save_pretrained(tmp_path / "deep", max_shard_size="300KB")
+        return tmp_path / "deep"
+
+    def peak(self, source, config, data, out):
+        with LiveBytes() as live:
+            quantize_folder(source, config, out, data)
+        print(live.peak, self.BLOCK, self.SUMS)
+        return live.peak
+
+    def test_without_data_it_is_two_blocks(self, deep, tmp_path):
+        config = WeightOnlyConfig("int8", group_size=16)
+        peak = self.peak(deep, config, [], tmp_path / "out")
+        assert self.BLOCK < peak < 2 * self.BLOCK
+        expected = nc.quantize(LlamaForCausalLM.from_pretrained(deep), config)
+        assert all(torch.equal(nc.load(tmp_path / "out").state_dict()[k], v) for k, v in expected.state_dict().items())
+
+    @pytest.mark.parametrize("solver", [GPTQ(), GPTQ(order="groups")])
+    def test_with_data_it_is_also_the_statistics_and_the_hidden_states(self, solver, deep, tmp_path):
+        generator = torch.Generator().manual_seed(0)
+        data = [torch.randint(0, 100, (1, self.LENGTH), generator=generator) for _ in range(self.SAMPLES)]
+        hidden = self.SAMPLES * self.LENGTH * self.HIDDEN * 4
+        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", solver=solver)
+        peak = self.peak(deep, config, data, tmp_path / "out")
+        assert self.BLOCK + self.SUMS < peak < 2 * self.BLOCK + self.SUMS + hidden
+
+    def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
+        data = [torch.randint(0, 100, (4, 32)) for _ in range(16)]
+        hidden = 16 * 4 * 32 * self.HIDDEN * 4
+        config = WeightOnlyConfig("int8", group_size=-1, solver=GPTQ())
+        inside = self.peak(deep, config, data, tmp_path / "inside")
+        monkeypatch.setattr("nc.lowbit.activations.Activations.__init__.__defaults__", (0,))
+        outside = self.peak(deep, config, data, tmp_path / "outside")
+        assert outside < inside - hidden / 2
+        assert files(tmp_path / "inside") == files(tmp_path / "outside")
+
+
+@pytest.mark.parametrize("options", [{"lm_head": "int8"}, {"lm_head": "int8", "embedding": "int8"}])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("data", [[], samples()])
+def test_what_is_outside_of_blocks(options, tied, data, tmp_path):
+    """With data the head is solved for what the quantized blocks in front of it give."""
+    config = WeightOnlyConfig("int4", group_size=32, solver=GPTQ() if data else None, **options)
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "source")
+    report = quantize_folder(tmp_path / "source", config, tmp_path / "out", data)
+    if data:
+        prepared = nc.prepare(model, config)
+        for ids in data:
+            prepared(ids)
+        expected = nc.convert(prepared)
+    else:
+        expected = nc.quantize(model, config)
+    nc.save(expected, tmp_path / "expected")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+
+    def said(report):
+        return [(x.operator, x.form, x.solver, x.loss, x.rtn_loss, x.bits, x.size, x.note) for x in report.layers], report.weight_bytes
+
+    assert said(report) == said(nc.report(expected)) == said(nc.report(nc.load(tmp_path / "out")))
+
+
+def test_a_model_in_bf16_keeps_its_dtype(tmp_path):
+    model = llama().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    report = quantize_folder(tmp_path / "source", WeightOnlyConfig("int4", group_size=32), tmp_path / "out")
+    loaded = nc.load(tmp_path / "out")
+    assert (
+        loaded.model.norm.weight.dtype == loaded.lm_head.weight.dtype == loaded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    )
+    assert next(layer.bits for layer in report.layers if layer.operator == "lm_head") == 16
+
+
+def test_an_encoder_and_a_decoder(tmp_path):
+    """Blocks of the first stack are called while those of the second one are reached for; each is read for that time only."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartForConditionalGeneration(
+        BartConfig(**sizes, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=100, max_position_embeddings=64)
+    ).eval()
+    model.save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    prepared = nc.prepare(model, CONFIG)
+    for ids in samples():
+        prepared(ids)
+    expected, loaded = nc.convert(prepared), nc.load(tmp_path / "out")
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in expected.state_dict().items())
 
 
 class TestRefusals:

@@ -5,6 +5,7 @@ Parameters without values are on the meta device, with the shapes and dtypes of 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import weakref
@@ -24,8 +25,29 @@ from nc.storage.atomic import replaced
 from nc.storage.tensor_file import Stored, stored_in
 
 _JOB = "job.json"
-#: Where a tensor is held: the parameters or buffers of a module, and the name there.
-_Slot = tuple[dict[str, Any], str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor is held.
+
+    Attributes:
+        module: not kept alive by this: a float layer goes when a low-bit one takes its place.
+        table: "_parameters" or "_buffers".
+        key: the name there.
+        tensor: what is held there; for a part with values what is put there when they go.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    table: str
+    key: str
+    tensor: torch.Tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Hold another tensor; setattr would refuse the parts of packed weights."""
+        module = self.module()
+        if module is not None:
+            getattr(module, self.table)[self.key] = tensor
 
 
 class StreamedWeights:
@@ -52,16 +74,16 @@ class StreamedWeights:
         """See `Store`."""
         if name in self._loaded:
             return False
-        slots = {full: slot for full, slot in self._slots(name).items() if slot[2].is_meta}
-        for full, (table, key, empty) in slots.items():
-            table[key] = self._value(full, empty)
+        slots = {full: slot for full, slot in self._slots(name).items() if slot.tensor.is_meta}
+        for full, slot in slots.items():
+            slot.put(self._value(full, slot.tensor))
         self._loaded[name] = list(slots.values())
         return True
 
     def drop(self, name: str) -> None:
         """See `Store`."""
-        for table, key, empty in self._loaded.pop(name, []):
-            table[key] = empty
+        for slot in self._loaded.pop(name, []):
+            slot.put(slot.tensor)
 
     def finished(self, name: str) -> bool:
         """See `Store`."""
@@ -101,8 +123,8 @@ class StreamedWeights:
         for path, module in self._model.get_submodule(name).named_modules(prefix=name):
             if inside and f"{path}.".startswith(inside):
                 continue
-            for table, keys in _tables(module):
-                found |= {f"{path}.{key}".lstrip("."): (table, key, table[key]) for key in keys}
+            for table, key in _held(module):
+                found[f"{path}.{key}".lstrip(".")] = _Slot(weakref.ref(module), table, key, getattr(module, table)[key])
         return found
 
     def _value(self, name: str, empty: torch.Tensor) -> torch.Tensor:
@@ -121,18 +143,17 @@ class StreamedWeights:
         self.files |= {f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()}
         empties: dict[int, torch.Tensor] = {}
         slots = self._slots(name).values()
-        for _, _, value in slots:
-            empties.setdefault(id(value), _empty_like(value, value.dtype))
-        self._loaded[name] = [(table, key, empties[id(value)]) for table, key, value in slots]
+        for slot in slots:
+            empties.setdefault(id(slot.tensor), _empty_like(slot.tensor, slot.tensor.dtype))
+        self._loaded[name] = [dataclasses.replace(slot, tensor=empties[id(slot.tensor)]) for slot in slots]
 
 
-def _tables(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Parameters of a module, and the parts of its packed weight."""
-    parameters: Any = module._parameters  # noqa: SLF001 - setattr would refuse the parts of packed weights
-    yield parameters, [key for key, value in parameters.items() if value is not None]
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Parameters of a module, and the parts of its packed weight: the table and the name."""
+    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - named_parameters leaves out ties
+    yield from (("_parameters", key) for key, value in parameters.items() if value is not None)
     if is_low_bit(module):
-        buffers: Any = module._buffers  # noqa: SLF001
-        yield buffers, [key for key in PARTS if buffers[key] is not None]
+        yield from (("_buffers", key) for key in PARTS if buffers[key] is not None)
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -82,9 +82,12 @@ class GPTQ:
         weight, form = problem.weight, problem.form
         importance = problem.inputs.mean_square
         group = form.group(weight.shape[1])
-        target, first, value_feed = self._two_sided(problem, parts, perm)
         feed = parts.feed
-        del found, parts  # twice the size of the feed
+        if self.two_sided is None:
+            del found, parts  # twice the size of the feed
+            target, first, value_feed = weight[:, perm].float(), None, None
+        else:
+            target, first, value_feed = self._two_sided(problem, parts, perm)
 
         index = (perm // group).tolist()
         scales: dict[int, GroupParams] = {}
@@ -143,8 +146,6 @@ class GPTQ:
         With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C H^-1).
         """
         weight = problem.weight[:, perm].float()
-        if self.two_sided is None:
-            return weight, None, None
         assert problem.inputs is not None
         if problem.inputs.cross is None:
             msg = (
