@@ -4,10 +4,10 @@
     python benchmarks/lowbit_memory.py --solver gptq --samples 128 --length 512
     python benchmarks/lowbit_memory.py --solver gptq --blocks 3                     # all sizes but the depth; times are per block
 
-The sizes are those of TinyLlama-1.1B. Weights are made shard by shard into a temporary folder (4.4 GB in float32), calibration data are random
-token ids, so no tokenizer is needed. A process of its own quantizes a tiny model first, so that everything is imported and warm. Then Linux's
-high-water mark of resident memory (VmHWM) is reset, and the growth above the memory at that moment (VmRSS) is what quantizing needs. Files
-are read, not mapped, so all of the growth is memory of the process.
+The sizes are those of TinyLlama-1.1B. Weights are made shard by shard into a temporary folder (4.4 GB in float32), calibration data are
+random token ids, so no tokenizer is needed. A process of its own quantizes a tiny model first: everything is imported and warm. Then
+Linux's high-water mark of resident memory (VmHWM) is reset, and the growth above the memory at that moment (VmRSS) is what quantizing
+needs. Files are read, not mapped, so all of the growth is memory of the process.
 """
 
 from __future__ import annotations
@@ -138,14 +138,11 @@ def main() -> None:
     hidden = asked.samples * asked.length * TINYLLAMA["hidden_size"] * dtype.itemsize if asked.solver == "gptq" else 0
     held = min(hidden, _HIDDEN_LIMIT) * mb
     need = row["mb_peak"] - row["mb_before"]
+    bound = 2 * largest + sums + held
     print(f"{asked.solver}, {weights / 1e9:.2f} B weights in {asked.dtype} ({asked.blocks} blocks), {asked.threads} threads")
-    print(
-        f"time {row['seconds']:.0f} s, {row['seconds_per_block']:.1f} s per block; load of the machine {row['load']:.1f}; result {stored * mb:.0f} MB"
-    )
-    print(f"memory: before {row['mb_before']:.0f} MB, peak {row['mb_peak']:.0f} MB: quantizing took {need:.0f} MB")
-    print(
-        f"bound: 2 x largest block in float32 {2 * largest:.0f} + statistics {sums:.0f} + hidden states {held:.0f} = {2 * largest + sums + held:.0f} MB"
-    )
+    print(f"time {row['seconds']:.0f} s, {row['seconds_per_block']:.1f} s per block; load of the machine {row['load']:.1f}")
+    print(f"memory: before {row['mb_before']:.0f}, peak {row['mb_peak']:.0f}, so quantizing {need:.0f}; result {stored * mb:.0f} MB")
+    print(f"bound: 2 x largest block {2 * largest:.0f} (float32) + statistics {sums:.0f} + hidden states {held:.0f} = {bound:.0f} MB")
 
 
 if __name__ == "__main__":

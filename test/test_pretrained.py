@@ -15,6 +15,7 @@ import nc
 from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
 from nc.cli.main import main
 from nc.lowbit.pretrained import quantize_folder
+from nc.spec.weight_format import DoubleQuant
 
 CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
 
@@ -215,6 +216,34 @@ def test_an_encoder_and_a_decoder(tmp_path):
         prepared(ids)
     expected, loaded = nc.convert(prepared), nc.load(tmp_path / "out")
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({"w_dtype": "int4", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 4 + 16 / 64),
+        ({"w_dtype": "int4", "group_size": 32, "scale_dtype": "fp16", "w_sym": False}, lambda k: 4 + (16 + 4) / 32),
+        ({"w_dtype": "int3", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 3 + 16 / 64),
+        ({"w_dtype": "nf4", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 4 + 16 / 64),
+        ({"w_dtype": "int4", "group_size": 64, "double_quant": DoubleQuant()}, lambda k: 4 + (8 + 32 / (k / 64)) / 64),
+    ],
+    ids=str,
+)
+def test_the_size_on_disk_is_that_of_the_formula(fields, bits, tmp_path):
+    """All files together, less what stays float, against b + (scale + zero bits) / group, by hand. A row has fewer than 256 scales."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100)).eval()
+    model.save_pretrained(tmp_path / "source")
+    config = WeightOnlyConfig(**{**fields, "w_algo": "minmax"})
+    quantize_folder(tmp_path / "source", config, tmp_path / "out")
+    nc.save(nc.quantize(model, config), tmp_path / "saved")
+    low = [module.weight for block in model.model.layers for module in block.modules() if isinstance(module, torch.nn.Linear)]
+    rest = sum(4 * p.numel() for p in model.parameters()) - sum(4 * weight.numel() for weight in low)
+    expected = sum(weight.numel() * bits(weight.shape[1]) / 8 for weight in low)
+    for folder in ("out", "saved"):
+        stored = sum(path.stat().st_size for path in (tmp_path / folder).iterdir())
+        assert stored - rest == pytest.approx(expected, rel=0.02)
 
 
 class TestRefusals:

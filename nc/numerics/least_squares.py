@@ -172,7 +172,8 @@ class _Affine:
     def _attempt(self, scale: torch.Tensor, minimum: torch.Tensor) -> None:
         shifted = torch.sub(self.work.weight, minimum.unsqueeze(2), out=self.work.rest)
         q = self.work.scaled(shifted, scale).round_().clamp_(0, self.steps)
-        sums = _Sums(*self.work.sums(shifted, q, scale, linear=True), self.sum_h)
+        rr, rq, qq, r, q = self.work.sums(shifted, q, scale, linear=True)
+        sums = _Sums(rr, rq, qq, r, q, self.sum_h)
         free_scale, free_minimum = sums.free(scale, minimum)
         if self.form.float_zero:
             outer = self._outer("minimum")

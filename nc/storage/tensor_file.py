@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,7 +62,7 @@ class Stored:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with self.path.open("rb") as opened:
             opened.seek(self.start)
-            if opened.readinto(_bytes(tensor)) != _size(tensor):  # type: ignore[attr-defined] # typeshed knows it of other classes only
+            if opened.readinto(_bytes(tensor)) != _size(tensor):
                 raise ArtefactCorruptError(_cut(self.path))
         return tensor
 
@@ -151,4 +151,5 @@ def _size(tensor: torch.Tensor | Stored) -> int:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

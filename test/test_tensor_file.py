@@ -1,0 +1,78 @@
+"""Files of safetensors written piece by piece: the bytes are those of the safetensors library."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nc.errors import ArtefactCorruptError
+from nc.storage import tensor_file
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def tensors():
+    torch.manual_seed(0)
+    found = {f"layer.{dtype}": (torch.randn(3, 5) * 9).to(dtype) for dtype in DTYPES}
+    return {
+        **found,
+        "b": torch.randn(2, 3, 4),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+        "a": torch.ones(7, dtype=torch.uint8),
+    }
+
+
+def test_the_bytes_are_those_of_the_library(tmp_path):
+    save_file(tensors(), tmp_path / "theirs")
+    hashed = hashlib.sha256()
+    tensor_file.write(tmp_path / "ours", tensors(), hashed.update)
+    raw = (tmp_path / "ours").read_bytes()
+    assert raw == (tmp_path / "theirs").read_bytes()
+    assert hashed.hexdigest() == hashlib.sha256(raw).hexdigest()
+
+
+def test_tensors_come_from_other_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "_PIECE", 7)
+    save_file({f"x.{name}": tensor for name, tensor in tensors().items()}, tmp_path / "source", metadata={"format": "pt"})
+    stored = tensor_file.stored_in(tmp_path / "source")
+    assert all(torch.equal(stored[f"x.{name}"].read().view(torch.uint8), t.view(torch.uint8)) for name, t in tensors().items() if t.dim())
+    mixed = {name: stored[f"x.{name}"] if index % 2 else tensor for index, (name, tensor) in enumerate(tensors().items())}
+    tensor_file.write(tmp_path / "mixed", mixed)
+    tensor_file.write(tmp_path / "memory", tensors())
+    assert (tmp_path / "mixed").read_bytes() == (tmp_path / "memory").read_bytes()
+    assert torch.equal(load_file(tmp_path / "mixed")["b"], tensors()["b"])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda raw: raw[:-1], lambda raw: raw[:20], lambda raw: b"x" * 50, lambda raw: raw.replace(b"F64", b"F99")]
+)
+def test_what_is_no_such_file_is_refused(change, tmp_path):
+    save_file(tensors(), tmp_path / "file")
+    (tmp_path / "file").write_bytes(change((tmp_path / "file").read_bytes()))
+    with pytest.raises(ArtefactCorruptError, match="file cannot be read"):
+        tensor_file.stored_in(tmp_path / "file")
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_noticed(tmp_path):
+    save_file({"a": torch.ones(100)}, tmp_path / "file")
+    stored = tensor_file.stored_in(tmp_path / "file")["a"]
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-4])
+    with pytest.raises(ArtefactCorruptError, match="became shorter"):
+        stored.read()
+    with pytest.raises(ArtefactCorruptError, match="became shorter"):
+        tensor_file.write(tmp_path / "copy", {"a": stored})
