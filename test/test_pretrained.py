@@ -136,11 +136,10 @@ class TestMemory:
     def peak(self, source, config, data, out):
         with LiveBytes() as live:
             quantize_folder(source, config, out, data)
-        print(live.peak, self.BLOCK, self.SUMS)
         return live.peak
 
     def test_without_data_it_is_two_blocks(self, deep, tmp_path):
-        config = WeightOnlyConfig("int8", group_size=16)
+        config = WeightOnlyConfig("int8", group_size=16, w_algo="minmax")
         peak = self.peak(deep, config, [], tmp_path / "out")
         assert self.BLOCK < peak < 2 * self.BLOCK
         expected = nc.quantize(LlamaForCausalLM.from_pretrained(deep), config)
@@ -151,14 +150,14 @@ class TestMemory:
         generator = torch.Generator().manual_seed(0)
         data = [torch.randint(0, 100, (1, self.LENGTH), generator=generator) for _ in range(self.SAMPLES)]
         hidden = self.SAMPLES * self.LENGTH * self.HIDDEN * 4
-        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", solver=solver)
+        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=solver)
         peak = self.peak(deep, config, data, tmp_path / "out")
         assert self.BLOCK + self.SUMS < peak < 2 * self.BLOCK + self.SUMS + hidden
 
     def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
         data = [torch.randint(0, 100, (4, 32)) for _ in range(16)]
         hidden = 16 * 4 * 32 * self.HIDDEN * 4
-        config = WeightOnlyConfig("int8", group_size=-1, solver=GPTQ())
+        config = WeightOnlyConfig("int8", group_size=-1, w_algo="minmax", solver=GPTQ())
         inside = self.peak(deep, config, data, tmp_path / "inside")
         monkeypatch.setattr("nc.lowbit.activations.Activations.__init__.__defaults__", (0,))
         outside = self.peak(deep, config, data, tmp_path / "outside")
