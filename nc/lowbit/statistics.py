@@ -20,6 +20,7 @@ class InputStatistics:
         tokens: n, how many.
         absolute: sum of |x|, float64, shape [K].
         squares: sum of x^2, float64, shape [K].
+        largest: the largest |x|, fp32, shape [K].
         outer: sum of x x^T, float64, shape [K, K]; None if nothing asks for it.
         cross: sum of (y - x) x^T, where y is the same token in the float model, float64, [K, K]; None if nothing asks for it.
     """
@@ -27,6 +28,7 @@ class InputStatistics:
     tokens: int
     absolute: torch.Tensor
     squares: torch.Tensor
+    largest: torch.Tensor
     outer: torch.Tensor | None = None
     cross: torch.Tensor | None = None
 
@@ -38,7 +40,7 @@ class InputStatistics:
             return torch.zeros(channels, channels, dtype=torch.float64)
 
         zeros = torch.zeros(channels, dtype=torch.float64)
-        return cls(0, zeros, zeros.clone(), square() if hessian or cross else None, square() if cross else None)
+        return cls(0, zeros, zeros.clone(), zeros.float(), square() if hessian or cross else None, square() if cross else None)
 
     def add(self, x: torch.Tensor, float_x: torch.Tensor | None = None) -> None:
         """Add tokens.
@@ -54,8 +56,12 @@ class InputStatistics:
         if not bool(rows.isfinite().all()):
             msg = "its input holds NaN or infinite values"
             raise CalibrationError(msg)
-        self.tokens += rows.shape[0]
-        self.absolute += rows.abs().sum(0, dtype=torch.float64)
+        if not len(rows):
+            return
+        self.tokens += len(rows)
+        magnitudes = rows.abs()
+        self.absolute += magnitudes.sum(0, dtype=torch.float64)
+        self.largest = torch.maximum(self.largest, magnitudes.amax(0))
         self.squares += rows.square().sum(0, dtype=torch.float64)
         difference = None if float_x is None else float_x.detach().reshape(rows.shape).float() - rows
         for start in range(0, rows.shape[1], _ROWS):
@@ -72,6 +78,7 @@ class InputStatistics:
         self.tokens += other.tokens
         self.absolute += other.absolute
         self.squares += other.squares
+        self.largest = torch.maximum(self.largest, other.largest)
         for name in ("outer", "cross"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None:

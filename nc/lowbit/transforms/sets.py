@@ -67,7 +67,7 @@ def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
     """Statistics of inputs whose channels are divided by a scale of shape [K]; without those of the float model's inputs."""
     wide = scale.double()
     outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
-    return InputStatistics(inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), outer)
+    return InputStatistics(inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), inputs.largest / scale, outer)
 
 
 def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None) -> torch.Tensor:

@@ -7,11 +7,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from nc.lowbit.collect import inputs_of
-from nc.lowbit.record import run
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope
-from nc.lowbit.transforms.sets import Outcome, ScaleSet, full, sets_of, weight_of
+from nc.lowbit.transforms.sets import Outcome, ScaleSet, sets_of, weight_of
 from nc.plan import Applied
 
 
@@ -40,28 +38,13 @@ class Smooth:
         outcome = Outcome(self.name, scope)
         sets = sets_of(scope)
         outcome.sets = len(sets)
-        largest = largest_inputs(scope)
         for found in sets:
-            outcome.fold(found, self._scale(found, scope, largest))
+            outcome.fold(found, self._scale(found))
         return outcome.applied(f"alpha {self.alpha}" if sets else "")
 
-    def _scale(self, found: ScaleSet, scope: Scope, largest: dict[str, torch.Tensor]) -> torch.Tensor:
-        a = found.gathered(lambda i, _: largest[full(scope, found.link.consumers[i])], "amax")
+    def _scale(self, found: ScaleSet) -> torch.Tensor:
+        a = found.gathered(lambda _, t: t.reached.largest, "amax")
         w = found.gathered(lambda _, t: weight_of(t).abs().amax(0), "amax")
         scale = a.pow(self.alpha) / w.clamp(min=1e-5).pow(1 - self.alpha)
         scale = torch.where((a > 0) & (w > 0), scale, 1.0)
         return scale.clamp(min=1e-5)
-
-
-def largest_inputs(scope: Scope) -> dict[str, torch.Tensor]:
-    """The largest |x| of each input channel of each linear that calibration reaches, fp32, shape [K]."""
-    largest: dict[str, torch.Tensor] = {}
-    modules = {name: target.module for name, target in scope.targets.items() if target.inputs is not None}
-    for call, keep in zip(scope.samples, scope.keeps or [None] * len(scope.samples), strict=True):
-        with inputs_of(modules) as found:
-            run(scope.module, call)
-        for name, x in found.items():
-            x = x[keep] if keep is not None and x.shape[:2] == keep.shape else x
-            seen = x.reshape(-1, x.shape[-1]).abs().amax(0).float()
-            largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
-    return largest
