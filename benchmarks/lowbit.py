@@ -3,7 +3,7 @@
     python benchmarks/lowbit_prepare.py --data DIR                             # once
     python benchmarks/lowbit.py ours --data DIR --rows rows.jsonl              # this project's methods
     python benchmarks/lowbit.py peer nncf --data DIR --rows rows.jsonl         # another tool's, in an environment of its own
-    python benchmarks/lowbit.py table --rows rows.jsonl
+    python benchmarks/lowbit.py table --rows rows.jsonl                        # to read; `page` writes it into docs/lowbit.md
 
 A row that is in the file already is not computed again. Another tool hands over dequantized fp32 weights (peers_lowbit), which are put into
 the fp32 model here: what is judged is what its numbers are worth, and not the precision of its kernels.
@@ -21,12 +21,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lowbit_page import table, verdicts, write
 from lowbit_subjects import BLOCKS, FORMATS, IGNORED, Format, Subject, load, logits, settings
 from safetensors import safe_open
 
@@ -93,7 +94,7 @@ def methods(form: Format, group: int) -> dict[str, Any]:
     def has(*names: str) -> bool:
         return all(hasattr(nc, name) for name in names)
 
-    found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "wls")}
+    found: dict[str, Any] = {f"RTN {rule}": config(w_algo=rule) for rule in ("minmax", "mse", "wls")}
     found["GPTQ"] = config(solver=nc.GPTQ())
     found["GPTQ minmax"] = config(solver=nc.GPTQ(), w_algo="minmax")
     found |= {f"GPTQ order {order}": config(solver=nc.GPTQ(order=order)) for order in ("none", "groups")}
@@ -153,26 +154,35 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
             return row
         with safe_open(made, "pt") as file:
             told, weights = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    model = copy.deepcopy(subject.model)
-    group = form.of(subject.name)
-    wanted = {f"{layer}.weight" for layer in subject.layers}
-    if missing := sorted(wanted - weights.keys()):
-        row.error = f"weights are missing: {missing[:3]}"
-        return row
-    looked = [weights[f"{n}.weight"] for n in looked_at(subject)]
-    row.levels = max(levels(w, group) for w in looked)
-    # what a transform multiplies the input by belongs to the weight
-    for key in [k for k in weights if k.endswith(".input_scale")]:
-        weights[key.replace(".input_scale", ".weight")] *= weights.pop(key)
-    model.load_state_dict({**model.state_dict(), **weights})
-    same = [n for n in subject.layers if torch.equal(model.get_submodule(n).weight, subject.model.get_submodule(n).weight)]
-    if same:
-        row.error = f"left as they were: {same[:3]}"
-        return row
     row.data, row.seconds = told["data"] == "1", float(told["seconds"])
     row.bits = bits(subject, form, float(told["scale_bits"]), float(told["zero_bits"]))
-    judge(subject, model, row)
+    judge_weights(subject, form, weights, row)
     return row
+
+
+def judge_weights(subject: Subject, form: Format, weights: dict[str, torch.Tensor], row: Row) -> None:
+    """Judge the fp32 model with these weights in it.
+
+    The row gets an error instead if layers are missing, are as they were, or hold more values than the format has.
+    """
+    names = {layer: f"{layer}.weight" for layer in subject.layers}
+    if missing := sorted(set(names.values()) - weights.keys()):
+        row.error = f"weights are missing: {missing[:3]}"
+        return
+    row.levels = max(levels(weights[names[n]], form.of(subject.name)) for n in looked_at(subject))
+    if row.levels > 2**form.bits:
+        row.error = f"{row.levels} values in a group, and {form.bits} bits have {2**form.bits}"
+        return
+    # what a transform multiplies the input by belongs to the weight
+    factors = {n: weights.get(f"{n}.input_scale", 1.0) for n in names}
+    put = {k: w for k, w in weights.items() if not k.endswith(".input_scale")} | {k: weights[k] * factors[n] for n, k in names.items()}
+    model = copy.deepcopy(subject.model)
+    model.load_state_dict({**model.state_dict(), **put})
+    same = [n for n in names if torch.equal(model.get_submodule(n).weight, subject.model.get_submodule(n).weight)]
+    if same:
+        row.error = f"left as they were: {same[:3]}"
+        return
+    judge(subject, model, row)
 
 
 def bits(subject: Subject, form: Format, scale: float, zero: float) -> float:
@@ -231,33 +241,10 @@ def read(rows: Path) -> list[Row]:
     return list({row.key: row for row in (Row(**json.loads(line)) for line in lines)}.values())
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Markdown: per subject and format one table, the best row first in each half."""
-    lines: list[str] = []
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.subject, row.format), []).append(row)
-    for (subject, name), some in sorted(groups.items(), key=lambda g: (list(BLOCKS).index(g[0][0]), list(FORMATS).index(g[0][1]))):
-        size = FORMATS[name].of(subject)
-        lines += ["", f"**{subject}, {name}**" + f" (groups of {size})" * (size != FORMATS[name].group), ""]
-        lines += ["| tool | method | data | bits | KL | top-1 % | perplexity |", "|---|---|---|---|---|---|---|"]
-        for row in sorted(some, key=lambda r: (r.data, bool(r.error), r.kl)):
-            who = f"**{row.tool}**" if row.tool == "nc" else row.tool
-            if row.error:
-                lines.append(f"| {who} | {row.method} | | | {row.error} | | |")
-            else:
-                figures = f"{row.bits:.2f} | {row.kl:.4f} | {row.top1:.1f} | {row.perplexity:.3f}"
-                lines.append(f"| {who} | {row.method} | {'yes' if row.data else 'no'} | {figures} |")
-        good = [r for r in some if not r.error]
-        if good:
-            lines += [f"| | fp32 | | 32 | 0 | 100 | {good[0].fp32_perplexity:.3f} |"]
-    return "\n".join(lines)
-
-
 def main() -> None:
     """See the module's description."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ours", "peer", "table"))
+    parser.add_argument("what", choices=("ours", "peer", "table", "page"))
     parser.add_argument("tool", nargs="?", choices=list(PEERS))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--rows", type=Path, required=True)
@@ -267,8 +254,11 @@ def main() -> None:
     parser.add_argument("--method", nargs="+", help="default: all")
     parser.add_argument("--again", action="store_true", help="also rows that are there")
     options = parser.parse_args()
-    if options.what == "table":
-        print(table(read(options.rows)))
+    if options.what in ("table", "page"):
+        rows = read(options.rows)
+        if options.what == "page":
+            write(rows)
+        print(table(rows) if options.what == "table" else "\n".join(verdicts(rows)))
         return
     setting = settings(options.data)["setting"]
     done = set() if options.again else {row.key for row in read(options.rows) if not row.error}

@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from lowbit_subjects import IGNORED, Batch
+from lowbit_subjects import IGNORED, Batch, logits
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -129,6 +129,26 @@ def lm(folder: Path, setting: str) -> None:
     write(folder, task.calibration[:some], [{**b, "labels": shifted(b["tokens"])} for b in held])
 
 
+def minilm(folder: Path, setting: str) -> None:
+    """The sentence encoder, and paragraphs of Python's documentation cut to 64 tokens; shorter ones are left out.
+
+    Texts are judged 64 at a time: which other one of them is nearest. What is right is fp32's nearest.
+    """
+    import minilm as source
+
+    model: Any = source.load_model()
+    model.save_pretrained(folder)
+    tokenizer = source.load_tokenizer()
+    ids = [i for text in source.paragraphs() if len(i := tokenizer(text, truncation=True, max_length=64)["input_ids"]) == 64]
+    calibrate, judge = (64, 256) if setting == "fast" else (256, len(ids) // 64 * 64 - 256)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[: calibrate + judge]
+    found = torch.tensor(ids)[order]
+    evaluation = [{"input_ids": part} for part in found[calibrate:].split(64)]
+    with torch.no_grad():
+        evaluation = [{**batch, "labels": logits(model, batch).argmax(-1)} for batch in evaluation]
+    write(folder, [{"input_ids": part} for part in found[:calibrate].split(16)], evaluation)
+
+
 def write(folder: Path, calibration: list[Batch], evaluation: list[Batch]) -> None:
     """The data file of a subject."""
     parts = (("calibration", calibration), ("evaluation", evaluation))
@@ -138,7 +158,7 @@ def write(folder: Path, calibration: list[Batch], evaluation: list[Batch]) -> No
     print(f"{folder.name}: {sum(next(iter(b.values())).numel() for b in calibration)} tokens calibrate, {judged} are judged", flush=True)
 
 
-SUBJECTS = {"smollm2": smollm2, "antiberty": antiberty, "lm": lm}
+SUBJECTS = {"smollm2": smollm2, "antiberty": antiberty, "lm": lm, "minilm": minilm}
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 * `smollm2`: SmolLM2-135M of examples/smollm2.py, a causal language model. The reference is the fp32 model of its dequantized weights.
 * `antiberty`: a masked language model of antibody sequences with fp32 weights (package `antiberty`), 8 BERT layers.
 * `lm`: the byte-level language model of tasks.py.
+* `minilm`: the sentence encoder of tasks.py. It has no vocabulary to choose from: what is judged is a distribution over the other texts of
+  a batch, the softmax of 20 times the cosine, which is what such encoders are trained with.
 
 Reading needs torch, transformers and safetensors only, so that every environment can do it.
 """
@@ -56,6 +58,7 @@ FORMATS = {
     "nf4-g64": Format(4, 64, kind="nf"),
     "int4-asym-g64": Format(4, 64, symmetric=False),
     "int8-row": Format(8, -1),
+    "int8-g64": Format(8, 64),
 }
 
 
@@ -87,7 +90,7 @@ class Subject:
         return [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(f"{self.blocks}.")]
 
 
-BLOCKS = {"smollm2": "model.layers", "antiberty": "bert.encoder.layer", "lm": "layers"}
+BLOCKS = {"smollm2": "model.layers", "antiberty": "bert.encoder.layer", "lm": "layers", "minilm": "encoder.layer"}
 
 
 def load(data: Path, name: str) -> Subject:
@@ -107,17 +110,22 @@ def load(data: Path, name: str) -> Subject:
         model = Transformer(width=128, heads=4, layers=4, positions=LanguageModel.positions)
         model.load_state_dict(load_file(folder / "model.safetensors"))
         return Subject(name, model.eval(), calibration, evaluation, None, BLOCKS[name])
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    auto = AutoModelForCausalLM if name == "smollm2" else AutoModelForMaskedLM
+    auto: Any = {"smollm2": AutoModelForCausalLM, "antiberty": AutoModelForMaskedLM, "minilm": AutoModel}[name]
     model = auto.from_pretrained(folder, local_files_only=True, attn_implementation="eager").float().eval()
     return Subject(name, model, calibration, evaluation, folder, BLOCKS[name])
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
-    """The model's logits for a batch; `labels` in it are not passed on."""
+    """The model's logits for a batch; `labels` in it are not passed on. Of an encoder: 20 cosine of each text with each other one."""
     output = model(**{k: v for k, v in batch.items() if k != "labels"})
-    return output if isinstance(output, torch.Tensor) else output.logits
+    if isinstance(output, torch.Tensor):
+        return output
+    if hasattr(output, "logits"):
+        return output.logits  # type: ignore[no-any-return]
+    unit = torch.nn.functional.normalize(output.last_hidden_state.mean(1), dim=-1)
+    return (20 * unit @ unit.T).fill_diagonal_(-1e4)
 
 
 def settings(data: Path) -> dict[str, Any]:

@@ -51,10 +51,10 @@ def make(task: Task) -> Made:
     subject = task.subject
     before = {k: v.clone() for k, v in subject.model.state_dict().items()}
     config = config_of(task)
-    example = dict(subject.calibration[0])
+    example = subject.calibration[0]
     data = not task.method.startswith(("RTN", "HQQ"))
     model = copy.deepcopy(subject.model)
-    prepared = prepare(model, config, example_inputs=example if task.method.startswith("AWQ") else None)
+    prepared = prepare(model, config, example_inputs=example["input_ids"] if task.method.startswith("AWQ") else None)
     if data:
         rows = [{k: v[i : i + 1] for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
         for row in rows:  # its GPTQ keeps samples of one sequence
