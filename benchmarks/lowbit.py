@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,9 @@ PEERS = {
     "llmcompressor": ("RTN", "GPTQ", "AWQ"),
 }
 
+#: Their programs.
+FOLDER = Path(__file__).resolve().parent / "peers_lowbit"
+
 
 @dataclass
 class Row:
@@ -58,7 +62,7 @@ class Row:
         perplexity: on what is judged.
         fp32_perplexity: likewise, of the fp32 model.
         seconds: what quantizing took, on a machine that did other things as well.
-        setting: "fast" or "full".
+        setting: of lowbit_prepare.py.
         error: why there are no figures.
     """
 
@@ -143,13 +147,14 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
     """A row of another tool: a process in its environment makes the weights."""
     form = FORMATS[name]
     row = Row(subject.name, name, tool, method, settings(data)["setting"])
-    script = Path(__file__).resolve().parent / "peers_lowbit" / f"with_{tool}.py"
+    script = FOLDER / f"with_{tool}.py"
     with tempfile.TemporaryDirectory(dir=data) as folder:
         made = Path(folder) / "weights.safetensors"
         asked = ["--data", data, "--subject", subject.name, "--format", name, "--method", method, "--out", made]
         done = subprocess.run([python, script, *asked], check=False, capture_output=True, text=True)
         if done.returncode:
-            row.error = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            told = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*Error\b|not offered", line)]
+            row.error = (told or ["no message"])[-1][:300]
             print(done.stderr[-3000:], file=sys.stderr)
             return row
         with safe_open(made, "pt") as file:

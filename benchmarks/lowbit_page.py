@@ -22,9 +22,10 @@ SLACK = 0.02
 def table(rows: Iterable[Any]) -> str:
     """Markdown: per subject and format one table, the best row first in each half."""
     lines: list[str] = []
-    for (subject, name), some in _groups(rows):
+    for (subject, name, setting), some in _groups(rows):
         size = FORMATS[name].of(subject)
-        lines += ["", f"**{subject}, {name}**" + f" (groups of {size})" * (size != FORMATS[name].group), ""]
+        notes = [f"groups of {size}"] * (size != FORMATS[name].group) + [f'setting "{setting}"'] * (setting != "fast")
+        lines += ["", f"**{subject}, {name}**" + f" ({', '.join(notes)})" * bool(notes), ""]
         lines += ["| tool | method | data | bits | KL | top-1 % | perplexity |", "|---|---|---|---|---|---|---|"]
         good = [r for r in some if not r.error]
         fair = _bits(good)
@@ -47,7 +48,7 @@ def verdicts(rows: Iterable[Any]) -> list[str]:
     Two comparisons: all rows; and without data, where ours is "RTN wls".
     """
     found = []
-    for (subject, name), some in _groups(rows):
+    for (subject, name, _), some in _groups(rows):
         good = [r for r in some if not r.error]
         halves = {
             "best": ([r for r in good if r.tool == "nc"], [r for r in good if r.tool != "nc"]),
@@ -74,7 +75,7 @@ def write(rows: Iterable[Any], page: Path = PAGE) -> None:
     rows = list(rows)
     kept = page.read_text(encoding="utf-8")
     first, last = (kept.index(mark) for mark in MARKS)
-    tables = len({(r.subject, r.format) for r in rows if r.tool != "nc" and not r.error})
+    tables = len({(r.subject, r.format, r.setting) for r in rows if r.tool != "nc" and not r.error})
     worse = verdicts(rows)
     said = [f"Versions: {versions()}.", "", f"{tables} tables have rows of other tools with figures."]
     if worse:
@@ -93,11 +94,11 @@ def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in pins.items() if name not in ("accelerate", "datasets", "transformers"))
 
 
-def _groups(rows: Iterable[Any]) -> list[tuple[tuple[str, str], list[Any]]]:
-    groups: dict[tuple[str, str], list[Any]] = {}
+def _groups(rows: Iterable[Any]) -> list[tuple[tuple[str, str, str], list[Any]]]:
+    groups: dict[tuple[str, str, str], list[Any]] = {}
     for row in rows:
-        groups.setdefault((row.subject, row.format), []).append(row)
-    return sorted(groups.items(), key=lambda g: (list(BLOCKS).index(g[0][0]), list(FORMATS).index(g[0][1])))
+        groups.setdefault((row.subject, row.format, row.setting), []).append(row)
+    return sorted(groups.items(), key=lambda g: (list(BLOCKS).index(g[0][0]), list(FORMATS).index(g[0][1]), g[0][2]))
 
 
 def _bits(good: list[Any]) -> float:

@@ -1,7 +1,7 @@
-"""Writes the models and the data of lowbit.py: `python benchmarks/lowbit_prepare.py --data DIR [--full]`. Needs no network.
+"""Writes the models and the data of lowbit.py: `python benchmarks/lowbit_prepare.py --data DIR`. Needs no network.
 
-Calibration and evaluation never share a file of text, nor a generated sequence. "fast" is 4 k tokens to calibrate and 2 k to judge, "full"
-64 k and 16 k.
+Calibration and evaluation never share a file of text, nor a generated sequence. Settings: "fast" is 4 k tokens to calibrate and 2 k to
+judge, "long" 4 k and 16 k, "full" 64 k and 16 k.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 #: (calibration sequences, their tokens, evaluation sequences, their tokens)
-SIZES = {"fast": (16, 256, 8, 256), "full": (128, 512, 64, 256)}
+SIZES = {"fast": (16, 256, 8, 256), "long": (16, 256, 64, 256), "full": (128, 512, 64, 256)}
 _MASKED = 0.15
 
 
@@ -92,7 +92,7 @@ def antiberty(folder: Path, setting: str) -> None:
     description = str(importlib.metadata.metadata("antiberty").get_payload() or importlib.metadata.metadata("antiberty")["Description"])
     found = sorted(set(re.findall(r'"([A-Z]{100,})"', description)))
     batch = 8
-    calibrate, judge = (4, 16) if setting == "fast" else (32, 64)  # batches of 8 sequences of about 120 residues
+    calibrate, judge = {"fast": (4, 16), "long": (4, 64), "full": (32, 64)}[setting]  # batches of 8 sequences of about 120 residues
     start = [torch.tensor([[2, *(letters.index(c) for c in s), 3]]).repeat(batch, 1) for s in found]
     random = torch.Generator().manual_seed(0)
     made = [resampled(model, start[i % len(start)], letters.index("[MASK]"), random) for i in range(calibrate + judge)]
@@ -124,7 +124,7 @@ def lm(folder: Path, setting: str) -> None:
 
     task = LanguageModel(folder / "task")
     save_file({k: v.contiguous() for k, v in task.model.state_dict().items()}, folder / "model.safetensors")
-    some = 2 if setting == "fast" else 4
+    some = 4 if setting == "full" else 2
     held = task.evaluation[: 2 if setting == "fast" else 8]
     write(folder, task.calibration[:some], [{**b, "labels": shifted(b["tokens"])} for b in held])
 
@@ -140,7 +140,7 @@ def minilm(folder: Path, setting: str) -> None:
     model.save_pretrained(folder)
     tokenizer = source.load_tokenizer()
     ids = [i for text in source.paragraphs() if len(i := tokenizer(text, truncation=True, max_length=64)["input_ids"]) == 64]
-    calibrate, judge = (64, 256) if setting == "fast" else (256, len(ids) // 64 * 64 - 256)
+    calibrate, judge = (256 if setting == "full" else 64, 256)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[: calibrate + judge]
     found = torch.tensor(ids)[order]
     evaluation = [{"input_ids": part} for part in found[calibrate:].split(64)]
@@ -165,10 +165,10 @@ def main() -> None:
     """Write what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--setting", choices=list(SIZES), default="fast")
     parser.add_argument("--subject", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     options = parser.parse_args()
-    setting = "full" if options.full else "fast"
+    setting = options.setting
     options.data.mkdir(parents=True, exist_ok=True)
     (options.data / "settings.json").write_text(json.dumps({"setting": setting}), encoding="utf-8")
     for name in options.subject:
