@@ -153,7 +153,7 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
         asked = ["--data", data, "--subject", subject.name, "--format", name, "--method", method, "--out", made]
         done = subprocess.run([python, script, *asked], check=False, capture_output=True, text=True)
         if done.returncode:
-            told = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*Error\b|not offered", line)]
+            told = [line for line in done.stderr.splitlines() if re.match(r"([\w.]+\.)?[A-Z]\w+: |not offered", line)]
             row.error = (told or ["no message"])[-1][:300]
             print(done.stderr[-3000:], file=sys.stderr)
             return row

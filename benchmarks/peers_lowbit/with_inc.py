@@ -35,6 +35,8 @@ def config_of(task: Task) -> Any:
         basic |= {"use_layer_wise": False}
         if kind == "AWQ":
             more |= {"folding": True}
+        if kind == "GPTQ" and task.subject.folder is None:
+            refuse("GPTQ of models that are not from transformers")
         if kind == "GPTQ":  # it looks for a folder even where it reads none
             basic |= {"model_path": str(task.subject.folder)}
         config, float_ = cls(**basic, **more), cls(**{**basic, "dtype": "fp32"})
