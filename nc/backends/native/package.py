@@ -53,14 +53,14 @@ def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: b
         example = tuple(at_least_two(graph.example, used))
         free = (tuple({i: torch.export.Dim.DYNAMIC for i, dim in enumerate(dims) if isinstance(dim, str)} for dims in used),)
     module, _ = copy_module(graph.module)
-    run_passes(module, kernels(graph.example))
+    run_passes(module, kernels(graph.example, program=True))
     _check_int8(graph, module)
     _tell_low_bit(module)
     data, run = _compile(module, example, free)
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         module, _ = copy_module(part)
-        run_passes(module, kernels(inputs))
+        run_passes(module, kernels(inputs, program=True))
         return _compile(module, inputs)[1](*inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)

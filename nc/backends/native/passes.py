@@ -21,15 +21,16 @@ from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline
 
 
-def kernels(example: Sequence[torch.Tensor]) -> tuple[Pass, ...]:
+def kernels(example: Sequence[torch.Tensor], *, program: bool = False) -> tuple[Pass, ...]:
     """Operators become calls of kernels.
 
     Args:
         example: flat inputs, whose sizes weights are laid out for.
+        program: for AOTInductor, which compiles low-bit operators by itself.
     """
-    low_bit = (Pass("low_bit_kernels", replace_low_bit),) if packed else ()
+    low_bit = Pass("low_bit_kernels", replace_low_bit)
     return (
-        *low_bit,
+        *(() if program else (low_bit,)),
         Pass("shapes", functools.partial(note_shapes, example=example)),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
