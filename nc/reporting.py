@@ -29,7 +29,7 @@ class OpReport:
         rule: the rule that decided.
         reason: why it is not int8, or what was rewritten; else "".
         kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of others the kernel that
-            computed it, "" without a profile, or if no timed step computes it.
+            computed it in the profile, or that the engine's plans have for it; "" if the engine knows none.
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
         refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
@@ -189,7 +189,7 @@ def build(
                 ran=ran,
                 rule=decision.rule,
                 reason=reason,
-                kernel=kernel if low_bit is None else str(low_bit),
+                kernel=str(low_bit) if low_bit is not None else kernel or (run.primitive if run else ""),
                 share=share,
                 mode=decision.spec.mode,
                 refused=() if low_bit is None else low_bit.refused,

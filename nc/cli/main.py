@@ -305,6 +305,21 @@ def _remark(backend: str) -> str:
     return ""
 
 
+def _onednn() -> str:
+    """What `native` calls, and who calls it; or why its plans can't be used."""
+    from nc.errors import BackendUnavailableError
+    from nc.onednn.providers import provider
+    from nc.onednn.runner import runner
+
+    try:
+        found = provider()
+    except BackendUnavailableError as error:
+        return f"torch's operators: {error}"
+    run_by, why = runner(found.maker.library)
+    others = f"; not {', '.join(found.passed_over)}" if found.passed_over else ""
+    return f"{found}, called by {run_by.name}{f' ({why})' if why else ''}{others}"
+
+
 def _machine() -> list[tuple[str, str]]:
     import torch
 
@@ -317,6 +332,7 @@ def _machine() -> list[tuple[str, str]]:
         ("threads", f"{torch.get_num_threads()} (torch.set_num_threads or OMP_NUM_THREADS changes it)"),
         ("Python", platform.python_version()),
         (installation.DISTRIBUTION, __version__),
+        ("oneDNN", _onednn()),
     ]
     for package in _PACKAGES:
         try:
