@@ -17,7 +17,8 @@ from nc.calibration.distributed import gather
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
 from nc.calibration.observe import observed_module, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
-from nc.calibration.statistics import Collected, Samples, Statistics, checksum
+from nc.calibration.statistics import Collected, Samples, Statistics
+from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
 from nc.errors import CalibrationError, InputError, NCError, StateError

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from nc import ArtefactCorruptError, CalibrationError, StaticQuantConfig, convert, load, prepare, save
 from nc.algorithms.dead_channels import POSITIONS
 from nc.calibration.diagnostics import GROWTH, KINDS, SATURATION, late_growth, saturation
-from nc.calibration.statistics import checksum, decode, encode, read
+from nc.calibration.statistics import decode, encode, read
+from nc.calibration.tensor_file import checksum
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Seen
 from nc.spec import QParams, TensorSpec

@@ -175,7 +175,7 @@ def test_any_altered_byte_is_found(model, data, tmp_path):
 
 
 def test_a_newer_schema_and_another_format(tmp_path):
-    from nc.calibration.statistics import checksum
+    from nc.calibration.tensor_file import checksum
 
     for document in ({"format": "nc-statistics", "schema_version": 2}, {"format": "other", "schema_version": 1}):
         text = json.dumps(document)

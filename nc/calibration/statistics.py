@@ -1,32 +1,27 @@
 """Calibration statistics: save, load and merge them without running the data again.
 
-One file holds the statistics of every observed tensor and the kept samples. It is a safetensors file. Its metadata is JSON with a schema
-version and a checksum. Loading unpickles nothing.
+One file holds the statistics of every observed tensor and the kept samples (`nc.calibration.tensor_file`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import fx
 
-from nc._version import __version__
-from nc.errors import ArtefactCorruptError, ArtefactMissingError, ArtefactSchemaError, InputError, NCError, StateError
+from nc.calibration import tensor_file
+from nc.calibration.tensor_file import checksum
+from nc.errors import InputError, StateError
 from nc.observers import Observer
 from nc.observers.base import Key, Seen, State
-from nc.storage.atomic import replaced
 
 SCHEMA = 1
-_FORMAT = "nc-statistics"
+_KIND = ("nc-statistics", SCHEMA)
 #: Statistic → other statistics whose state contains its state.
 _CONTAINED_IN = {"extremes": ("histogram",)}
 
@@ -99,7 +94,7 @@ class Statistics:
         """A snapshot."""
         states = {key: {name: t.clone() for name, t in o.state.items()} for key, o in self._observers.items()}
         seen = {key: o.seen for key, o in self._observers.items()}
-        return Collected(states, seen, tuple(self._samples.batches), _weights(self._module))
+        return Collected(states, seen, tuple(self._samples.batches), magnitudes(self._module.named_buffers()))
 
     def identity(self) -> dict[str, bytes]:
         """What the statistics belong to: the captured graph and a checksum of its constants."""
@@ -107,9 +102,7 @@ class Statistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one file. If that fails, an earlier file stays as it was."""
-        tensors, metadata = _encode(self.collected())
-        with replaced(path) as staged:
-            safetensors.torch.save_file(tensors, staged, metadata)
+        tensor_file.write(path, _KIND, *_unparsed(self.collected()))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the statistics of this model by those of a file.
@@ -148,7 +141,7 @@ class Statistics:
         """
         whole: Collected | None = None
         samples = Samples(self._samples.rows, self._samples.size)
-        mine = _weights(self._module)
+        mine = magnitudes(self._module.named_buffers())
         for where, part in parts:
             found = self._fitting(part, where, mine)
             if whole is None:
@@ -169,10 +162,7 @@ class Statistics:
 
     def _fitting(self, found: Collected, where: str, mine: Mapping[str, float]) -> Collected:
         """The part of `found` that the observers of this model need; `mine` are the weights of this model."""
-        for name in sorted(set(mine) | set(found.weights)):
-            if not math.isclose(mine.get(name, math.nan), found.weights.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
-                msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
-                raise StateError(msg)
+        refuse_other_weights(found.weights, mine, where)
         states, seen = {}, {}
         for (tensor, statistic), observer in self._observers.items():
             kept = ((tensor, name) for name in (statistic, *_CONTAINED_IN.get(statistic, ())))
@@ -195,15 +185,12 @@ def read(path: str | os.PathLike[str]) -> Collected:
     Raises:
         ArtefactMissingError, ArtefactCorruptError, ArtefactSchemaError.
     """
-    if not Path(path).is_file():
-        msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
-        raise ArtefactMissingError(msg)
-    return decode(Path(path).read_bytes(), str(path))
+    return decode(tensor_file.read(path), str(path))
 
 
 def encode(found: Collected) -> bytes:
     """The content of a file."""
-    return safetensors.torch.save(*_encode(found))
+    return tensor_file.encode(_KIND, *_unparsed(found))
 
 
 def decode(data: bytes, where: str) -> Collected:
@@ -216,40 +203,18 @@ def decode(data: bytes, where: str) -> Collected:
     Raises:
         ArtefactCorruptError, ArtefactSchemaError.
     """
-    try:
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        # a copy in torch's own memory is aligned: kernels round differently on other memory
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
-        text = metadata["nc"]
-        if metadata["sha256"] != checksum(text, tensors):
-            msg = f"{where}: the content is not what was written: its checksum differs. Save the statistics again."
-            raise ArtefactCorruptError(msg)
-        return _parse(json.loads(text), tensors, where)
-    except NCError:
-        raise
-    except Exception as error:
-        msg = f"{where}: not what nc writes ({type(error).__name__}: {error}). Save the statistics again."
-        raise ArtefactCorruptError(msg) from error
+    return tensor_file.decode(_KIND, data, where, _parsed)
 
 
-def _encode(found: Collected) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata, as safetensors takes them."""
+def _unparsed(found: Collected) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     keys = list(found.states)
     tensors = {f"{i}.{name}": t for i, key in enumerate(keys) for name, t in found.states[key].items()}
     tensors |= {f"sample.{i}.{j}": t for i, batch in enumerate(found.samples) for j, t in enumerate(batch)}
     observers = [{"tensor": k[0], "statistic": k[1], "batches": found.seen[k].batches, "growth": found.seen[k].growth} for k in keys]
-    document = {"format": _FORMAT, "schema_version": SCHEMA, "nc": __version__, "observers": observers, "weights": found.weights}
-    text = json.dumps(document, allow_nan=False)
-    return tensors, {"nc": text, "sha256": checksum(text, tensors)}
+    return {"observers": observers, "weights": found.weights}, tensors
 
 
-def _parse(document: dict[str, Any], tensors: dict[str, torch.Tensor], where: str) -> Collected:
-    if document.get("format") != _FORMAT or document.get("schema_version") != SCHEMA:
-        msg = (
-            f"{where}: expected {_FORMAT} of schema version {SCHEMA}, but got {document.get('format')!r} of version "
-            f"{document.get('schema_version')!r}. A newer nc wrote it, or it is something else."
-        )
-        raise ArtefactSchemaError(msg)
+def _parsed(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Collected:
     states: dict[Key, State] = {}
     seen: dict[Key, Seen] = {}
     for i, entry in enumerate(document["observers"]):
@@ -263,17 +228,15 @@ def _parse(document: dict[str, Any], tensors: dict[str, torch.Tensor], where: st
     return Collected(states, seen, tuple(tuple(batch) for batch in samples.values()), document["weights"])
 
 
-def _weights(module: fx.GraphModule) -> dict[str, float]:
+def magnitudes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
     """Mean magnitude of the finite values of each constant: it tells models apart, but not the last bits of folded batch norms."""
-    constants = {name: t[t.isfinite()] for name, t in module.named_buffers() if t.is_floating_point()}
+    constants = {name: t[t.isfinite()] for name, t in tensors if t.is_floating_point()}
     return {name: float(t.abs().double().mean()) for name, t in constants.items() if t.numel()}
 
 
-def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of a text and of named tensors, in hex."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        t = tensors[name]
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        digest.update(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b"")
-    return digest.hexdigest()
+def refuse_other_weights(found: Mapping[str, float], mine: Mapping[str, float], where: str) -> None:
+    """Raise StateError if the `magnitudes` of what was saved are those of another model."""
+    for name in sorted(set(mine) | set(found)):
+        if not math.isclose(mine.get(name, math.nan), found.get(name, math.nan), rel_tol=1e-3, abs_tol=1e-12):
+            msg = f"The statistics in {where} are of another model, or of other weights: {name!r} differs. Calibrate this one."
+            raise StateError(msg)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from nc.calibration.ranks import Ranks
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.plan import LayerDecision, WeightPlan
 from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run, with_forwards
 from nc.lowbit.result import LayerResult
+from nc.lowbit.shared_work import Share
 from nc.lowbit.solvers.base import BlockProblem, BlockSolver, Needs, Problem
 from nc.lowbit.solvers.best import keep_best, solve_best
 from nc.lowbit.statistics import InputStatistics
@@ -90,8 +93,9 @@ class Driver:
         samples: Sequence[Sample],
         progress: Progress | None = None,
         store: Store | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
     ) -> None:
-        self.model, self.plan, self.samples, self.store = model, plan, samples, store
+        self.model, self.plan, self.all_samples, self.store = model, plan, samples, store
         self.progress = progress or (lambda *_: None)
         self.asked = {d.operator: d for d in plan.quantized}
         self.applied: list[Applied] = []
@@ -102,8 +106,12 @@ class Driver:
         for wanted in (*(d.solver.needs for d in plan.quantized if d.solver is not None), *(t.needs for t in plan.transforms)):
             needs |= wanted
         self.needs = needs
+        block_solvers = [d.solver for d in plan.quantized if isinstance(d.solver, BlockSolver)]
+        looking = [step.needs for step in (*block_solvers, *(t for t in plan.transforms if t.level == "block"))]
+        self.share = Share.of(samples, ranks, looking)
+        self.samples = self.share.samples
         #: Whether the float model's hidden states are needed too.
-        self.with_float = needs.float_inputs or any(isinstance(d.solver, BlockSolver) for d in plan.quantized)
+        self.with_float = needs.float_inputs or (bool(block_solvers) and ranks.is_first)
 
     def _find_ties(self) -> None:
         """Of layers that share a weight and ask for the same, the first is solved, once."""
@@ -118,8 +126,9 @@ class Driver:
         """Quantize all layers of the plan."""
         for transform in self.plan.transforms:
             if transform.level == "model":
-                calls, keeps = [s.call for s in self.samples], [s.keep for s in self.samples]
-                self.applied.append(transform.apply(self._scope("", self.model, self._targets(self.asked, None), calls, keeps)))
+                calls, keeps = [s.call for s in self.all_samples], [s.keep for s in self.all_samples]
+                scope = self._scope("", self.model, self._targets(self.asked, None), calls, keeps)
+                self.applied.append(self.share.transformed(self.model, partial(transform.apply, scope), everywhere=True))
         self._find_ties()  # a transform may have given tied layers weights of their own
         lists = block_lists(self.model, self.asked)
         total = sum(map(len, lists)) + 1
@@ -132,9 +141,9 @@ class Driver:
                 for activations in of[: 1 + self.with_float]:
                     activations.put(index, tensor)
 
-            with self._callable():
+            with self.share.ranks.together(), self._callable():
                 recorded = record(self.model, blocks, self.samples, first)
-            if recorded is None:
+            if not self.share.ranks.all(recorded is not None) or recorded is None:
                 continue  # its blocks are not simply called one after the other: they are solved with the rest
             for index, name in enumerate(names):
                 self.progress(done, total, name)
@@ -197,8 +206,9 @@ class Driver:
         calls = Calls(recorded, hidden)
         float_calls = Calls(recorded, float_hidden) if self.with_float else None
         float_out = Activations(0 if float_calls is None else len(float_calls))
-        for i in range(len(float_out)):
-            float_out.put(i, run(block, Calls(recorded, float_hidden)[i]))
+        with self.share.ranks.together():
+            for i in range(len(float_out)):
+                float_out.put(i, run(block, Calls(recorded, float_hidden)[i]))
         if self.store is None or not self.store.finished(name):
             inside = [layer for layer in self.asked if layer.startswith(f"{name}.")]
             if inside:
@@ -206,8 +216,9 @@ class Driver:
             if self.store is not None:
                 self.store.finish(name)
         block = self.model.get_submodule(name)
-        for i, call in enumerate(calls):
-            hidden.put(i, run(block, call))
+        with self.share.ranks.together():
+            for i, call in enumerate(calls):
+                hidden.put(i, run(block, call))
         if self.store is not None:
             self.store.drop(name)
         return float_out
@@ -227,13 +238,17 @@ class Driver:
             for transform in transforms:
                 keeps = [sample.keep for sample in self.samples]
                 scope = self._scope(prefix, module, self._targets(inside, inputs), calls, keeps)
-                self.applied.append(transform.apply(scope))
+                self.applied.append(self.share.transformed(module, partial(transform.apply, scope)))
                 self._clips |= scope.clips
                 inputs = self._collect(module, inside, calls, float_calls)
         elif transforms:
             text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
             self.applied += [Applied(transform.name, (), text) for transform in transforms]
-        self._solve(inside, inputs, self._learned(prefix, module, inside, inputs, calls, targets))
+        learned: dict[str, PackedWeight] = {}
+        with self.share.ranks.together():
+            if self.share.ranks.is_first:
+                learned = self._learned(prefix, module, inside, inputs, calls, targets)
+        self._solve(inside, inputs, learned)
 
     def _learned(
         self,
@@ -283,14 +298,15 @@ class Driver:
     ) -> dict[str, InputStatistics]:
         layers = {name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"}
         collector = Collector(layers, self.needs)
-        for i, call in enumerate(calls):
-            found, keep = None, self.samples[i].keep
-            if float_calls is not None and self.needs.float_inputs:
-                with inputs_of(layers) as found:
-                    run(module, float_calls[i])
-            with collector.watching(keep, found):
-                run(module, call)
-        return collector.of
+        with self.share.ranks.together():
+            for i in range(self.share.counted):
+                found, keep = None, self.samples[i].keep
+                if float_calls is not None and self.needs.float_inputs:
+                    with inputs_of(layers) as found:
+                        run(module, float_calls[i])
+                with collector.watching(keep, found):
+                    run(module, calls[i])
+        return self.share.merged(collector.of)
 
     def _targets(self, names: Any, inputs: Mapping[str, InputStatistics] | None) -> dict[str, Target]:
         targets = {}
@@ -320,17 +336,20 @@ class Driver:
         for name in names:
             decision, layer, first = self.asked[name], layers.pop(name), self._first[name]
             if first not in self._packed:
-                assert decision.solver is not None
-                problem = self._problem(layer, inputs)
-                if name in learned:
-                    self._packed[first] = keep_best(problem, learned[name], decision.solver.name)
-                else:
-                    self._packed[first] = solve_best(problem, decision.solver)
-                del problem
+                assert decision.form is not None
+                self._packed[first] = self.share.solved(decision.form, partial(self._solved, layer, inputs, learned.get(name)))
             inputs.pop(name, None)
             replace(self.model, layer, decision, *self._packed[first])
             if first not in self._first_of_several:
                 del self._packed[first]
+
+    def _solved(
+        self, layer: Layer, inputs: Mapping[str, InputStatistics], learned: PackedWeight | None
+    ) -> tuple[PackedWeight, LayerResult]:
+        solver = self.asked[layer.name].solver
+        assert solver is not None
+        problem = self._problem(layer, inputs)
+        return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver.name)
 
 
 def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:

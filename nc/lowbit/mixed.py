@@ -9,6 +9,7 @@ import torch
 
 from nc.lowbit.blocks import Progress
 from nc.lowbit.prepared import PreparedWeights
+from nc.lowbit.recorded import RecordedCalls
 from nc.prepared import PreparedModel
 
 
@@ -27,6 +28,11 @@ class PreparedMixed(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's outputs. The inputs are kept for `convert`."""
         return self.low_bit(*args, **kwargs)
+
+    @property
+    def statistics(self) -> RecordedCalls:
+        """The calls so far, to save, load or merge."""
+        return self.low_bit.statistics
 
     def graph_part(self, progress: Progress | None = None) -> PreparedModel:
         """The captured model with its low-bit layers, to be calibrated."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from nc.calibration.ranks import Ranks
 from nc.config import AnyConfig
 from nc.errors import StateError
 from nc.lowbit.blocks import Driver, Progress, own_weights, sharing
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Sample
+from nc.lowbit.recorded import RecordedCalls
 from nc.lowbit.report import Record
 from nc.nn import QuantEmbedding, QuantLinear
 
@@ -48,24 +50,31 @@ class PreparedWeights(torch.nn.Module):
             self.samples.append(_sample(self.model, args, kwargs))
         return output
 
+    @property
+    def statistics(self) -> RecordedCalls:
+        """The calls so far, to save, load or merge."""
+        return RecordedCalls(self.model, self.samples)
+
     def train(self, mode: bool = True) -> PreparedWeights:
         """Stays in eval mode, and leaves the user's model alone."""
         self.training = False
         return self
 
     def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
-        """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own.
+        """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own; the same one on all ranks of a group.
 
         Raises:
-            StateError: the configuration needs calibration data, and there is none.
+            StateError: the configuration needs calibration data, and there is none; or another rank has another model, or stopped.
         """
-        if self.plan.needs_data and not self.samples:
+        ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
+        samples = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
+        if self.plan.needs_data and not samples:
             names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
             msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with batches (e.g. 128 texts) before convert()."
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
         with _evaluating(model), _without_cache(model):
-            driver = Driver(model, self.plan, self.samples, progress)
+            driver = Driver(model, self.plan, samples, progress, ranks=ranks)
             driver.run()
         if not self.inplace:
             own_weights(model)
@@ -80,7 +89,8 @@ def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """A copy of the inputs of a call, without what only training needs, and without a cache."""
 
     def copied(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+        # row-major, as in a file: kernels round differently on another layout
+        return value.detach().clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
 
     mask = kwargs.get("attention_mask")
     keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None

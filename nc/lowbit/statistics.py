@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -83,6 +83,11 @@ class InputStatistics:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None:
                 mine += theirs
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is collected beside `tokens`, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     @property
     def mean_square(self) -> torch.Tensor:

@@ -65,7 +65,7 @@ class AutoRound:
     @property
     def needs(self) -> Needs:
         """The Hessian: it judges what was learned, and a single layer is learned with it."""
-        return Needs(squares=True, hessian=True)
+        return Needs(squares=True, hessian=True, samples=self.samples)
 
     def solve(self, problem: Problem) -> PackedWeight:
         """See `Solver.solve`; for a layer that is in no block. What is made small is the H-weighted loss."""

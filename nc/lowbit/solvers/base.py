@@ -21,14 +21,19 @@ class Needs:
         squares: the mean square of each input channel.
         hessian: the mean of x x^T.
         float_inputs: also the products of these inputs with those of the float model (two-sided solvers).
+        samples: how many of the first samples a transform or block solver runs itself; None: all. With several processes, rank 0 has these
+            at hand, and its part of the others; statistics are those of all.
+        tokens: likewise as many of the first samples as have so many tokens.
     """
 
     squares: bool = False
     hessian: bool = False
     float_inputs: bool = False
+    samples: int | None = None
+    tokens: int = 0
 
     def __or__(self, other: Needs) -> Needs:
-        """Both."""
+        """What either wants collected."""
         return Needs(
             squares=self.squares or other.squares,
             hessian=self.hessian or other.hessian,

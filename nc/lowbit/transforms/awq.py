@@ -11,6 +11,7 @@ import torch
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope, Target
 from nc.lowbit.transforms.clip import clip_ranges
+from nc.lowbit.transforms.folding import LOOKED_AT
 from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, full, rounded, sets_of, weight_of
 from nc.numerics.group_ranges import RULES
 from nc.plan import Applied
@@ -50,7 +51,7 @@ class AWQ:
     @property
     def needs(self) -> Needs:
         """Products of inputs: the error of a layer's output."""
-        return Needs(squares=True, hessian=True)
+        return Needs(squares=True, hessian=True, samples=LOOKED_AT, tokens=self.tokens)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""

@@ -49,7 +49,8 @@ class Scope:
         module: the block, or the model itself.
         prefix: name of the block in the model; "" for the model.
         targets: the layers of the scope that will be quantized, by their name in the model.
-        samples: calibration samples that reach the scope, as (args, kwargs) of `module`.
+        samples: calibration samples that reach the scope, as (args, kwargs) of `module`; with several processes at least those that
+            `Transform.needs` asks for.
         clips: a transform adds `Problem.clip` of layers, by their name in the model.
         keeps: of each sample the positions of [batch, length] that are no padding; None: all.
     """

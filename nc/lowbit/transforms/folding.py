@@ -12,6 +12,9 @@ from nc.lowbit.record import Call, run
 from nc.lowbit.transforms.structure import Link, difference
 from nc.lowbit.transforms.wide import BOUNDS, WideCopy, computing_in
 
+#: Samples among which the smallest is chosen.
+LOOKED_AT = 8
+
 
 class NotEquivalentError(Exception):
     """A change that would alter what the module computes; it was not made."""
@@ -152,9 +155,9 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
 
 
 def smallest(samples: Sequence[Call]) -> Call:
-    """The sample with the fewest elements, of the first eight: others may have to be read from a file."""
+    """The sample with the fewest elements, of the first `LOOKED_AT`: others may have to be read from a file."""
 
     def elements(call: Call) -> int:
         return sum(v.numel() for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor))
 
-    return min(samples[:8], key=elements)
+    return min(samples[:LOOKED_AT], key=elements)

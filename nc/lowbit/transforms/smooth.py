@@ -9,6 +9,7 @@ import torch
 
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope
+from nc.lowbit.transforms.folding import LOOKED_AT
 from nc.lowbit.transforms.sets import Outcome, ScaleSet, sets_of, weight_of
 from nc.plan import Applied
 
@@ -31,7 +32,7 @@ class Smooth:
     @property
     def needs(self) -> Needs:
         """Any data."""
-        return Needs(squares=True)
+        return Needs(squares=True, samples=LOOKED_AT)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""

@@ -10,6 +10,7 @@ import torch
 
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope, Target
+from nc.lowbit.transforms.folding import LOOKED_AT
 from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, rounded, sets_of, weight_of
 from nc.plan import Applied
 
@@ -38,7 +39,7 @@ class TEQ:
     @property
     def needs(self) -> Needs:
         """Any data."""
-        return Needs(squares=True)
+        return Needs(squares=True, samples=LOOKED_AT, tokens=self.tokens)
 
     def apply(self, scope: Scope) -> Applied:
         """See `Transform.apply`."""
