@@ -219,7 +219,7 @@ def digest(folder):
 
 
 def tensors(folder):
-    return safetensors.torch.load_file(folder / "model.safetensors")
+    return safetensors.torch.load_file(folder / "")
 
 
 def same_tensors(one, other):
