@@ -219,7 +219,7 @@ def digest(folder):
 
 
 def tensors(folder):
-    return safetensors.torch.load_file(folder / "")
+    return safetensors.torch.load_file(folder / "weights.safetensors")
 
 
 def same_tensors(one, other):
