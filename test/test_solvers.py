@@ -194,6 +194,25 @@ def test_two_sided_solvers_lower_the_two_sided_loss(bits):
 
 
 @pytest.mark.parametrize("kind", ["gptaq", "qronos"])
+def test_two_sided_solvers_are_judged_by_what_they_make_small(kind):
+    weight, x = torch.randn(64, 32), correlated(300, 32)
+    float_x = x + 0.5 * x.roll(1, 1)
+    asked = problem(weight, x, "int4", 16, "wls", float_x)
+    solver = GPTQ(two_sided=kind, alpha=1.0)
+    packed, result = solve_best(asked, solver)
+    assert result.solver == "gptq"
+    nearest = RTN().solve(asked)
+    one_sided = [weighted_loss(weight, p.dequantize(), asked.inputs) for p in (packed, nearest)]
+    assert one_sided[0] > one_sided[1]  # that measure would put round to nearest in its place
+    unrounded, size = two_sided_loss(weight, weight, x, float_x), float((x.double() @ weight.double().T).square().mean())
+    for found, loss in ((packed, result.loss), (nearest, result.rtn_loss)):
+        expected = (two_sided_loss(weight, found.dequantize(), x, float_x) - unrounded) / size
+        assert loss == pytest.approx(expected, rel=1e-4)
+    assert result.loss < 0
+    assert solve_best(asked, RTN())[1].loss == one_sided[1]  # a solver of one side, with the same statistics
+
+
+@pytest.mark.parametrize("kind", ["gptaq", "qronos"])
 def test_two_sided_solvers_are_gptq_where_the_inputs_are_those_of_the_float_model(kind):
     weight, x = torch.randn(16, 32), correlated(100, 32)
     packed = [GPTQ(two_sided=k).solve(problem(weight, x, float_x=x)).unpacked() for k in (None, kind)]
@@ -434,8 +453,9 @@ def test_no_layer_is_worse_than_round_to_nearest(form, solver, group, rule, kind
     packed, result = solve_best(asked, solver)
     assert packed.dequantize().isfinite().all()
     assert result.loss <= result.rtn_loss
-    assert result.loss == weighted_loss(weight, packed.dequantize(), asked.inputs)
-    assert result.rtn_loss == weighted_loss(weight, RTN().solve(asked).dequantize(), asked.inputs)
+    two_sided = solver.needs.float_inputs
+    assert result.loss == weighted_loss(weight, packed.dequantize(), asked.inputs, two_sided=two_sided)
+    assert result.rtn_loss == weighted_loss(weight, RTN().solve(asked).dequantize(), asked.inputs, two_sided=two_sided)
     assert (result.asked, result.solver in (solver.name, "rtn"), result.tokens) == (solver.name, True, len(x))
 
 

@@ -349,7 +349,7 @@ class Driver:
         solver = self.asked[layer.name].solver
         assert solver is not None
         problem = self._problem(layer, inputs)
-        return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver.name)
+        return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver)
 
 
 def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:

@@ -106,13 +106,17 @@ class InputStatistics:
         return whole / max(self.tokens, 1)
 
 
-def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStatistics | None) -> float:
+def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStatistics | None, *, two_sided: bool = False) -> float:
     """`tr((W - W^) H (W - W^)^T) / tr(W H W^T)`: the mean squared error of the layer's output over its mean square.
+
+    Two-sided, `tr((W - W^) H (W - W^)^T) + 2 tr(W C (W - W^)^T)` over the same, with C = E[(y - x) x^T]: the error `|W y - W^ x|^2` against
+    the output in the float model, less that of W itself. It is below 0 where W^ makes up for a part of what earlier layers did to x.
 
     Args:
         weight: W, fp32, shape [N, K].
         rounded: W^, likewise.
         inputs: give H = E[x x^T]; None, or without tokens: the identity.
+        two_sided: see above; needs the inputs of the float model.
 
     Returns:
         0 for a weight that is all zero.
@@ -120,8 +124,11 @@ def weighted_loss(weight: torch.Tensor, rounded: torch.Tensor, inputs: InputStat
     lost = total = torch.zeros((), dtype=torch.float64)
     for start in range(0, weight.shape[0], _ROWS):
         part = slice(start, start + _ROWS)
-        lost = lost + _energy((weight[part] - rounded[part]).double(), inputs)
-        total = total + _energy(weight[part].double(), inputs)
+        error, whole = (weight[part] - rounded[part]).double(), weight[part].double()
+        lost = lost + _energy(error, inputs)
+        total = total + _energy(whole, inputs)
+        if two_sided and inputs is not None and inputs.cross is not None:
+            lost = lost + 2 * ((whole @ inputs.cross) * error).sum()
     return float(lost / total) if float(total) > 0 else 0.0
 
 

@@ -25,27 +25,34 @@ def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerRes
     refuse_not_finite(problem)
     if solver.needs.data and not problem.tokens:
         problem.notes.append(UNREACHED)
-        return keep_best(problem, None, solver.name)
-    return keep_best(problem, solver.solve(problem), solver.name)
+        return keep_best(problem, None, solver)
+    return keep_best(problem, solver.solve(problem), solver)
 
 
-def keep_best(problem: Problem, solved: PackedWeight | None, asked: str) -> tuple[PackedWeight, LayerResult]:
+def keep_best(problem: Problem, solved: PackedWeight | None, solver: Solver) -> tuple[PackedWeight, LayerResult]:
     """What a solver found, or round to nearest if that loses less.
+
+    A solver that corrects what earlier layers did to the inputs is judged by that: the error of its output for the changed inputs alone
+    is larger than without a correction, and round to nearest would replace just those layers that were corrected most.
 
     Args:
         problem: the layer.
         solved: the solver's codes; None: round to nearest is all there is.
-        asked: the solver's name.
+        solver: the one that was asked.
     """
+
+    def loss_of(packed: PackedWeight) -> float:
+        return weighted_loss(problem.weight, packed.dequantize(), problem.inputs, two_sided=solver.needs.float_inputs)
+
     nearest = RTN().solve(problem)
-    rtn_loss = loss = weighted_loss(problem.weight, nearest.dequantize(), problem.inputs)
+    rtn_loss = loss = loss_of(nearest)
     kept, name = nearest, RTN.name
     if solved is not None:
-        solved_loss = weighted_loss(problem.weight, solved.dequantize(), problem.inputs)
+        solved_loss = loss_of(solved)
         if solved_loss <= rtn_loss:  # False for NaN
-            kept, name, loss = solved, asked, solved_loss
+            kept, name, loss = solved, solver.name, solved_loss
     result = LayerResult(
-        solver=name, asked=asked, loss=loss, rtn_loss=rtn_loss, tokens=problem.tokens, note="; ".join(dict.fromkeys(problem.notes))
+        solver=name, asked=solver.name, loss=loss, rtn_loss=rtn_loss, tokens=problem.tokens, note="; ".join(dict.fromkeys(problem.notes))
     )
     return kept, result
 
