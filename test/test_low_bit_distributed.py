@@ -235,6 +235,11 @@ def results(folder):
     }
 
 
+def applied(folder):
+    """What transforms did, with the errors that they saw."""
+    return json.loads((folder / "model.json").read_text())["record"]["applied"]
+
+
 CASES = [(name, "even" if name == "gptq" else "uneven") for name in CONFIGS] + [("gptq", s) for s in SPLITS if s != "even"]
 
 
@@ -244,6 +249,7 @@ def test_three_processes_make_what_one_makes(folder, name, split):
     assert digest(ranks[0]) == digest(ranks[1]) == digest(ranks[2])
     assert same_tensors(ranks[0], folder / f"{name}-alone")
     assert results(ranks[0]) == results(folder / f"{name}-alone")
+    assert applied(ranks[0]) == applied(folder / f"{name}-alone")
 
 
 def test_two_processes_make_what_one_makes(folder):
@@ -253,8 +259,8 @@ def test_two_processes_make_what_one_makes(folder):
 
 def test_the_configurations_make_different_models(folder):
     assert len({json.dumps(digest(folder / f"{name}-alone")) for name in CONFIGS}) == len(CONFIGS)
-    told = json.loads((folder / "awq-alone" / "model.json").read_text())["record"]["applied"]
-    assert any("sets scaled, output the same" in applied["text"] for applied in told)
+    for name in ("awq", "smooth-teq"):
+        assert any("sets scaled, output the same" in done["text"] for done in applied(folder / f"{name}-alone"))
 
 
 def test_a_layer_that_only_some_processes_reach(folder):
