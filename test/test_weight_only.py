@@ -27,6 +27,9 @@ from nc import (
     quantize,
 )
 from nc.lowbit.record import Sample, record
+from nc.lowbit.solvers import solve_best
+from nc.lowbit.solvers.base import Problem
+from nc.lowbit.statistics import InputStatistics
 from nc.nn import QuantEmbedding, QuantLinear
 
 ENGINES = ["reference", *(name for name in ("native", "ipex") if not available_backends()[name])]
@@ -408,3 +411,27 @@ def test_a_cache_is_no_part_of_what_reaches_a_block():
     (calls,) = record(model, list(model.model.layers), [Sample(((ids,), {"use_cache": True}))])
     caches = [value for _, kwargs in calls for name, value in kwargs.items() if name in ("past_key_value", "past_key_values")]
     assert caches == [None] * 3
+
+
+@pytest.mark.parametrize("kind", ["gptaq", "qronos"])
+def test_two_sided_solvers_take_the_layers_of_a_block_one_after_the_other(kind):
+    """Each corrects what those in front of it left, in its own block too; else all correct the same error, and together too much."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(2))).eval()
+    x, solver = torch.randn(200, 32), GPTQ(two_sided=kind)
+    prepared = prepare(model, WeightOnlyConfig("int3", group_size=16, solver=solver))
+    prepared(x)
+    q = convert(prepared)
+    float_x = x
+    with torch.no_grad():
+        for block, q_block in zip(model, q, strict=True):
+            for index in range(3):
+                if index != 1:
+                    found = InputStatistics.empty(x.shape[1], hessian=True, cross=True)
+                    found.add(x, float_x)
+                    form = q_block[index].form
+                    asked = Problem(name="", weight=block[index].weight, form=form, rule="wls", inputs=found)
+                    expected, result = solve_best(asked, solver)
+                    assert result.solver == "gptq"
+                    assert torch.equal(q_block[index].codes, expected.codes)
+                x, float_x = q_block[index](x), block[index](float_x)

@@ -107,7 +107,7 @@ class Driver:
             needs |= wanted
         self.needs = needs
         block_solvers = [d.solver for d in plan.quantized if isinstance(d.solver, BlockSolver)]
-        looking = [step.needs for step in (*block_solvers, *(t for t in plan.transforms if t.level == "block"))]
+        looking = [s.needs for s in block_solvers] + [t.needs for t in plan.transforms if t.level == "block"]
         self.share = Share.of(samples, ranks, looking)
         self.samples = self.share.samples
         #: Whether the float model's hidden states are needed too.
@@ -244,6 +244,27 @@ class Driver:
         elif transforms:
             text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
             self.applied += [Applied(transform.name, (), text) for transform in transforms]
+        solvers = [self.asked[name].solver for name in inside]
+        if float_calls is None or not any(solver is not None and solver.needs.float_inputs for solver in solvers):
+            self._solve_together(prefix, module, inside, inputs, calls, targets)
+            return
+        # layers correct what those in front of them left: if all were solved at once, each would correct all of the block's error again
+        whole = sharing(module)
+        stages, _ = self.share.ranks.from_first(_stages(inside, inputs), {})
+        for stage in stages:
+            if stage is not stages[0]:
+                inputs = self._collect(module, stage, calls, float_calls, whole, prefix)
+            self._solve_together(prefix, module, stage, inputs, calls, targets)
+
+    def _solve_together(
+        self,
+        prefix: str,
+        module: torch.nn.Module,
+        inside: Sequence[str],
+        inputs: Mapping[str, InputStatistics],
+        calls: Calls,
+        targets: Sequence[torch.Tensor],
+    ) -> None:
         learned: dict[str, PackedWeight] = {}
         with self.share.ranks.together():
             if self.share.ranks.is_first:
@@ -295,15 +316,21 @@ class Driver:
         inside: Sequence[str],
         calls: Calls,
         float_calls: Calls | None,
+        float_module: torch.nn.Module | None = None,
+        prefix: str = "",
     ) -> dict[str, InputStatistics]:
+        """Statistics of the inputs of some layers; `float_module` is `module` as it was before some of its layers were quantized."""
         layers = {name: self.model.get_submodule(name) for name in inside if self.asked[name].kind == "linear"}
+        float_layers = layers
+        if float_module is not None:
+            float_layers = {name: float_module.get_submodule(name.removeprefix(f"{prefix}.")) for name in layers}
         collector = Collector(layers, self.needs)
         with self.share.ranks.together():
             for i in range(self.share.counted):
                 found, keep = None, self.samples[i].keep
                 if float_calls is not None and self.needs.float_inputs:
-                    with inputs_of(layers) as found:
-                        run(module, float_calls[i])
+                    with inputs_of(float_layers) as found:
+                        run(module if float_module is None else float_module, float_calls[i])
                 with collector.watching(keep, found):
                     run(module, calls[i])
         return self.share.merged(collector.of)
@@ -350,6 +377,15 @@ class Driver:
         assert solver is not None
         problem = self._problem(layer, inputs)
         return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver)
+
+
+def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> list[list[str]]:
+    """Layers that read one tensor, in the order in which a block calls them; last those that nothing reaches."""
+    stages: dict[int, list[str]] = {}
+    for name, found in inputs.items():
+        stages.setdefault(id(found), []).append(name)
+    rest = [name for name in inside if name not in inputs]
+    return [*stages.values(), *([rest] if rest else [])]
 
 
 def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:

@@ -74,7 +74,8 @@ class RecordedCalls:
             As `load`.
         """
         if isinstance(other, RecordedCalls):
-            refuse_other_weights(*(magnitudes(_tensors_of(m)) for m in (other._model, self._model)), "the other model")  # noqa: SLF001
+            theirs, mine = (magnitudes(_tensors_of(m)) for m in (other._model, self._model))  # noqa: SLF001
+            refuse_other_weights(theirs, mine, "the other model")
             self._samples += list(other._samples)  # noqa: SLF001
         elif isinstance(other, (str, os.PathLike)):
             self._samples += self._read(other)

@@ -39,7 +39,8 @@ class GPTQ:
         static_groups: all scales come from the original weight; otherwise those of a group from the weight when the group begins, with the
             errors of earlier columns in it.
         two_sided: corrects also what earlier layers did to the inputs: |X W - X~ Q| is made small, X being the inputs of the float model.
-            "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2 and 3 bits.
+            "gptaq" (arXiv 2504.02692) or "qronos" (arXiv 2505.11695). For 2 and 3 bits. The layers of a block are solved one after the
+            other, each for the inputs that those in front of it give: the block is run once more for each.
         alpha: share of GPTAQ's correction that is made.
 
     Raises:
