@@ -261,7 +261,7 @@ class Driver:
         prefix: str,
         module: torch.nn.Module,
         inside: Sequence[str],
-        inputs: Mapping[str, InputStatistics],
+        inputs: dict[str, InputStatistics],
         calls: Calls,
         targets: Sequence[torch.Tensor],
     ) -> None:
