@@ -27,7 +27,7 @@ Call = Callable[..., Sequence[Any]]
 _Key = tuple[Any, ...]
 _HANDLERS = {**products.HANDLERS, **others.HANDLERS}
 #: Plans of a model; the one that was used longest ago goes.
-_MOST_PLANS = 32
+_MOST_PLANS = 64
 
 
 class _Memory(threading.local):
