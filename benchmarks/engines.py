@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -48,10 +49,12 @@ def nc_int8(
     smooth: bool = False,
     compile: bool = False,  # noqa: A002
     remainder: str = "fp32",
+    library: str = "",
 ) -> Run:
-    """This project; SmoothQuant's scales are folded where that is possible."""
+    """This project; SmoothQuant's scales are folded where that is possible. `library` is the value of `NC_ONEDNN`."""
     import nc
 
+    os.environ["NC_ONEDNN"] = library
     config = nc.SmoothQuantConfig(folding=True) if smooth else nc.StaticQuantConfig(remainder=remainder)
     quantized = _converted(model, inputs, config, backend, compile=compile)
     return lambda: quantized(**inputs)
@@ -155,6 +158,7 @@ ENGINES: dict[str, Callable[[torch.nn.Module, dict[str, Any]], Run]] = {
     "nc-int8": nc_int8,
     "nc-smooth": functools.partial(nc_int8, smooth=True),
     "nc-native": functools.partial(nc_int8, backend="native"),
+    "nc-native-operators": functools.partial(nc_int8, backend="native", library="none"),
     "nc-native-compiled": functools.partial(nc_int8, backend="native", compile=True),
     "nc-native-bf16": functools.partial(nc_int8, backend="native", remainder="bf16"),
     "nc-pt2": nc_pt2,
