@@ -16,7 +16,15 @@ LEVELS = (
     ("nc.checks", "nc.numerics", "nc.plan", "nc.installation", "nc.c_code"),
     ("nc.onednn",),
     ("nc.ops",),
-    ("nc.lowbit", "nc.lowbit.activations", "nc.lowbit.quantized_tensor", "nc.lowbit.record", "nc.lowbit.result", "nc.lowbit.statistics"),
+    (
+        "nc.lowbit",
+        "nc.lowbit.activations",
+        "nc.lowbit.heap",
+        "nc.lowbit.quantized_tensor",
+        "nc.lowbit.record",
+        "nc.lowbit.result",
+        "nc.lowbit.statistics",
+    ),
     ("nc.nn",),
     (
         "nc.graph.signature",

@@ -18,6 +18,7 @@ from nc.config import AnyConfig
 from nc.errors import ArtefactError, ArtefactMissingError, InputError, UnsupportedError
 from nc.lowbit import artefact
 from nc.lowbit.blocks import Driver, Progress
+from nc.lowbit.heap import give_back_large_pieces
 from nc.lowbit.layers import layers_of
 from nc.lowbit.record import Sample, block_lists
 from nc.lowbit.report import Record, WeightReport, weight_report
@@ -81,6 +82,7 @@ def quantize_folder(
     driver = Driver(model, plan, [Sample(((ids,), {})) for ids in samples], progress, store)
     for one in (model.config, model.generation_config):  # blocks are called several times, so none may keep keys and values
         one.use_cache = False
+    give_back_large_pieces()
     driver.run()
     for one in (model.config, model.generation_config):
         one.use_cache = True
