@@ -1,9 +1,12 @@
 """Plans of kept oneDNN primitives: memory, sizes, threads, and what a plan can't follow."""
 
+import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
 from nc.backends.passes import run_passes
 from nc.c_code import build, cache
-from nc.errors import BackendError, BackendUnavailableError, NCError
+from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
 from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn import providers
@@ -187,6 +190,67 @@ def test_plans_are_bounded_and_share_packed_weights(monkeypatch):
         assert [key[1][0][0] for key in call._plans] == [6, 7, 8]
     assert size >= 2 * 64 * 128
     assert call._weights.size() <= 2 * size
+
+
+def test_a_plan_that_goes_takes_its_contexts_with_it(monkeypatch):
+    """In all threads: a context refers to its primitives, and must not keep the plan that it hangs on."""
+    monkeypatch.setattr(planning, "_MOST_PLANS", 1)
+    _, _, call = planned(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8))
+    with torch.no_grad():
+        first = [call(torch.randn(2, 8)) for _ in range(2)]
+        (plan,) = call._plans.values()
+        gone = weakref.ref(plan)
+        assert len(call._memory.contexts) == 1
+        del plan, first
+        call(torch.randn(3, 8))
+        gc.collect()
+        assert gone() is None
+        assert len(call._memory.contexts) == 0
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_plans_of_inference_mode_and_outside(first):
+    make, inputs = CASES["encoder"]
+    _, _, call = planned(make(), inputs[0])
+    with first():
+        expected = call(*inputs[0])
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            assert all(torch.equal(a, b) for a, b in zip(expected, call(*inputs[0]), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_nothing(name):
+    make, inputs = CASES[name]
+    q = quantized(make().eval(), inputs[1], None, "native")
+    empty = tuple(each[:0] for each in inputs[0])
+    try:
+        expected = q.reference(*empty)
+    except InputError:
+        with pytest.raises(InputError):
+            q(*empty)
+        return
+    for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (expected, q(*empty))), strict=True):
+        assert a.shape == b.shape
+
+
+def test_a_forked_child_computes_too():
+    """With one thread: libgomp's threads do not survive a fork, whoever calls it."""
+    make, inputs = CASES["residual"]
+    _, _, call = planned(make(), inputs[0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            expected = call(*inputs[0])[0]
+            call(*inputs[0])
+            child = os.fork()
+            if child == 0:
+                same = torch.equal(call(*inputs[0])[0], expected) and call(*inputs[1])[0].shape[0] == 2
+                os._exit(0 if same else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 UNPLANNABLE = {

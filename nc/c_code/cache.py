@@ -9,7 +9,13 @@ from pathlib import Path
 
 def folder() -> Path:
     """The folder, which need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nc"
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named) / "nc"
+    try:
+        return Path.home() / ".cache" / "nc"
+    except RuntimeError:  # a user without a home, as containers have
+        return Path(tempfile.gettempdir()) / f"nc-{os.getuid()}"
 
 
 def trusted(path: Path) -> bool:

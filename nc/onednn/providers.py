@@ -84,12 +84,16 @@ def _find(named: str) -> Provider | str:
 
 def _hidden() -> Mapping[str, int]:
     """The functions inside torch's own library."""
-    found = elf.loaded("libtorch_cpu.so")
-    if found is None:
-        msg = "libtorch_cpu.so is not loaded"
-        raise BackendUnavailableError(msg)
-    path, base = found
-    addresses = {name: base + offset for name, offset in elf.functions(path, "dnnl_").items()}
+    try:
+        found = elf.loaded("libtorch_cpu.so")
+        if found is None:
+            msg = "libtorch_cpu.so is not loaded"
+            raise BackendUnavailableError(msg)
+        path, base = found
+        addresses = {name: base + offset for name, offset in elf.functions(path, "dnnl_").items()}
+    except OSError as error:
+        msg = f"torch's library can't be read: {error}"
+        raise BackendUnavailableError(msg) from error
     if not addresses:
         msg = f"torch {torch.__version__} has no symbol table, or no oneDNN inside"
         raise BackendUnavailableError(msg)

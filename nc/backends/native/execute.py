@@ -119,7 +119,7 @@ class TorchScriptExecutor:
 
     def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
         """See `Executor.build`."""
-        module = packed(module)
+        module = packed(module, example)
         with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
             warnings.simplefilter("ignore")
             scripted = script(module, _SPELLING, _CODES).module
@@ -148,7 +148,7 @@ class PythonExecutor:
 
     def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
         """The graph itself."""
-        module = packed(module)
+        module = packed(module, example)
         return _of_nodes(module, module)
 
 

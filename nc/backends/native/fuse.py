@@ -14,7 +14,7 @@ from nc.backends.native.operators import prepack
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, constant_value, copy_module, drop_unused, run_with
 from nc.graph.tensor_meta import TENSORS
-from nc.graph.views import Binary, Conv, Dequantize, Linear, Quantize, Weighted, options
+from nc.graph.views import Binary, Conv, Dequantize, Linear, Quantize, Weighted, options, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor, to_bf16
 
 onednn = torch.ops.onednn
@@ -23,6 +23,7 @@ _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "conv2d": onednn.qconv2d_pointwise.default,
     "conv3d": onednn.qconv3d_pointwise.default,
 }
+_READS_SHAPE = frozenset({*_CONVOLUTIONS.values(), onednn.qconv2d_pointwise.binary})
 #: Where `note_shapes` leaves the shape that a convolution reads.
 _SHAPE = "reads"
 #: Activations that a kernel computes on its way out.
@@ -65,10 +66,9 @@ class Region:
 
 
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
-    """Run a graph once for the shapes that its convolutions read, if it has any, for `fuse` to pack their weights for.
+    """Run a graph once for the shapes that its convolutions read, if it has any, for programs that pack weights when they are compiled.
 
-    A kernel takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block size,
-    which can take a hundred times as long as it computes (AMX). Sizes from tracing won't do: a batch of 1 was traced as 2.
+    Sizes from tracing won't do: a batch of 1 was traced as 2. See also `packed`.
     """
     if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
         run_with(module, example, _note_shape)
@@ -341,10 +341,26 @@ def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.
     return module.graph.call_function(operator, tuple(nodes))
 
 
-def packed(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a lowered graph whose packed weights are constants."""
+def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A copy of a lowered graph whose weights are packed constants, for torch's operators.
+
+    A convolution takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block
+    size, which can take a hundred times as long as it computes (AMX). So they are packed for the shapes that it reads in the example.
+    """
     module, _ = copy_module(module)
+    shapes: dict[fx.Node, list[int]] = {}
+
+    def note(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+        if node.target in _READS_SHAPE:
+            arguments = schema_arguments(node)
+            shapes[arguments["qw"]] = list(env[arguments["qx"]].shape)
+        return value
+
+    if any(node.target in _READS_SHAPE for node in module.graph.nodes):
+        run_with(module, example, note)
     for node in [n for n in module.graph.nodes if n.target in (prepack("linear"), prepack("conv2d"))]:
+        if node in shapes:
+            set_argument(node, "x_shape", shapes[node])
         value = constant_value(module, node)
         assert value is not None, f"{node.name} does not pack a constant"
         with module.graph.inserting_before(node):

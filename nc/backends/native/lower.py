@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from nc.backends.native.fuse import is_kernel, packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
-from nc.backends.verify import check_option, first_disagreement, required_db, shapes, verify_outputs
+from nc.backends.verify import check_option, first_disagreement, reference_outputs, required_db, shapes, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
@@ -40,7 +40,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     """
     check_option("verify", verify, ("raise", "warn", "off"))
     module, outcome = _lowered(graph.module, graph.example)
-    judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph)
+    expected = functools.cache(functools.partial(reference_outputs, graph))
+    judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph, expected)
     running, run_by = _running(module, graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -52,7 +53,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
             return _running(_lowered(part, inputs)[0], inputs, compile)[0].call(*inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
-    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first)
+    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first, expected)
     dynamic = packed_bytes(graph.module)
 
     def report() -> EngineReport:
@@ -76,13 +77,11 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     return EngineModel(run=run, report=report, profile=profile, steps=steps)
 
 
-def _why_unlike(graph: QDQGraph, outputs: Sequence[Any]) -> str:
+def _why_unlike(graph: QDQGraph, expected: Callable[[], Sequence[Any]], outputs: Sequence[Any]) -> str:
     """Why outputs for the example are not what the graph computes; "" when they are."""
-    with torch.no_grad():
-        expected = graph.module(*graph.example)
-    if shapes(expected) != shapes(outputs):
+    if shapes(expected()) != shapes(outputs):
         return "gives outputs of other shapes"
-    found, required = worst_sqnr_db(expected, outputs), required_db(graph)
+    found, required = worst_sqnr_db(expected(), outputs), required_db(graph)
     return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
 
 
@@ -102,7 +101,7 @@ def _running(
     if not compile:
         return executable(module, example, judge)
     running = PYTHON.build(module, example)
-    call = compiled(copy_module(packed(module))[0])
+    call = compiled(copy_module(packed(module, example))[0])
     return dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"}), ""
 
 

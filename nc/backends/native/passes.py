@@ -25,13 +25,12 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False) -> tuple[
     """Operators become calls of kernels.
 
     Args:
-        example: flat inputs, whose sizes weights are laid out for.
+        example: flat inputs, whose sizes a program's weights are laid out for.
         program: for AOTInductor, which compiles low-bit operators by itself.
     """
-    low_bit = Pass("low_bit_kernels", replace_low_bit)
+    shapes, low_bit = Pass("shapes", functools.partial(note_shapes, example=example)), Pass("low_bit_kernels", replace_low_bit)
     return (
-        *(() if program else (low_bit,)),
-        Pass("shapes", functools.partial(note_shapes, example=example)),
+        shapes if program else low_bit,
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),

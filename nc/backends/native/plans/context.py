@@ -41,7 +41,8 @@ class Context:
     """
 
     def __init__(self, plan: Plan, maker: Maker, runner: Runner, arena: torch.Tensor, *, together: bool = True) -> None:
-        self._plan, self._maker, self._arena = plan, maker, arena
+        # not the plan: it lives as long as the model keeps it, and ends the life of its contexts
+        self._offsets, self._end, self._count, self._maker, self._arena = plan.offsets, plan.arena, plan.slots, maker, arena
         self._runner, self._stream = runner, maker.stream()
         returned = {ref.block for ref in _refs(plan) if isinstance(ref, Part) and ref.block.returned}
         #: Their memory is allocated at each call, and has the numbers behind the slots.
@@ -88,7 +89,7 @@ class Context:
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """All tensors of a call by their number; those that operators will make are None yet."""
-        tensors: list[Any] = [None] * (self._plan.slots + len(self._returned))
+        tensors: list[Any] = [None] * (self._count + len(self._returned))
         for index, tensor in zip(self._slots, inputs, strict=True):
             tensors[index] = tensor
         for block, index in self._returned.items():
@@ -107,7 +108,7 @@ class Context:
                     calls.place(memories[key], base, address)
             scratchpad = entry.primitive.layouts.get(SCRATCHPAD)
             if scratchpad is not None:
-                memories[SCRATCHPAD] = self._maker.memory(scratchpad, self._arena.data_ptr() + self._plan.arena)
+                memories[SCRATCHPAD] = self._maker.memory(scratchpad, self._arena.data_ptr() + self._end)
             calls.add(entry.primitive.handle, memories)
         bases = calls.bases
         run = self._runner.bind(calls, self._stream)
@@ -129,7 +130,7 @@ class Context:
             return ref.index, 0
         if ref.block in self._returned:
             return self._returned[ref.block], ref.offset
-        return None, self._arena.data_ptr() + self._plan.offsets[ref.block] + ref.offset
+        return None, self._arena.data_ptr() + self._offsets[ref.block] + ref.offset
 
     def _operator(self, entry: AtenCall) -> _Run:
         """A call of an operator of torch's."""
@@ -158,7 +159,7 @@ class Context:
             return _Fill(ref.index)
         if ref.block in self._returned:
             return _Fill(self._returned[ref.block], ref.desc, ref.offset)
-        return _part(self._arena, ref.desc, self._plan.offsets[ref.block] + ref.offset)
+        return _part(self._arena, ref.desc, self._offsets[ref.block] + ref.offset)
 
 
 def _refs(plan: Plan) -> list[Ref]:
