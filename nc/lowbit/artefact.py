@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactError
-from nc.lowbit.blocks import replace, sharing
 from nc.lowbit.layers import Layer, layers_of, memory_of
+from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import LayerDecision
 from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult

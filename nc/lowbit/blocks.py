@@ -7,7 +7,6 @@ its statistics and its activations.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +17,8 @@ from nc.calibration.ranks import Ranks
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.layers import Layer, layers_of
-from nc.lowbit.plan import LayerDecision, WeightPlan
+from nc.lowbit.modules import replace, sharing
+from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run, with_forwards
 from nc.lowbit.result import LayerResult
 from nc.lowbit.shared_work import Share
@@ -386,33 +386,3 @@ def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> lis
         stages.setdefault(id(found), []).append(name)
     rest = [name for name in inside if name not in inputs]
     return [*stages.values(), *([rest] if rest else [])]
-
-
-def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:
-    """Put a module with a packed weight in the place of a layer."""
-    module = layer.module
-    new: torch.nn.Module
-    if layer.kind == "embedding":
-        assert isinstance(module, torch.nn.Embedding)
-        new = QuantEmbedding(packed, module.padding_idx, module.weight.dtype, result)
-    else:
-        new = QuantLinear(packed, module.bias, decision.act_dtype, result, layer.weight.dtype)  # type: ignore[arg-type]
-    new.train(module.training)
-    parent, _, child = layer.name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
-
-
-def own_weights(module: torch.nn.Module) -> None:
-    """Give a module parameters of its own, in place of those that it shares with the user's model; ties inside it stay."""
-    copies: dict[int, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
-            if parameter is not None:
-                fresh = copies.setdefault(id(parameter), torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-                part._parameters[name] = fresh  # noqa: SLF001
-
-
-def sharing(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model that shares its parameters and buffers."""
-    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)

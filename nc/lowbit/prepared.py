@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from nc.calibration.ranks import Ranks
 from nc.config import AnyConfig
 from nc.errors import StateError
-from nc.lowbit.blocks import Driver, Progress, own_weights, sharing
+from nc.lowbit.blocks import Driver, Progress
+from nc.lowbit.modules import own_weights, sharing
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Sample
 from nc.lowbit.recorded import RecordedCalls
