@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,6 +93,7 @@ def record(
 
 def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.Tensor], None] | None) -> list[tuple[Call, ...]] | None:
     result = []
+    kept: dict[Any, torch.Tensor] = {}
     for index, calls in enumerate(found):
         if calls is None:
             return None
@@ -99,8 +101,29 @@ def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.T
         if first is not None and hidden is not None:
             first(index, hidden)
             calls = (_replaced(calls[0], hidden, HIDDEN), *calls[1:])  # noqa: PLW2901
+            calls = _without_copies(calls, kept)  # noqa: PLW2901
         result.append(calls)
     return result
+
+
+def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> tuple[Call, ...]:
+    """Calls in which tensors that equal an earlier one are that one: masks and positions of samples of one size.
+
+    Args:
+        calls: of one sample.
+        kept: those so far; grows.
+    """
+    seen: dict[int, torch.Tensor] = {}
+
+    def part(value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return value
+        if id(value) not in seen:
+            content = hashlib.blake2b(value.detach().contiguous().view(-1).view(torch.uint8).numpy()).digest()
+            seen[id(value)] = kept.setdefault((value.shape, value.stride(), value.dtype, content), value)
+        return seen[id(value)]
+
+    return tuple((pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}) for args, kwargs in calls)
 
 
 def _rest(output: Any) -> Sequence[Any]:
