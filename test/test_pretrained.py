@@ -15,6 +15,7 @@ import nc
 from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
 from nc.cli.main import main
 from nc.lowbit.pretrained import quantize_folder
+from nc.lowbit.record import _without_copies
 from nc.spec.weight_format import DoubleQuant
 
 CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
@@ -345,3 +346,16 @@ class TestCommandLine:
         result = self.run("package:factory", "--weights", "int4", "--out", tmp_path / "out")
         assert result.exit_code == 2
         assert "is no folder" in result.output
+
+
+def test_equal_tensors_of_calls_are_kept_once():
+    """Not those of another dtype or layout, which kernels may round otherwise."""
+    one, same, half = torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float16)
+    columns, other, empty = torch.ones(4, 4).t()[:, ::2], torch.full((4, 4), 2.0), torch.zeros(0)
+    kept = {}
+    (first,) = _without_copies((((one, 3, None, empty), {"mask": same, "half": half}),), kept)
+    (second,) = _without_copies((((torch.ones(4, 4), columns), {"mask": other}),), kept)
+    assert first[0][0] is first[1]["mask"] is second[0][0] is one
+    assert (first[0][1], first[0][2], first[1]["half"]) == (3, None, half)
+    assert second[0][1] is columns
+    assert second[1]["mask"] is other

@@ -119,7 +119,7 @@ def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> t
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             return value
         if id(value) not in seen:
-            content = hashlib.blake2b(value.detach().contiguous().view(-1).view(torch.uint8).numpy()).digest()
+            content = hashlib.blake2b(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
             seen[id(value)] = kept.setdefault((value.shape, value.stride(), value.dtype, content), value)
         return seen[id(value)]
 
