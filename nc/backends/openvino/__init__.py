@@ -1,0 +1,69 @@
+"""The OpenVINO backend: the quantized graph computed by OpenVINO's CPU plugin. Needs the package openvino."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from nc.backends import cpu
+from nc.backends.base import EngineModel, Exporter, Option, check_available
+from nc.backends.openvino import lower, write
+from nc.graph.qdq import QDQGraph
+from nc.spec import Capabilities, OpSupport
+
+NAME = "openvino"
+_INSTALL = "pip install 'nc-quant[openvino]'"
+_ACTIVATIONS = ("uint8", "int8")
+_BF16 = "avx512_bf16"
+_TRANSPOSED = "groups=1 per channel, else per tensor"
+
+# No row for matmul: OpenVINO wants symmetric int8 inputs there, which a row can't say, so attention stays one call in fp32.
+OPS = (
+    OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
+)
+
+
+class OpenVINOBackend:
+    """See the module text."""
+
+    name = NAME
+    options: Mapping[str, Option] = {}
+    exports: Mapping[str, Exporter] = {"openvino": Exporter(write.files, from_graph=True)}
+
+    def why_unavailable(self) -> str:
+        """What is missing and what to install; "" when it can run. Imports nothing of OpenVINO."""
+        if importlib.util.find_spec("openvino") is None:
+            return f"openvino is not installed: {_INSTALL}."
+        if "avx2" not in cpu.features():
+            return 'this CPU lacks AVX2, which int8 kernels need; use backend="reference".'
+        return ""
+
+    def capabilities(self) -> Capabilities:
+        """What the CPU plugin computes in int8. It has no static kernel for ranges that are found in each call."""
+        return dataclasses.replace(
+            cpu.capabilities(NAME, OPS),
+            why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
+            bf16_isa=(_BF16,),
+        )
+
+    def start(self) -> None:
+        """Nothing to import before calibration: OpenVINO changes nothing of torch.
+
+        Raises:
+            BackendUnavailableError: it can't run here.
+        """
+        check_available(self)
+
+    def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
+        """See `lower.lower`; raises BackendUnavailableError when it can't run here."""
+        self.start()
+        return lower.lower(graph, **options)

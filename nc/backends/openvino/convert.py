@@ -1,0 +1,105 @@
+"""Program → OpenVINO model, through `torch.export` and OpenVINO's PyTorch frontend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nc.backends.openvino.program import Program, program
+from nc.errors import BackendError
+from nc.global_lock import LOCK
+from nc.graph.qdq import QDQGraph
+from nc.graph.signature import at_least_two
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Converted:
+    """A model of OpenVINO.
+
+    Attributes:
+        model: an `openvino.Model`.
+        program: what it was made from.
+        layers: the first part of a layer's name → operator.
+    """
+
+    model: Any
+    program: Program
+    layers: dict[str, str]
+
+
+def of_graph(graph: QDQGraph) -> Converted:
+    """The model of a quantized graph, with its free sizes free and its inputs named after the arguments.
+
+    Raises:
+        BackendError: an operator has no translation.
+    """
+    leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
+    dims = [leaf.dims for leaf in leaves]
+    free = [{i: torch.export.Dim.DYNAMIC for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
+    converted = convert(program(graph.module), tuple(at_least_two(graph.example, dims)), free)
+    for port, leaf in zip(converted.model.inputs, leaves, strict=True):
+        port.get_tensor().set_names({leaf.path})
+    for index, port in enumerate(converted.model.outputs):
+        port.get_tensor().add_names({f"output_{index}"})
+    return converted
+
+
+def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None) -> Converted:
+    """The model of a program.
+
+    Args:
+        source: the program.
+        example: flat inputs.
+        free: for each input its free dimensions; None: all sizes are those of the example.
+
+    Raises:
+        BackendError: an operator has no translation.
+    """
+    # the frontend is called directly: `openvino.convert_model` would also report usage over the network
+    from openvino.frontend import FrontEndManager  # noqa: PLC0415 - only when it is used
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder  # noqa: PLC0415 - as above
+
+    shapes = None if free is None else (tuple(free),)
+    try:
+        with LOCK, torch.no_grad():
+            exported = torch.export.export(_Module(source.module).eval(), example, dynamic_shapes=shapes)
+            decoder = TorchFXPythonDecoder.from_exported_program(exported)
+            frontend = FrontEndManager().load_by_framework("pytorch")
+            model = frontend.convert(frontend.load(decoder))
+    except Exception as error:  # whatever a compiler may raise
+        msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}"
+        raise BackendError(msg) from error
+    if len(model.inputs) != len(example):
+        msg = f"OpenVINO's conversion of the quantized graph failed: it has {len(model.inputs)} inputs instead of {len(example)}."
+        raise BackendError(msg)
+    layers = {node.name: operator for node in decoder.pt_module.graph.nodes if (operator := _operator_of(node, source.operators))}
+    return Converted(model, source, layers)
+
+
+class _Module(torch.nn.Module):
+    """A program as a part of a module: export takes no fx module by itself for one whose parts it should note."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """As the program."""
+        return self.module(*inputs)
+
+
+def _operator_of(node: torch.fx.Node, operators: dict[str, str]) -> str:
+    """The operator that an exported node belongs to; "" where it belongs to none."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    names = [path.rpartition(".")[2] for path in paths]
+    return next((operators[name] for name in reversed(names) if name in operators), "")
+
+
+def _reason(error: Exception) -> str:
+    """The line of an error that names what failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "No conversion rule" in line or "rror message" in line or line.startswith("-- ")]
+    return "; ".join(told[:3]) or (lines[0] if lines else type(error).__name__)

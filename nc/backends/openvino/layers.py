@@ -1,0 +1,72 @@
+"""What OpenVINO executes, read from the runtime model of a compiled model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nc.backends.base import OpRun
+from nc.nn import KernelChoice
+from nc.plan import Decision
+
+#: How the runtime model calls precisions → what a report says.
+_PRECISIONS = {"u8": "int8", "i8": "int8", "bf16": "bf16", "f32": "fp32"}
+#: Layers that compute nothing of their own.
+_PASSIVE = frozenset({"Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Broadcast", "Concatenation"})
+#: Where several layers belong to an operator, the one that multiplies says how it runs.
+_PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected", "MatMul", "ScaledDotProductAttention"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer that OpenVINO executes.
+
+    Attributes:
+        kind: e.g. "Convolution".
+        precision: "int8", "bf16", "fp32", or another type in OpenVINO's words.
+        primitive: the kernel.
+        parts: first parts of the names of the layers of the model that it computes.
+    """
+
+    kind: str
+    precision: str
+    primitive: str
+    parts: tuple[str, ...]
+
+
+def layers_of(compiled: Any) -> tuple[Layer, ...]:
+    """The layers of a compiled model, in the order in which they run."""
+    return tuple(_layer(node.get_rt_info()) for node in compiled.get_runtime_model().get_ordered_ops())
+
+
+def _layer(info: Any) -> Layer:
+    def text(key: str) -> str:
+        return str(info[key].astype(str)) if key in info else ""
+
+    precision = text("runtimePrecision")
+    names = text("originalLayersNames").split(",")
+    parts = tuple(dict.fromkeys(name.partition("/")[0] for name in names if name))
+    return Layer(text("layerType"), _PRECISIONS.get(precision, precision), text("primitiveType"), parts)
+
+
+def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, str]) -> OpRun:
+    """How an operator ran.
+
+    Args:
+        decision: of the plan.
+        layers: that OpenVINO executes.
+        operators: first part of a layer's name → operator.
+    """
+    own = [layer for layer in layers if layer.kind not in _PASSIVE and decision.operator in map(operators.get, layer.parts)]
+    layer = next((each for each in own if each.kind in _PRODUCTS), own[0] if own else None)
+    asked, kernels = decision.spec.precision, KernelChoice(()) if decision.kind == "quant_linear" else None
+    ran = layer.precision if layer is not None and layer.precision in _PRECISIONS.values() else "fp32"
+    primitive = layer.primitive if layer is not None else ""
+    if ran == asked or asked not in ("int8", "bf16"):
+        return OpRun(operator=decision.operator, ran=ran, reason=decision.reason, primitive=primitive, kernels=kernels)
+    if layer is None:
+        why = "OpenVINO's runtime model names no layer of its own for it"
+    else:
+        why = f"OpenVINO computes it by a layer {layer.kind} in {layer.precision} ({layer.primitive})"
+    return OpRun(operator=decision.operator, ran=ran, reason=why, primitive=primitive)

@@ -1,0 +1,83 @@
+"""QDQ graph → compiled OpenVINO model, verified against the graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.base import EngineModel, EngineReport
+from nc.backends.openvino.convert import Converted, convert, of_graph
+from nc.backends.openvino.layers import layers_of, op_run
+from nc.backends.openvino.program import Program, program
+from nc.backends.openvino.runtime import Requests, compiled, version
+from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.graph.qdq import QDQGraph
+
+
+def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
+    """An engine model of `graph`.
+
+    Args:
+        graph: the quantized model.
+        verify: see `nc.backends.verify`.
+
+    Raises:
+        BackendError: an operator has no translation.
+        VerificationError: OpenVINO computes something else than the graph; names the first operator that differs.
+    """
+    check_option("verify", verify, ("raise", "warn", "off"))
+    threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
+    converted = of_graph(graph)
+    model = compiled(converted.model, threads, bf16=bf16)
+    requests = Requests(model)
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        return together(converted.program, requests(inputs), inputs)
+
+    first = functools.partial(first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16))
+    sqnr = verify_outputs(graph, run(graph.example), verify, "OpenVINO", first)
+
+    def report() -> EngineReport:
+        layers = layers_of(model)
+        return EngineReport(
+            backend="openvino",
+            ops=tuple(op_run(d, layers, converted.layers) for d in graph.plan.decisions),
+            quantize_outside=sum(layer.kind == "FakeQuantize" for layer in layers),
+            weight_bytes=_constant_bytes(converted),
+            sqnr_db=sqnr,
+            details={"OpenVINO": version(), "threads": threads} | ({"all that is not int8": "bf16"} if bf16 else {}),
+        )
+
+    return EngineModel(run=run, report=report)
+
+
+def wants_bf16(graph: QDQGraph) -> bool:
+    """Whether the plan asks bf16 of an operator."""
+    return any(decision.spec.bf16 for decision in graph.plan.decisions)
+
+
+def together(source: Program, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The outputs of the graph: tensors of OpenVINO, and the others."""
+    if all(source.tensors):
+        return list(tensors)
+    with torch.no_grad():
+        others = iter(source.others(*inputs))
+    left = iter(tensors)
+    return [next(left if is_tensor else others) for is_tensor in source.tensors]
+
+
+def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool) -> Sequence[Any]:
+    """What OpenVINO gives for a part of a graph."""
+    source = program(part)
+    converted = convert(source, inputs)
+    return together(source, Requests(compiled(converted.model, threads, bf16=bf16))(inputs), inputs)
+
+
+def _constant_bytes(converted: Converted) -> int:
+    """Bytes of the constants of a model."""
+    constants = [node for node in converted.model.get_ops() if node.get_type_name() == "Constant"]
+    return sum(int(node.get_byte_size()) for node in constants)

@@ -1,0 +1,186 @@
+"""QDQ graph → graph of operators that `torch.export` and OpenVINO's PyTorch frontend know.
+
+OpenVINO makes one FakeQuantize of a quantize with the dequantize behind it, and an int8 weight stays int8 where it is written as a
+conversion to float and a product with its scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.attention import recompose
+from nc.backends.native.qdq_rewrites import hoist, unsigned
+from nc.backends.openvino.low_bit import replace_low_bit
+from nc.backends.passes import Pass, run_passes
+from nc.graph.catalogue import input_node, schema_arguments
+from nc.graph.fx_utils import add_constant, constant_of, constant_value, copy_module, drop_unused, inline, take_over
+from nc.graph.views import Dequantize, Quantize
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """What is exported.
+
+    Attributes:
+        module: flat inputs → its outputs that are tensors. Each operator is a call of a submodule, which export notes at every node.
+        operators: name of the submodule → operator.
+        tensors: for each output of the graph whether it is a tensor.
+        others: flat inputs → the outputs that are no tensors, as numbers that are computed from sizes.
+    """
+
+    module: fx.GraphModule
+    operators: dict[str, str]
+    tensors: tuple[bool, ...]
+    others: Callable[..., Sequence[Any]]
+
+
+def program(part: fx.GraphModule) -> Program:
+    """The program for a QDQ graph, which stays as it is."""
+    module, _ = copy_module(part)
+    (results,) = module.graph.output_node().args
+    assert isinstance(results, Sequence)
+    tensors = tuple(isinstance(r, fx.Node) and isinstance(r.meta.get("val"), torch.Tensor) for r in results)
+    others = _only(part, [not tensor for tensor in tensors])
+    module.graph.output_node().args = (tuple(r for r, tensor in zip(results, tensors, strict=True) if tensor),)
+    run_passes(module, _PASSES)
+    operators = _as_submodules(module)
+    module.graph.lint()
+    module.recompile()
+    return Program(module.eval(), operators, tensors, others)
+
+
+def _without_bf16(module: fx.GraphModule) -> None:
+    """Values as they were before they were rounded to bf16: OpenVINO rounds where it computes in bf16; constants stay rounded."""
+    for node in [n for n in module.graph.nodes if n.target is from_bf16]:
+        low = input_node(node)
+        if low.target is to_bf16:
+            node.replace_all_uses_with(input_node(low))
+        else:
+            value = constant_of(module, low).float()
+            node.replace_all_uses_with(add_constant(module, node, node.name, value, low.meta.get("fqn", low.name)))
+        module.graph.erase_node(node)
+    for node in [n for n in module.graph.nodes if n.target is to_bf16 and not n.users]:
+        module.graph.erase_node(node)
+
+
+def _spell_activations(module: fx.GraphModule) -> None:
+    """Quantize → quantize and dequantize, as one pair for all readers; what moves codes moves these values.
+
+    `hoist` left no pad whose zeros have another code than 0, so values and codes move alike.
+    """
+    pair = _pair()
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target is dequantize_per_tensor and Dequantize.of(n).codes.op != "get_attr"]:
+        node.replace_all_uses_with(Dequantize.of(node).codes)
+        graph.erase_node(node)
+    for node in [n for n in graph.nodes if n.target is quantize_per_tensor]:
+        view = Quantize.of(node)
+        how = (*view.qparams, view.quant_min, view.quant_max, view.dtype)
+        with graph.inserting_before(node):
+            codes = graph.call_function(pair[0], (view.input, *how))
+            value = graph.call_function(pair[1], (codes, *how))
+        value.meta["val"] = node.meta.get("val")
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+@functools.cache
+def _pair() -> tuple[Any, Any]:
+    """The two operators that OpenVINO knows; this import registers them."""
+    import torch.ao.quantization.fx._decomposed  # noqa: F401, PLC0415
+
+    known = torch.ops.quantized_decomposed
+    return known.quantize_per_tensor.default, known.dequantize_per_tensor.default
+
+
+def _spell_weights(module: fx.GraphModule) -> None:
+    """Dequantize of a constant → its codes as float · scales."""
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target in (dequantize_per_tensor, dequantize_per_channel)]:
+        view = Dequantize.of(node)
+        codes = constant_of(module, view.codes)
+        shape = [1] * codes.dim()
+        if isinstance(view.scale, fx.Node):
+            shape[schema_arguments(node)["axis"]] = -1
+            scales = constant_of(module, view.scale).reshape(shape)
+        else:
+            scales = torch.full(shape, view.scale)
+        scale = add_constant(module, node, f"{node.name}_scales", scales.float().clone(), f"{view.codes.meta.get('fqn', '')}.scale")
+        with graph.inserting_before(node):
+            values = graph.call_function(_aten.to.dtype, (view.codes, torch.float32))
+            product = graph.call_function(_aten.mul.Tensor, (values, scale))
+        take_over(product, node)
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+
+
+def _fold(module: fx.GraphModule) -> None:
+    """What nc's own operators compute of constants becomes a constant."""
+    for node in [n for n in module.graph.nodes if _is_own(n)]:
+        value = constant_value(module, node)
+        if value is not None:
+            node.replace_all_uses_with(add_constant(module, node, node.name, value, node.meta.get("fqn", node.name)))
+            module.graph.erase_node(node)
+
+
+def _is_own(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "nc"
+
+
+_PASSES = (
+    Pass("low_bit_weights", replace_low_bit),
+    Pass("bf16", _without_bf16),
+    Pass("attention", recompose),
+    Pass("unsigned_codes", unsigned),
+    Pass("early_codes", functools.partial(hoist, coded_pads=False)),
+    Pass("activations", _spell_activations),
+    Pass("weights", _spell_weights),
+    Pass("constants", _fold),
+    Pass("inlined_operators", inline),
+    Pass("unused_constants", drop_unused),
+)
+
+
+class _Call(torch.nn.Module):
+    """A call of one operator."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self._target = target
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the operator gives."""
+        return self._target(*args, **kwargs)
+
+
+def _as_submodules(module: fx.GraphModule) -> dict[str, str]:
+    """Let every operator be the call of a submodule; returns the operators by the names of these."""
+    found = {}
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and "operator" in n.meta]
+    for index, node in enumerate(nodes):
+        name = f"operator_{index}"
+        module.add_submodule(name, _Call(node.target))
+        found[name] = node.meta["operator"]
+        node.op, node.target = "call_module", name
+    return found
+
+
+def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> Callable[..., Sequence[Any]]:
+    """What computes some of the outputs of a graph, and nothing else."""
+    module, _ = copy_module(part)
+    output = module.graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, Sequence)
+    output.args = (tuple(r for r, take in zip(results, chosen, strict=True) if take),)
+    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    module.recompile()
+    return module

@@ -1,0 +1,112 @@
+"""OpenVINO itself: imported here only, compiled models, and one infer request for each thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nc.errors import BackendError
+
+#: OpenVINO has types that numpy lacks; their bits go as integers.
+_BITS = {torch.bfloat16: (torch.int16, "bf16")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Started:
+    """OpenVINO's core, and the process that started it."""
+
+    core: Any
+    process: int
+
+
+@functools.cache
+def _started() -> _Started:
+    import openvino  # noqa: PLC0415 - only when it is used
+
+    return _Started(openvino.Core(), os.getpid())
+
+
+def core() -> Any:
+    """OpenVINO's core in this process.
+
+    Raises:
+        BackendError: this is a fork of the process that started it.
+    """
+    started = _started()
+    if started.process != os.getpid():
+        msg = (
+            "OpenVINO was started before this process was forked, and its threads do not exist here: a call would never end. Start "
+            'processes by "spawn", or load the model in the forked process and not before.'
+        )
+        raise BackendError(msg)
+    return started.core
+
+
+def version() -> str:
+    """Of OpenVINO."""
+    import openvino  # noqa: PLC0415 - as above
+
+    return str(openvino.__version__).partition("-")[0]
+
+
+def compiled(model: Any, threads: int, *, bf16: bool) -> Any:
+    """An OpenVINO model compiled for this CPU.
+
+    Args:
+        model: it stays as it is.
+        threads: that compute a call.
+        bf16: compute what is not int8 in bf16.
+    """
+    options = {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations of compressed weights stay what the graph says
+    }
+    return core().compile_model(model, "CPU", options)
+
+
+class Requests(threading.local):
+    """An infer request for each thread; a request computes one call at a time.
+
+    Args:
+        model: compiled.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._request = model, None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs in memory of their own; inputs are read where they lie, if they are contiguous."""
+        core()
+        if self._request is None:
+            self._request = self._model.create_infer_request()
+        request: Any = self._request
+        for index, tensor in enumerate(inputs):
+            request.set_input_tensor(index, _shared(tensor))
+        results = request.infer(share_outputs=True)
+        return [_copied(results[index], request, index) for index in range(len(self._model.outputs))]
+
+
+def _shared(tensor: torch.Tensor) -> Any:
+    """OpenVINO's tensor over the memory of a tensor."""
+    import openvino  # noqa: PLC0415 - as above
+
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype in _BITS:
+        bits, name = _BITS[tensor.dtype]
+        return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), openvino.Type(name))
+    return openvino.Tensor(tensor.numpy(), shared_memory=True)
+
+
+def _copied(value: Any, request: Any, index: int) -> torch.Tensor:
+    """An output in memory that no later call writes to."""
+    for dtype, (bits, name) in _BITS.items():
+        if request.get_output_tensor(index).element_type.get_type_name() == name:
+            return torch.from_numpy(value).view(bits).clone().view(dtype)
+    return torch.from_numpy(value).clone()
