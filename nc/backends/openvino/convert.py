@@ -39,7 +39,7 @@ def of_graph(graph: QDQGraph) -> Converted:
     leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
     dims = [leaf.dims for leaf in leaves]
     free = [{i: torch.export.Dim.DYNAMIC for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
-    converted = convert(program(graph.module), tuple(at_least_two(graph.example, dims)), free)
+    converted = convert(program(graph.module, graph.example), tuple(at_least_two(graph.example, dims)), free)
     for port, leaf in zip(converted.model.inputs, leaves, strict=True):
         port.get_tensor().set_names({leaf.path})
     for index, port in enumerate(converted.model.outputs):
@@ -59,14 +59,14 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
         BackendError: an operator has no translation.
     """
     # the frontend is called directly: `openvino.convert_model` would also report usage over the network
-    from openvino.frontend import FrontEndManager  # noqa: PLC0415 - only when it is used
-    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder  # noqa: PLC0415 - as above
+    from openvino.frontend import FrontEndManager
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     shapes = None if free is None else (tuple(free),)
     try:
         with LOCK, torch.no_grad():
             exported = torch.export.export(_Module(source.module).eval(), example, dynamic_shapes=shapes)
-            decoder = TorchFXPythonDecoder.from_exported_program(exported)
+            decoder = TorchFXPythonDecoder(exported.run_decompositions(_decompositions()).module(), dynamic_shapes=True)
             frontend = FrontEndManager().load_by_framework("pytorch")
             model = frontend.convert(frontend.load(decoder))
     except Exception as error:  # whatever a compiler may raise
@@ -77,6 +77,17 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
         raise BackendError(msg)
     layers = {node.name: operator for node in decoder.pt_module.graph.nodes if (operator := _operator_of(node, source.operators))}
     return Converted(model, source, layers)
+
+
+def _decompositions() -> Any:
+    """torch's, without operators that the frontend knows."""
+    from openvino.frontend.pytorch.torchdynamo.export_decompositions import ops_to_not_decompose
+
+    table = torch.export.default_decompositions()
+    known = set(ops_to_not_decompose())
+    for operator in [operator for operator in table if operator in known]:
+        table.pop(operator)
+    return table
 
 
 class _Module(torch.nn.Module):

@@ -72,7 +72,7 @@ def together(source: Program, tensors: Sequence[torch.Tensor], inputs: Sequence[
 
 def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool) -> Sequence[Any]:
     """What OpenVINO gives for a part of a graph."""
-    source = program(part)
+    source = program(part, inputs)
     converted = convert(source, inputs)
     return together(source, Requests(compiled(converted.model, threads, bf16=bf16))(inputs), inputs)
 

@@ -43,14 +43,13 @@ class Program:
     others: Callable[..., Sequence[Any]]
 
 
-def program(part: fx.GraphModule) -> Program:
-    """The program for a QDQ graph, which stays as it is."""
-    module, _ = copy_module(part)
-    (results,) = module.graph.output_node().args
-    assert isinstance(results, Sequence)
-    tensors = tuple(isinstance(r, fx.Node) and isinstance(r.meta.get("val"), torch.Tensor) for r in results)
-    others = _only(part, [not tensor for tensor in tensors])
-    module.graph.output_node().args = (tuple(r for r, tensor in zip(results, tensors, strict=True) if tensor),)
+def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
+    """The program for a QDQ graph, which stays as it is, and flat inputs of it."""
+    with torch.no_grad():
+        tensors = tuple(isinstance(value, torch.Tensor) for value in part(*example))
+    module, others = _only(part, tensors), _only(part, [not tensor for tensor in tensors])
+    others.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    others.recompile()
     run_passes(module, _PASSES)
     operators = _as_submodules(module)
     module.graph.lint()
@@ -91,12 +90,16 @@ def _spell_activations(module: fx.GraphModule) -> None:
         value.meta["val"] = node.meta.get("val")
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+    output = graph.output_node()
+    for value in [n for n in output.all_input_nodes if n.target is pair[1]]:
+        with graph.inserting_before(output):  # the frontend takes no pair as an output
+            output.replace_input_with(value, graph.call_function(_aten.mul.Tensor, (value, 1.0)))
 
 
 @functools.cache
 def _pair() -> tuple[Any, Any]:
     """The two operators that OpenVINO knows; this import registers them."""
-    import torch.ao.quantization.fx._decomposed  # noqa: F401, PLC0415
+    import torch.ao.quantization.fx._decomposed  # noqa: F401
 
     known = torch.ops.quantized_decomposed
     return known.quantize_per_tensor.default, known.dequantize_per_tensor.default
@@ -174,13 +177,11 @@ def _as_submodules(module: fx.GraphModule) -> dict[str, str]:
     return found
 
 
-def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> Callable[..., Sequence[Any]]:
-    """What computes some of the outputs of a graph, and nothing else."""
+def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> fx.GraphModule:
+    """A copy of a graph that returns some of its outputs."""
     module, _ = copy_module(part)
     output = module.graph.output_node()
     (results,) = output.args
     assert isinstance(results, Sequence)
     output.args = (tuple(r for r, take in zip(results, chosen, strict=True) if take),)
-    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    module.recompile()
     return module

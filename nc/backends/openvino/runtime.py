@@ -27,7 +27,7 @@ class _Started:
 
 @functools.cache
 def _started() -> _Started:
-    import openvino  # noqa: PLC0415 - only when it is used
+    import openvino
 
     return _Started(openvino.Core(), os.getpid())
 
@@ -50,7 +50,7 @@ def core() -> Any:
 
 def version() -> str:
     """Of OpenVINO."""
-    import openvino  # noqa: PLC0415 - as above
+    import openvino
 
     return str(openvino.__version__).partition("-")[0]
 
@@ -87,17 +87,17 @@ class Requests(threading.local):
         if self._request is None:
             self._request = self._model.create_infer_request()
         request: Any = self._request
-        for index, tensor in enumerate(inputs):
+        held = [tensor.detach().contiguous() for tensor in inputs]  # OpenVINO keeps addresses only
+        for index, tensor in enumerate(held):
             request.set_input_tensor(index, _shared(tensor))
         results = request.infer(share_outputs=True)
         return [_copied(results[index], request, index) for index in range(len(self._model.outputs))]
 
 
 def _shared(tensor: torch.Tensor) -> Any:
-    """OpenVINO's tensor over the memory of a tensor."""
-    import openvino  # noqa: PLC0415 - as above
+    """OpenVINO's tensor over the memory of a contiguous tensor."""
+    import openvino
 
-    tensor = tensor.detach().contiguous()
     if tensor.dtype in _BITS:
         bits, name = _BITS[tensor.dtype]
         return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), openvino.Type(name))

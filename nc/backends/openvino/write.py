@@ -28,7 +28,7 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
         BackendError: an operator has no translation.
         VerificationError: OpenVINO computes something else than the graph.
     """
-    import openvino  # noqa: PLC0415 - only when it is used
+    import openvino
 
     check_option("verify", verify, ("raise", "warn", "off"))
     core()
