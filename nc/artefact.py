@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def load(
         format: "default", the only one.
         device: "cpu", the only one.
         model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy; it stays as it is.
-        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here and computes this
+        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and computes this
             model correctly. The report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
@@ -204,13 +205,35 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
     _export(q_model, path, "pt2", "export_pt2", free_sizes=free_sizes, verify=verify)
 
 
+def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise") -> None:
+    """Write a model of OpenVINO as two files, for serving without `nc` and without torch. Free sizes stay free.
+
+    `openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})` loads it; without the hint OpenVINO computes in bf16
+    what is not int8, where the CPU can. Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on:
+    the flat outputs that are tensors.
+
+    Args:
+        q_model: the result of `convert` or `load`, on any backend.
+        path: the file with the graph, `.xml`; the weights come beside it, `.bin`. Created with its parents, replaced when both are written.
+        verify: "raise" or "warn" if OpenVINO disagrees with the reference on the example inputs, or "off".
+
+    Raises:
+        ConfigError: the name does not end in `.xml`.
+        StateError: not a quantized model.
+        BackendUnavailableError: openvino is not installed.
+        BackendError: an operator has no translation.
+        VerificationError: the results of OpenVINO differ from those of the reference.
+    """
+    _export(q_model, path, "openvino", "export_openvino", verify=verify)
+
+
 def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:  # noqa: A002
     """Write a program for serving without `nc` as one file, in any format that a backend declares.
 
     Args:
         q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
-        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), or one of a registered backend.
+        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see `export_openvino`), or one of a registered backend.
         options: those of the format.
 
     Raises:
@@ -249,10 +272,21 @@ def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, 
     _write(exports_of(engine)[format].write(_narrowed(graph, engine, frames=1), None, **options), path)
 
 
-def _write(data: bytes | memoryview, path: str | os.PathLike[str]) -> None:
-    """A file with its parents, replaced as a whole."""
-    with replaced(path) as staged:
-        staged.write_bytes(data)
+def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> None:
+    """A file with its parents, replaced as a whole; or several of one name, none of which is replaced before all are written.
+
+    Raises:
+        ConfigError: the name does not have the suffix that it should.
+    """
+    if not isinstance(data, Mapping):
+        data = {Path(path).suffix: data}
+    first = next(iter(data))
+    if Path(path).suffix != first:
+        msg = f"Expected a path that ends in {first!r}, but got {str(path)!r}."
+        raise ConfigError(msg)
+    with contextlib.ExitStack() as stack:
+        for suffix, content in data.items():
+            stack.enter_context(replaced(Path(path).with_suffix(suffix))).write_bytes(content)
 
 
 def _checked(q_model: object, step: str) -> QuantizedModel:

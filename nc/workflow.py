@@ -61,7 +61,7 @@ def prepare(
         inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you train the model
             afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: "ipex", "native", "reference", a registered one, or "auto": the first engine that can run here and has what
+        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and has what
             the configuration asks for. If that engine cannot compute this model, `convert` tries the next one.
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.

@@ -7,7 +7,7 @@ from nc.backends.table import support_table
 from nc.config.rule_key import KIND_NAMES
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "backends.md"
-NAMES = ("ipex", "native", "reference")
+NAMES = ("ipex", "native", "openvino", "reference")
 
 
 def test_the_table_of_the_document_is_current():
@@ -16,7 +16,7 @@ def test_the_table_of_the_document_is_current():
 
 def test_the_table_has_every_kind_and_only_what_a_backend_claims():
     lines = support_table([get_backend(name) for name in NAMES]).splitlines()
-    assert lines[0] == "| operator | `ipex` | `native` | `reference` |"
+    assert lines[0] == "| operator | `ipex` | `native` | `openvino` | `reference` |"
     rows = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2 : 2 + len(KIND_NAMES)]}
     for kind, names in KIND_NAMES.items():
         for name, cell in zip(NAMES, rows[names[0]], strict=True):

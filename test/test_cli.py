@@ -307,7 +307,7 @@ def test_nan_in_calibration_data_is_one_line_and_leaves_nothing(run, folder):
 
 def test_an_unknown_backend_is_one_line(run):
     line = refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "out", "--backend", "cuda"))
-    assert "known: auto, ipex, native, reference" in line
+    assert "known: auto, ipex, native, openvino, reference" in line
 
 
 def test_our_warnings_are_lines_without_source_code(run, folder):

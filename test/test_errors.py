@@ -171,7 +171,7 @@ def test_results_stay_in_eval_mode():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_unknown_backend(step):
-    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, native, reference"):
+    with pytest.raises(UnknownBackendError, match="No backend is called 'tpu'; known: auto, ipex, native, openvino, reference"):
         step(MLP().eval(), CONFIG, example_inputs=X, backend="tpu")
 
 

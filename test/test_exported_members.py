@@ -14,7 +14,7 @@ PUBLIC = {
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",
     "available_backends", "compare", "convert",
     "describe",
-    "export_model", "export_pt2", "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
+    "export_model", "export_openvino", "export_pt2", "export_torchscript", "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
     "load", "prepare", "quantize", "register_backend", "report", "save",
     "AWQ", "AutoRound", "DoubleQuant", "GPTQ", "HQQ", "RTN", "Rotation", "Smooth", "TEQ", "export_weights", "import_weights",
     "AWQConfig", "AutoRoundConfig", "GPTQConfig", "HQQConfig", "MXQuantConfig", "RTNConfig", "TEQConfig",

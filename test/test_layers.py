@@ -244,6 +244,12 @@ INSIDE = {
         ("nc.backends.native.lower",),
         ("nc.backends.native.package",),
         ("nc.backends.native",),
+        ("nc.backends.openvino.low_bit", "nc.backends.openvino.runtime"),
+        ("nc.backends.openvino.program",),
+        ("nc.backends.openvino.convert", "nc.backends.openvino.layers"),
+        ("nc.backends.openvino.lower",),
+        ("nc.backends.openvino.write",),
+        ("nc.backends.openvino",),
         (
             "nc.backends.ipex.capture_passes",
             "nc.backends.ipex.compile_gate",
@@ -262,7 +268,7 @@ INSIDE = {
 }
 #: Modules that may import inside functions, and what, with the reason.
 DEFERRED = {
-    "nc.backends": ("nc.backends.ipex", "nc.backends.native"),  # an engine is loaded when somebody asks for it
+    "nc.backends": ("nc.backends.ipex", "nc.backends.native", "nc.backends.openvino"),  # an engine is loaded when somebody asks for it
     "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),

@@ -1,9 +1,33 @@
 """The OpenVINO backend: the common suite on OpenVINO's CPU plugin."""
 
-import pytest
-from suites.backend_suite import MODELS, BackendSuite
+import subprocess
+import sys
+from pathlib import Path
 
-from nc import available_backends
+import numpy as np
+import pytest
+import torch
+from models import MLP, Attention, Function, ResidualCNN, quantized, worst_db
+from suites.backend_suite import MODELS, BackendSuite
+from torch import nn
+from torch.nn import functional as F
+
+import nc
+from nc import (
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    DynamicQuantConfig,
+    StaticQuantConfig,
+    VerificationError,
+    available_backends,
+    export_openvino,
+    prepare,
+)
+from nc.backends import AUTO, cpu, get_backend
+from nc.backends.openvino import program
+from nc.backends.passes import Pass
+from nc.ops import quant_linear
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["openvino"]), reason=available_backends()["openvino"] or "it can run")
 
@@ -18,3 +42,187 @@ class TestOpenVINO(BackendSuite):
         report = q.report()
         assert {op.operator for op in report.not_int8} == set()
         assert report.sqnr_db >= self.agreement
+
+
+@pytest.fixture
+def residual():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    return quantized(ResidualCNN(), x, None, "openvino"), x
+
+
+def test_the_report_names_layers_and_kernels(residual):
+    q, _ = residual
+    found = {op.operator: op for op in q.report().ops}
+    runs = {run.operator: run for run in q.engine.report().ops}
+    assert {runs[name].ran for name in ("stem", "conv1", "conv2", "add", "fc")} == {"int8"}
+    assert all("I8" in runs[name].primitive.upper() for name in ("stem", "conv1", "conv2", "fc"))
+    assert found["add"].ran == "int8"
+    assert q.report().details["threads"] == torch.get_num_threads()
+
+
+def test_what_does_not_run_in_int8_says_what_it_is():
+    """A graph for the reference, whose matmul is affine: OpenVINO takes symmetric codes only."""
+    x = torch.randn(2, 6, 32)
+    graph = quantized(Attention(), x, None, "reference").graph
+    runs = {run.operator: run for run in get_backend("openvino").lower(graph).report().ops}
+    assert runs["query"].ran == "int8"
+    assert runs["matmul"].ran == "fp32"
+    assert runs["matmul"].reason.startswith(("OpenVINO computes it by a layer", "OpenVINO's runtime model names no layer"))
+
+
+@pytest.mark.parametrize("value", ["contiguous", "transposed"])
+def test_outputs_stay_and_inputs_are_read_where_they_lie(residual, value):
+    q, x = residual
+    if value == "transposed":
+        x = x.transpose(2, 3)
+    first = q(x)
+    kept = first.clone()
+    for _ in range(3):
+        q(torch.randn(2, 3, 8, 8))
+    assert torch.equal(first, kept)
+    assert torch.equal(q(x), kept)
+
+
+def test_outputs_that_are_no_tensors():
+    x = torch.randn(2, 8)
+    q = quantized(Function(lambda self, x: (self.fc(x), x.shape[0] * 2, None, "name"), fc=nn.Linear(8, 4)), x, None, "openvino")
+    for batch in (2, 5):
+        y, size, nothing, text = q(torch.randn(batch, 8))
+        assert (y.shape, size, nothing, text) == ((batch, 4), 2 * batch, None, "name")
+
+
+def test_values_that_change_after_a_view_was_taken():
+    def forward(self, x):
+        h = self.a(x)
+        view = h.view(-1, 4, 4)
+        h[:, :4] = 5.0
+        y = self.b(view.reshape(-1, 16))
+        h.add_(1)
+        return y, self.b(h)
+
+    x = torch.randn(4, 16)
+    q = quantized(Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), x, None, "openvino")
+    assert worst_db(q.reference(x), q(x)) > 60
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_zeros_are_put_around_codes(dtype):
+    model = Function(lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, stride=2))
+    x = torch.randn(2, 3, 9, 9)
+    q = quantized(model, x, StaticQuantConfig(act_dtype=dtype), "openvino")
+    assert q.report().ran_int8 == 2
+    assert worst_db([q.reference(x)], [q(x)]) > 40
+
+
+def test_a_model_with_ranges_of_each_call_runs():
+    x = torch.randn(4, 16)
+    graph = quantized(MLP(), x, DynamicQuantConfig(skip_slow=False), "reference").graph
+    engine = get_backend("openvino").lower(graph)
+    assert worst_db(graph.module(x), engine.run([x])) > 40
+    assert [run.ran for run in engine.report().ops if run.operator == "fc1"] == ["fp32"]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "nf4"])
+def test_low_bit_weights(dtype):
+    x = torch.randn(4, 64)
+    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), nc.WeightOnlyConfig(dtype, group_size=16))
+    prepared = nc.prepare(layer, StaticQuantConfig(), example_inputs=x, backend="reference")
+    prepared(x)
+    graph = nc.convert(prepared).graph
+    engine = get_backend("openvino").lower(graph)
+    assert any(node.target is quant_linear for node in graph.module.graph.nodes)
+    assert worst_db(graph.module(x), engine.run([x])) > 60
+
+
+def test_wrong_numbers_are_noticed_and_named(monkeypatch):
+    real = program._spell_weights
+
+    def wrong(module):
+        real(module)
+        name = next(name for name, _ in module.named_buffers() if "scales" in name)
+        setattr(module, name, getattr(module, name) * 3)
+
+    passes = tuple(Pass("weights", wrong) if each.name == "weights" else each for each in program._PASSES)
+    monkeypatch.setattr(program, "_PASSES", passes)
+    with pytest.raises(
+        VerificationError, match="OpenVINO computes something else than the quantized graph.*operator that differs is 'fc1'"
+    ):
+        quantized(MLP(), torch.randn(4, 16), None, "openvino")
+
+
+def test_an_operator_without_a_translation_is_named():
+    x = torch.randn(4, 8)
+    with pytest.raises(BackendError, match=r"OpenVINO's conversion of the quantized graph failed: .*igamma"):
+        quantized(Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)), x, None, "openvino")
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(BackendUnavailableError, match=r"openvino is not installed: pip install 'nc-quant\[openvino\]'"):
+        prepare(MLP(), StaticQuantConfig(), example_inputs=torch.randn(4, 16), backend="openvino")
+
+
+def test_auto_does_not_take_it():
+    assert "openvino" not in AUTO
+
+
+def test_a_call_after_a_fork_is_an_error_and_no_hang(residual, tmp_path):
+    q, x = residual
+    q.save(tmp_path / "m")
+    code = (
+        "import os, sys, torch, nc\n"
+        "q = nc.load(sys.argv[1], backend='openvino'); x = torch.randn(2, 3, 8, 8); q(x)\n"
+        "if not os.fork():\n"
+        "    try: q(x)\n"
+        "    except nc.BackendError as error: print('child:', error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait(); print('parent:', tuple(q(x).shape))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=120, check=True)
+    assert "child: OpenVINO was started before this process was forked" in done.stdout
+    assert "parent: (2, 5)" in done.stdout
+
+
+def test_exported_files_run_without_torch_and_nc(residual, tmp_path):
+    q, _ = residual
+    export_openvino(q, tmp_path / "new" / "m.xml")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["m.bin", "m.xml"]
+    x = torch.randn(3, 3, 8, 8)
+    np.save(tmp_path / "x.npy", x.numpy())
+    code = (
+        "import sys, numpy, openvino\n"
+        "model = openvino.Core().compile_model(sys.argv[1], 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n"
+        "numpy.save(sys.argv[3], model({'x': numpy.load(sys.argv[2])})['output_0'])\n"
+        "assert not {'torch', 'nc'} & set(sys.modules)\n"
+    )
+    files = [str(tmp_path / name) for name in ("new/m.xml", "x.npy", "y.npy")]
+    subprocess.run([sys.executable, "-c", code, *files], timeout=120, check=True)
+    assert worst_db([q.reference(x)], [torch.from_numpy(np.load(tmp_path / "y.npy"))]) > 60
+
+
+def test_export_writes_both_files_or_none(residual, tmp_path, monkeypatch):
+    q, _ = residual
+    with pytest.raises(ConfigError, match=r"ends in '\.xml'"):
+        export_openvino(q, tmp_path / "m.onnx")
+    real = Path.write_bytes
+
+    def fails(path, data):
+        if ".bin" in path.name and path.parent == tmp_path:
+            raise OSError("the disk is full")
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fails)
+    with pytest.raises(OSError, match="the disk is full"):
+        export_openvino(q, tmp_path / "m.xml")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif("avx512_bf16" not in cpu.features(), reason="needs AVX512-BF16")
+def test_bf16():
+    x = torch.randn(2, 8)
+    config = StaticQuantConfig().set_local("b", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16"))
+    model = Function(lambda self, x: self.b(F.relu(self.a(x))), a=nn.Linear(8, 64), b=nn.Linear(64, 8))
+    q = quantized(model, x, config, "openvino")
+    assert {op.operator: op.ran for op in q.report().ops if op.operator in "ab"} == {"a": "int8", "b": "bf16"}
+    assert worst_db([q.reference(x)], [q(x)]) > 30

@@ -106,11 +106,12 @@ class Exporter:
     """How a model is written as a program of some format.
 
     Attributes:
-        write: (the quantized graph, the engine model or None, further options by keyword) → content of the file.
+        write: (the quantized graph, the engine model or None, further options by keyword) → content of the file; for several files, which
+            have one name but for its suffix, their contents by suffix, the file that users name first.
         from_graph: it needs the quantized graph only, so that a model of any backend can be written by this one.
     """
 
-    write: Callable[..., bytes]
+    write: Callable[..., bytes | Mapping[str, bytes]]
     from_graph: bool = False
 
 

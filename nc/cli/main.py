@@ -30,7 +30,7 @@ from nc.errors import NCError, NCWarning
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PIPE_WIDTH = 160
-_PACKAGES = ("torch", "intel-extension-for-pytorch", "transformers", "torchvision", "safetensors", "numpy")
+_PACKAGES = ("torch", "intel-extension-for-pytorch", "openvino", "transformers", "torchvision", "safetensors", "numpy")
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -96,7 +96,7 @@ def main() -> None:
 )
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
 @click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native, openvino or reference.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(
     "--example",
@@ -205,7 +205,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native or reference.")
+@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native, openvino or reference.")
 @_command
 def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     """Time the artefact in DIR on the example inputs in it.
@@ -299,7 +299,7 @@ def _remark(backend: str) -> str:
 
     if backend == "reference":
         return "fp32 simulation of the integers: for checking, not for speed; auto never uses it"
-    if backend in ("ipex", "native") and not cpu.accumulates_wide():
+    if backend in ("ipex", "native", "openvino") and not cpu.accumulates_wide():
         why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
         return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
     return ""
