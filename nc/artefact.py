@@ -84,8 +84,8 @@ def load(
         format: "default", the only one.
         device: "cpu", the only one.
         model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy; it stays as it is.
-        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and computes this
-            model correctly. The report says why earlier engines were not used.
+        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and computes
+            this model correctly. The report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
@@ -233,7 +233,8 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
     Args:
         q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
-        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see `export_openvino`), or one of a registered backend.
+        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see `export_openvino`), or one of a
+            registered backend.
         options: those of the format.
 
     Raises:

@@ -198,7 +198,9 @@ def test_exported_files_run_without_torch_and_nc(residual, tmp_path):
     )
     files = [str(tmp_path / name) for name in ("new/m.xml", "x.npy", "y.npy")]
     subprocess.run([sys.executable, "-c", code, *files], timeout=120, check=True)
-    assert worst_db([q.reference(x)], [torch.from_numpy(np.load(tmp_path / "y.npy"))]) > 60
+    y = torch.from_numpy(np.load(tmp_path / "y.npy"))
+    assert worst_db([q(x)], [y]) > 60
+    assert worst_db([q.reference(x)], [y]) > 30  # a code at a tie may be another one
 
 
 def test_export_writes_both_files_or_none(residual, tmp_path, monkeypatch):
@@ -209,7 +211,8 @@ def test_export_writes_both_files_or_none(residual, tmp_path, monkeypatch):
 
     def fails(path, data):
         if ".bin" in path.name and path.parent == tmp_path:
-            raise OSError("the disk is full")
+            msg = "the disk is full"
+            raise OSError(msg)
         return real(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", fails)

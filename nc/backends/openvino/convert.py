@@ -38,7 +38,7 @@ def of_graph(graph: QDQGraph) -> Converted:
     """
     leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
     dims = [leaf.dims for leaf in leaves]
-    free = [{i: torch.export.Dim.DYNAMIC for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
+    free = [{i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
     converted = convert(program(graph.module, graph.example), tuple(at_least_two(graph.example, dims)), free)
     for port, leaf in zip(converted.model.inputs, leaves, strict=True):
         port.get_tensor().set_names({leaf.path})

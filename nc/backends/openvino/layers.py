@@ -44,7 +44,9 @@ def _layer(info: Any) -> Layer:
     def text(key: str) -> str:
         return str(info[key].astype(str)) if key in info else ""
 
-    precision = text("runtimePrecision")
+    precision, kernel = text("runtimePrecision"), text("primitiveType").rpartition("_")[2]
+    if precision in ("u8", "i8") and kernel in _PRECISIONS:
+        precision = kernel  # compressed weights are int8, but the kernel computes in another type
     names = text("originalLayersNames").split(",")
     parts = tuple(dict.fromkeys(name.partition("/")[0] for name in names if name))
     return Layer(text("layerType"), _PRECISIONS.get(precision, precision), text("primitiveType"), parts)
