@@ -132,6 +132,8 @@ def test_low_bit_weights(dtype):
     graph = nc.convert(prepared).graph
     engine = get_backend("openvino").lower(graph)
     assert any(node.target is quant_linear for node in graph.module.graph.nodes)
+    is_small = engine.report().weight_bytes < 64 * 32 * 2  # in fp32 it would be four times as much
+    assert is_small == (dtype != "nf4")
     assert worst_db(graph.module(x), engine.run([x])) > 60
 
 

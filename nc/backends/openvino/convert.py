@@ -86,7 +86,7 @@ def _decompositions() -> Any:
     table = torch.export.default_decompositions()
     known = set(ops_to_not_decompose())
     for operator in [operator for operator in table if operator in known]:
-        table.pop(operator)
+        table.pop(operator)  # type: ignore[no-untyped-call] # torch does not annotate it
     return table
 
 

@@ -51,7 +51,7 @@ def _embedding(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any],
 
 def is_uniform(weight: PackedWeight) -> bool:
     """Whether the values of a weight are (code - zero) · scale, which OpenVINO knows."""
-    return weight.form.dtype.kind == "int" and not weight.form.float_zero and weight.shape[1] % weight.scale.shape[1] == 0
+    return weight.form.dtype.kind == "integer" and not weight.form.float_zero and weight.shape[1] % weight.scale.shape[1] == 0
 
 
 def _compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
