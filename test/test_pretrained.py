@@ -227,7 +227,7 @@ def test_an_encoder_and_a_decoder(tmp_path):
         ({"w_dtype": "nf4", "group_size": 64, "scale_dtype": "fp16"}, lambda k: 4 + 16 / 64),
         ({"w_dtype": "int4", "group_size": 64, "double_quant": DoubleQuant()}, lambda k: 4 + (8 + 32 / (k / 64)) / 64),
     ],
-    ids=str,
+    ids=["int4", "affine int4", "int3", "nf4", "double quant"],
 )
 def test_the_size_on_disk_is_that_of_the_formula(fields, bits, tmp_path):
     """All files together, less what stays float, against b + (scale + zero bits) / group, by hand. A row has fewer than 256 scales."""
