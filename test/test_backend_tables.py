@@ -63,10 +63,12 @@ def test_a_format_is_looked_up_in_the_tables(own, tmp_path):
     nc.export_model(q, tmp_path / "a", "numbers")  # from_graph: a model of any backend
     assert (tmp_path / "a").read_bytes() == b"own"
     assert exporting_backends("numbers") == ("own",)
-    assert set(export_formats()) == {"torchscript", "pt2", "numbers", "secret"}
+    assert set(export_formats()) == {"torchscript", "pt2", "openvino", "numbers", "secret"}
     with pytest.raises(UnsupportedError, match="Backend 'reference' has no form 'secret'; load or convert with backend=\"own\""):
         nc.export_model(q, tmp_path / "b", "secret")
-    with pytest.raises(UnsupportedError, match="No backend writes the format 'onnx'; there are 'torchscript', 'pt2', 'numbers', 'secret'"):
+    with pytest.raises(
+        UnsupportedError, match="No backend writes the format 'onnx'; there are 'torchscript', 'pt2', 'openvino', 'numbers', 'secret'"
+    ):
         nc.export_model(q, tmp_path / "b", "onnx")
     assert not (tmp_path / "b").exists()
     nc.export_model(quantized(MLP().eval(), torch.randn(2, 16), None, "own"), tmp_path / "b", "secret")

@@ -341,6 +341,9 @@ def test_numbers_are_right_in_a_process_without_vnni(build, backend, isa, tmp_pa
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "a"), backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    if backend == "openvino" and isa == "AVX512_CORE" and "avx512f" in cpu.features():
+        assert "AVX-512 without VNNI" in done.stderr  # it adds other neighbours than the guard knows
+        return
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     layers = ["a", "b", "out"] if build is tokens else ["a", "out"]

@@ -45,6 +45,11 @@ class OpenVINOBackend:
             return f"openvino is not installed: {_INSTALL}."
         if "avx2" not in cpu.features():
             return 'this CPU lacks AVX2, which int8 kernels need; use backend="reference".'
+        if "avx512f" in cpu.features() and not cpu.accumulates_wide():
+            return (
+                f"this CPU has AVX-512 without VNNI{cpu.why_narrow()}: the 16-bit sums of OpenVINO's kernels there overflow also with "
+                'weights that nc has reduced; use backend="native".'
+            )
         return ""
 
     def capabilities(self) -> Capabilities:
