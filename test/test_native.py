@@ -30,6 +30,7 @@ from nc.backends import cpu, get_backend
 from nc.backends.native import execute, fuse, passes
 from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
+from nc.graph.saturation import narrow
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 
@@ -454,6 +455,7 @@ def test_every_refusal_has_its_reason(name):
     x = torch.randn(2, 8, 8, 8)
     config = StaticQuantConfig().set_local("add", StaticQuantConfig()) if operator == "add" else None
     graph = quantized(Function(forward, a=layer(8, 8, 1), b=layer(8, 8, 1)).eval(), x, config, "reference").graph
+    graph, _ = narrow(graph, get_backend("native").capabilities())  # as `load` does, for CPUs without VNNI
     runs = {run.operator: run for run in get_backend("native").lower(graph).report().ops}
     assert runs[operator].ran == "fp32"
     assert why in runs[operator].reason
