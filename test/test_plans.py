@@ -285,6 +285,16 @@ def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatc
     assert q.report().details["not planned"] == "too many rows"
 
 
+def test_a_kernel_that_no_primitive_stands_for_is_left_to_torchs_operators(monkeypatch):
+    """As where oneDNN has a reference kernel only."""
+    monkeypatch.setattr(planning, "_HANDLERS", {k: v for k, v in planning._HANDLERS.items() if not str(k).startswith("onednn.")})
+    make, inputs = CASES["residual"]
+    q = quantized(make().eval(), inputs[0], None, "native")
+    assert "there is no primitive for" in str(q.report().details)
+    for each, _ in itertools.product(inputs, range(2)):
+        assert worst_sqnr_db([q.reference(*each)], [q(*each)]) > 35
+
+
 def test_random_numbers_are_drawn_anew_and_constants_are_not_computed_again():
     model = Function(lambda self, x: (self.fc(x), torch.arange(8) * 2 + x.shape[0]), fc=nn.Linear(8, 8))
     _, _, call = planned(model, torch.randn(2, 8))

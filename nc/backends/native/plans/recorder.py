@@ -226,6 +226,9 @@ class Recorder:
         """Call the operator itself, now and, unless the result is constant or a view, in each call."""
         args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
         target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "onednn":
+            msg = f"there is no primitive for {node.name} ({target}) here"  # torch's own may add in place, which its schema does not tell
+            raise BackendError(msg)
         tags = getattr(target, "tags", ())
         if any(tag in tags for tag in _UNPLANNABLE) and not _is_gather(target, args):
             msg = f"the result of {node.name} depends on values in a way that a plan can't follow"
@@ -359,6 +362,8 @@ def _alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
     """A result as a view of an argument; None when it has memory of its own."""
     address = tensor.untyped_storage().data_ptr()
     for value in _flat(arguments):
+        if value.tensor.layout is not torch.strided:
+            continue  # a packed weight, whose memory torch does not show
         if tensor.numel() and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
             return Traced(tensor, value.root)
     return None
