@@ -18,7 +18,8 @@ from nc.backends.native.attention import recompose
 from nc.backends.native.qdq_rewrites import hoist, unsigned
 from nc.backends.openvino.low_bit import replace_low_bit
 from nc.backends.passes import Pass, run_passes
-from nc.graph.catalogue import input_node, schema_arguments
+from nc.errors import BackendError
+from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_of, constant_value, copy_module, drop_unused, inline, take_over
 from nc.graph.views import Dequantize, Quantize
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
@@ -44,17 +45,36 @@ class Program:
 
 
 def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
-    """The program for a QDQ graph, which stays as it is, and flat inputs of it."""
+    """The program for a QDQ graph, which stays as it is, and flat inputs of it.
+
+    Raises:
+        BackendError: OpenVINO translates an operator to something else.
+    """
     with torch.no_grad():
         tensors = tuple(isinstance(value, torch.Tensor) for value in part(*example))
     module, others = _only(part, tensors), _only(part, [not tensor for tensor in tensors])
     others.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     others.recompile()
+    _refuse_wrong(module)
     run_passes(module, _PASSES)
     operators = _as_submodules(module)
     module.graph.lint()
     module.recompile()
     return Program(module.eval(), operators, tensors, others)
+
+
+def _refuse_wrong(module: fx.GraphModule) -> None:
+    """Raise BackendError for average pools whose last window OpenVINO divides by its whole size, also where it leaves the padded input."""
+    for node in module.graph.nodes:
+        if (op_name(node) or "").startswith("avg_pool"):
+            a = schema_arguments(node)
+            if a["ceil_mode"] and a["count_include_pad"] and any(a["padding"]):
+                name = node.meta.get("operator", node.name)
+                msg = (
+                    f"OpenVINO computes {name!r} otherwise: an average pool with ceil_mode, pads that count and a last window that may "
+                    'leave the padded input. Give the pool count_include_pad=False, or use backend="native".'
+                )
+                raise BackendError(msg)
 
 
 def _without_bf16(module: fx.GraphModule) -> None:
