@@ -1,5 +1,8 @@
 """Small models shared by the tests, and the few helpers that every test file would repeat."""
 
+import os
+import subprocess
+import sys
 import types
 
 import torch
@@ -165,3 +168,16 @@ def assert_close(expected, got, relative):
         assert a.shape == b.shape
         assert not a.isnan().any()
         assert (a - b).abs().max() <= relative * a.abs().max().clamp(min=1e-9)
+
+
+def run_ranks(file, count, folder, timeout):
+    """Run a test file as a program once for each rank, with the rank and a folder as its arguments; all must end well."""
+    options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([sys.executable, file, str(rank), str(folder)], **options) for rank in range(count)]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()

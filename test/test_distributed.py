@@ -4,14 +4,13 @@ import datetime
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import FP32, MLP, Function
+from models import FP32, MLP, Function, run_ranks
 from torch import nn
 
 from nc import StateError, StaticQuantConfig, convert, prepare, save
@@ -105,17 +104,7 @@ def main(rank, folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, __file__]
-    options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([*command, str(rank), str(folder)], **options) for rank in RANKS]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=400)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(__file__, len(RANKS), folder, 400)
     return folder
 
 

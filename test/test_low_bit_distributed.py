@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from models import run_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -202,15 +202,7 @@ def main(rank, folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], **options) for rank in range(WORLD)]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=900)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(__file__, WORLD, folder, 900)
     return folder
 
 
