@@ -6,6 +6,7 @@ accuracy, never correctness.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterable
@@ -36,6 +37,8 @@ DYNAMIC_COST = DynamicCost(
 )
 
 _AVX512 = ("avx2", "avx512f")
+#: Every CPU with AMX has it too.
+_BF16 = "avx512_bf16"
 #: What oneDNN uses at most under a limit. Unknown names leave it everything, and so do the newer ones, which all include VNNI.
 _ONEDNN_LIMITS = {
     "sse41": (),
@@ -115,12 +118,13 @@ def missing(needed: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
 
 
-def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[str] = frozenset()) -> Capabilities:
+def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[str] = frozenset(), bf16: bool = False) -> Capabilities:
     """What a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
 
     Args:
         backend: its name.
         ops: its table.
+        bf16: it computes in bf16 where this CPU does.
         halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't saturate.
     """
     narrow: set[tuple[str, str]] = set()
@@ -130,6 +134,10 @@ def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[
     if not fbgemm_accumulates_wide():
         narrow |= {(row.kind, "dynamic") for row in ops if row.dynamic}
     fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
-    return Capabilities(
+    found = Capabilities(
         backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add, dynamic_cost=DYNAMIC_COST
     )
+    if not bf16:
+        return found
+    why = "" if _BF16 in features() else f"this CPU has no AVX512-BF16{why_narrow()}"
+    return dataclasses.replace(found, why_no_bf16=why, bf16_isa=(_BF16,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +21,6 @@ from nc.spec import Capabilities, OpSupport
 
 NAME = "native"
 _ACTIVATIONS = ("uint8", "int8")
-#: Every CPU with AMX has it too.
-_BF16 = "avx512_bf16"
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
 
 OPS = (
@@ -55,11 +52,7 @@ class NativeBackend:
 
     def capabilities(self) -> Capabilities:
         """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
-        return dataclasses.replace(
-            cpu.capabilities(NAME, OPS),
-            why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
-            bf16_isa=(_BF16,),
-        )
+        return cpu.capabilities(NAME, OPS, bf16=True)
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights, the preferred ones first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from nc.spec import Capabilities, OpSupport
 NAME = "openvino"
 _INSTALL = "pip install 'nc-quant[openvino]'"
 _ACTIVATIONS = ("uint8", "int8")
-_BF16 = "avx512_bf16"
 _TRANSPOSED = "groups=1 per channel, else per tensor"
 
 # No row for matmul: OpenVINO wants symmetric int8 inputs there, which a row can't say, so attention stays one call in fp32.
@@ -54,11 +52,7 @@ class OpenVINOBackend:
 
     def capabilities(self) -> Capabilities:
         """What the CPU plugin computes in int8. It has no static kernel for ranges that are found in each call."""
-        return dataclasses.replace(
-            cpu.capabilities(NAME, OPS),
-            why_no_bf16="" if _BF16 in cpu.features() else f"this CPU has no AVX512-BF16{cpu.why_narrow()}",
-            bf16_isa=(_BF16,),
-        )
+        return cpu.capabilities(NAME, OPS, bf16=True)
 
     def start(self) -> None:
         """Nothing to import before calibration: OpenVINO changes nothing of torch.

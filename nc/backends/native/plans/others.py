@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy
+from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder, Traced
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.onednn.primitives import (
@@ -16,11 +16,9 @@ from nc.onednn.primitives import (
     DTYPES,
     MULTIPLE_SRC,
     SCALE,
-    SCALES,
     SHIFT,
     SRC,
     SRC_1,
-    ZERO_POINTS,
     Attributes,
     Desc,
     Eltwise,
@@ -41,11 +39,7 @@ def to_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced 
     images = x.tensor.dim() in _SPATIAL and _read_by_convolutions(node)
     strides = channels_last_strides(sizes) if images else _dense_strides(x.tensor)
     result = recorder.new(sizes, strides, torch.uint8)
-    masks, tensors = {DST: 0}, {SCALES | DST: torch.tensor([scale], dtype=torch.float32)}
-    zero_points = {DST: 0} if zero_point else {}
-    if zero_point:
-        tensors[ZERO_POINTS | DST] = torch.tensor([zero_point], dtype=torch.int32)
-    _reorder(recorder, node, x, result, Attributes(masks, zero_points), tensors)
+    _convert(recorder, node, x, result, DST, scale, zero_point)
     return result
 
 
@@ -55,11 +49,7 @@ def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     if x is None:
         return None
     result = recorder.new(x.tensor.shape, _dense_strides(x.tensor), torch.float32)
-    masks, tensors = {SRC: 0}, {SCALES | SRC: torch.tensor([scale], dtype=torch.float32)}
-    zero_points = {SRC: 0} if zero_point else {}
-    if zero_point:
-        tensors[ZERO_POINTS | SRC] = torch.tensor([zero_point], dtype=torch.int32)
-    _reorder(recorder, node, x, result, Attributes(masks, zero_points), tensors)
+    _convert(recorder, node, x, result, SRC, scale, zero_point)
     return result
 
 
@@ -222,13 +212,13 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
     return result
 
 
-def _reorder(
-    recorder: Recorder, node: fx.Node, x: Traced, result: Traced, attributes: Attributes, tensors: Mapping[int, torch.Tensor]
-) -> None:
+def _convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes: int, scale: float, zero_point: int) -> None:
+    """Between fp32 and the codes of one side, `SRC` or `DST`."""
     maker = recorder.maker
     source, target = _flat(x, result)
-    primitive = maker.reorder(maker.layout(source), maker.layout(target), attributes)
-    recorder.call(primitive, {SRC: x, DST: result, **tensors}, node)
+    tensors: dict[int, Any] = {SRC: x, DST: result}
+    attributes = with_qparams(Attributes(), tensors, codes, scale, zero_point)
+    recorder.call(maker.reorder(maker.layout(source), maker.layout(target), attributes), tensors, node)
 
 
 def _flat(*tensors: Traced) -> list[Desc]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -202,19 +203,22 @@ def _attributes(
     a: Mapping[str, Any], tensors: dict[int, Any], scales: torch.Tensor, mask: int, dtype: torch.dtype, post_ops: tuple[PostOp, ...]
 ) -> Attributes:
     """Scales and zero points, which are arguments of the call too."""
-    masks, zero_points = {SRC: 0, WEIGHTS: mask if scales.numel() > 1 else 0}, {}
-    tensors[SCALES | SRC] = torch.tensor([a["x_scale"]], dtype=torch.float32)
     tensors[SCALES | WEIGHTS] = scales.detach().float().contiguous()
-    if a["x_zero_point"]:
-        zero_points[SRC] = 0
-        tensors[ZERO_POINTS | SRC] = torch.tensor([a["x_zero_point"]], dtype=torch.int32)
+    masks = {WEIGHTS: mask if scales.numel() > 1 else 0}
+    attributes = with_qparams(Attributes(masks, {}, post_ops), tensors, SRC, a["x_scale"], a["x_zero_point"])
     if dtype is torch.uint8:
-        masks[DST] = 0
-        tensors[SCALES | DST] = torch.tensor([a["output_scale"]], dtype=torch.float32)
-        if a["output_zero_point"]:
-            zero_points[DST] = 0
-            tensors[ZERO_POINTS | DST] = torch.tensor([a["output_zero_point"]], dtype=torch.int32)
-    return Attributes(masks, zero_points, post_ops)
+        attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
+    return attributes
+
+
+def with_qparams(attributes: Attributes, tensors: dict[int, Any], argument: int, scale: float, zero_point: int) -> Attributes:
+    """Attributes of a primitive one of whose arguments has codes; scale and zero point become tensors of the call, which grow by them."""
+    tensors[SCALES | argument] = torch.tensor([scale], dtype=torch.float32)
+    zero_points = dict(attributes.zero_points)
+    if zero_point:
+        zero_points[argument] = 0
+        tensors[ZERO_POINTS | argument] = torch.tensor([zero_point], dtype=torch.int32)
+    return dataclasses.replace(attributes, scales={**attributes.scales, argument: 0}, zero_points=zero_points)
 
 
 def _unpadded(recorder: Recorder, value: Any, zero_point: int) -> tuple[Traced, list[int] | None, list[int] | None]:
