@@ -19,11 +19,14 @@ from nc import (
     prepare,
 )
 from nc.backends import cpu, get_backend
+from nc.backends.native import OPS
 from nc.capture.capture import capture
 from nc.planning.rules import fit, resolve
 
 LOW = StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")
 REST = StaticQuantConfig(remainder="bf16")
+#: Products of two activations in bf16.
+PRODUCTS = StaticQuantConfig(remainder="bf16").set_local("matmul", LOW)
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16")
 
 native = pytest.mark.skipif(
@@ -33,7 +36,13 @@ native = pytest.mark.skipif(
 
 
 @pytest.fixture
-def on_bf16(monkeypatch):
+def without_products(monkeypatch):
+    """Plans for an engine that has no int8 kernel for products of two activations."""
+    monkeypatch.setattr("nc.backends.native.OPS", tuple(row for row in OPS if row.kind != "matmul"))
+
+
+@pytest.fixture
+def on_bf16(monkeypatch, without_products):  # noqa: ARG001 - it patches
     """Plans as on a CPU with AVX512-BF16; nothing runs there."""
     monkeypatch.setattr(cpu, "features", lambda: FEATURES)
 
@@ -106,6 +115,7 @@ def test_bf16_that_is_asked_for_and_excluded_is_an_error():
 
 
 @pytest.mark.parametrize("config", [REST, StaticQuantConfig().set_local("matmul", LOW)])
+@pytest.mark.usefixtures("without_products")
 def test_a_cpu_without_bf16_refuses(monkeypatch, config):
     monkeypatch.setattr(cpu, "features", lambda: FEATURES[:-1])
     with pytest.raises(UnsupportedError, match="Operator 'matmul' can't compute in bf16 on backend 'native': this CPU has no AVX512-BF16"):
@@ -180,11 +190,11 @@ class Chain(nn.Module):
 
 
 CASES = {
-    "attention": (Attention, REST, (2, 5, 32), {"matmul", "matmul_1"}),
+    "attention": (Attention, PRODUCTS, (2, 5, 32), {"matmul", "matmul_1"}),
     "dynamic": (Attention, DynamicQuantConfig(remainder="bf16"), (2, 5, 32), {"matmul", "matmul_1"}),
     "encoder": (
         lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
-        REST,
+        PRODUCTS,
         (2, 5, 32),
         {"self_attn.matmul", "self_attn.matmul_1"},
     ),
@@ -219,7 +229,7 @@ def test_native_computes_them_in_bf16(case):
 def test_results_go_from_kernel_to_kernel_in_bf16():
     """No conversion between the projections and the first product, nor between two products."""
     x = torch.randn(2, 32, 128)  # smaller products are no work for oneDNN
-    profile = quantized(Attention(128, 4).eval(), x, REST, "native").report(profile_inputs=x).profile
+    profile = quantized(Attention(128, 4).eval(), x, PRODUCTS, "native").report(profile_inputs=x).profile
     kernels = {step.operators[0]: str(step.kernels[0]) for step in profile.steps if step.operators and step.kernels}
     assert all("-> bf16" in kernels[name] for name in ("query", "matmul", "matmul_1"))  # key and value are in query's
     # the softmax's input and result, and the last product's result on its way to codes

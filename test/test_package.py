@@ -12,6 +12,7 @@ from torch import nn
 from nc import (
     BackendUnavailableError,
     DynamicQuantConfig,
+    NCWarning,
     StateError,
     StaticQuantConfig,
     UnsupportedError,
@@ -42,6 +43,8 @@ def volume():
     return nn.Sequential(nn.Conv3d(3, 8, 3), nn.ReLU(), nn.Conv3d(8, 4, 3, padding=1))
 
 
+NO_PRODUCTS = StaticQuantConfig().set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))
+
 #: Model, configuration, input shape, and the int8 kernels that the program calls.
 CASES = {
     "linears": (MLP, StaticQuantConfig(), (4, 16), {LINEAR: 2}),
@@ -49,7 +52,7 @@ CASES = {
     "convolutions": (ResidualCNN, StaticQuantConfig(), (2, 3, 8, 8), {LINEAR: 1, CONVOLUTION: 2, SUM: 1}),
     "rows": (row, StaticQuantConfig(), (2, 3, 20), {CONVOLUTION: 2}),
     "volumes": (volume, StaticQuantConfig(), (2, 3, 6, 6, 6), {CONVOLUTION: 2}),
-    "attention": (Attention, StaticQuantConfig(), (2, 5, 32), {LINEAR: 2}),  # query, key and value are one
+    "attention": (Attention, NO_PRODUCTS, (2, 5, 32), {LINEAR: 2}),  # query, key and value are one
     "some in fp32": (MLP, StaticQuantConfig().exclude("fc2"), (4, 16), {LINEAR: 1}),
     "some in bf16": (MLP, StaticQuantConfig().set_local("fc2", StaticQuantConfig(w_dtype="bf16", act_dtype="bf16")), (4, 16), {LINEAR: 1}),
 }
@@ -65,6 +68,15 @@ def calls(path):
 
 def run(path, *inputs):
     return torch._inductor.aoti_load_package(str(path))(*inputs)
+
+
+@pytest.mark.exhaustive
+def test_products_of_activations_are_computed_in_fp32_with_a_warning(tmp_path):
+    x = torch.randn(2, 5, 32)
+    q = quantized(Attention().eval(), x, None, "native")
+    with pytest.warns(NCWarning, match="The program computes 2 products of two activations in fp32, between codes: matmul, matmul_1"):
+        export_pt2(q, tmp_path / "m.pt2")
+    assert worst_db([q.reference(x)], [run(tmp_path / "m.pt2", x)]) > 35
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "convolutions" else pytest.mark.exhaustive) for case in CASES])

@@ -28,6 +28,7 @@ OPS = (
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="matmul", activations=_ACTIVATIONS, note="in plans of oneDNN primitives"),
     OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,8 @@ def _codes(self, q: Tensor) -> Tensor:
 
 #: Flat tensors in, outputs back; safe to call from several threads.
 Call = Callable[..., Sequence[Any]]
+#: The lowered graph with or without kernels for products of two activations; it packs the weights of torch's operators itself.
+Lowered = Callable[[bool], fx.GraphModule]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Running:
         steps: see `EngineModel.steps`.
         kernels: names of the kernels of operators, where it knows them without running.
         details: what the report says of it, beside its name.
+        products: whether it runs the graph with kernels for products of two activations.
+        multiplied: names of the products that such kernels compute.
     """
 
     call: Call
@@ -65,21 +69,25 @@ class Running:
     steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]]
     kernels: Callable[[], Mapping[str, str]] = dict
     details: Callable[[], Mapping[str, str]] = dict
+    products: bool = False
+    multiplied: Callable[[], Collection[str]] = tuple
 
 
 class Executor(Protocol):
     """Something that can run a lowered graph."""
 
     name: str
+    #: Whether it has kernels for products of two activations.
+    products: bool
 
     def why_not(self, module: fx.GraphModule) -> str:
         """Why it can't run this graph here, as far as that is known without building; "" when it may."""
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
         """What runs the graph.
 
         Args:
-            module: lowered graph, which packs the weights of torch's operators itself; stays as it is.
+            lowered: gives the graph, which stays as it is.
             example: flat inputs.
 
         Raises:
@@ -91,35 +99,39 @@ class PlanExecutor:
     """Kept oneDNN primitives, made once for each set of input sizes: no torch and no set-up between the kernels."""
 
     name = "oneDNN primitives"
+    products = True
 
     def why_not(self, module: fx.GraphModule) -> str:
         """No oneDNN library to call, or operators that work in place."""
         return why_not(module)
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
         """See `Executor.build`."""
         rest = [each for each in EXECUTORS if each is not self]
-        model = planned(module, lambda: executable(module, example, executors=rest)[0].call)
+        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0].call)
 
         def details() -> Mapping[str, str]:
             unplanned = model.unplanned()
             return {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
 
-        return Running(model, model.weight_bytes, model.profile, model.steps, model.kernels, details)
+        return Running(
+            model, model.weight_bytes, model.profile, model.steps, model.kernels, details, products=True, multiplied=model.multiplied
+        )
 
 
 class TorchScriptExecutor:
     """TorchScript's interpreter, in which threads don't wait for each other."""
 
     name = "TorchScript"
+    products = False
 
     def why_not(self, module: fx.GraphModule) -> str:
         """PyTorch deprecates it."""
         return "" if hasattr(torch.jit, "script") else f"torch {torch.__version__} has no TorchScript"
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
         """See `Executor.build`."""
-        module = packed(module, example)
+        module = packed(lowered(self.products), example)
         with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
             warnings.simplefilter("ignore")
             scripted = script(module, _SPELLING, _CODES).module
@@ -141,14 +153,15 @@ class PythonExecutor:
     """Python, call by call: it runs every graph, and is what TorchScript is compared with."""
 
     name = "Python"
+    products = False
 
     def why_not(self, module: fx.GraphModule) -> str:
         """It runs every graph."""
         return ""
 
-    def build(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
         """The graph itself."""
-        module = packed(module, example)
+        module = packed(lowered(self.products), example)
         return _of_nodes(module, module)
 
 
@@ -160,12 +173,12 @@ Judge = Callable[[Sequence[Any]], str]
 
 
 def executable(
-    module: fx.GraphModule, example: Sequence[torch.Tensor], judge: Judge = lambda _: "", executors: Sequence[Executor] | None = None
+    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge = lambda _: "", executors: Sequence[Executor] | None = None
 ) -> tuple[Running, str]:
     """What runs the graph: the first executor whose outputs for the example are right.
 
     Args:
-        module: lowered graph, which packs the weights of torch's operators itself.
+        lowered: gives the graph.
         example: flat inputs.
         judge: what is wrong with outputs.
         executors: those to try; None: all.
@@ -175,10 +188,10 @@ def executable(
     """
     passed_over: list[str] = []
     for executor in EXECUTORS if executors is None else executors:
-        why = executor.why_not(module)
+        why = executor.why_not(lowered(executor.products))
         if not why:
             try:
-                running = executor.build(module, example)
+                running = executor.build(lowered, example)
                 with torch.no_grad():
                     found = judge(running.call(*(t.clone() for t in example)))
             except BackendError as error:
@@ -190,7 +203,7 @@ def executable(
                     return running, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
                 why = f"{executor.name} {found}"
         passed_over.append(why)
-    return PYTHON.build(module, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+    return PYTHON.build(lowered, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
 
 
 def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:

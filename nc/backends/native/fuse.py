@@ -26,6 +26,7 @@ _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
 _READS_SHAPE = frozenset({*_CONVOLUTIONS.values(), onednn.qconv2d_pointwise.binary})
 #: Where `note_shapes` leaves the shape that a convolution reads.
 _SHAPE = "reads"
+_LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 #: Activations that a kernel computes on its way out.
 _ACTIVATIONS = {
     "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
@@ -53,7 +54,7 @@ class Region:
         other: what the addition behind it adds, or None.
         activation: applied last.
         nodes: everything from the anchor to the last node, in order.
-        codes: scale and zero point of the result where all that reads it reads these codes; None where it is fp32 or bf16.
+        codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where it is fp32 or bf16.
         bf16: all that reads the result reads it rounded to bf16.
     """
 
@@ -61,7 +62,7 @@ class Region:
     other: fx.Node | None
     activation: Activation
     nodes: tuple[fx.Node, ...]
-    codes: tuple[float, int] | None
+    codes: tuple[float, int, torch.dtype] | None
     bf16: bool = False
 
 
@@ -100,21 +101,21 @@ def region_of(anchor: fx.Node) -> Region:
     known = _ACTIVATIONS[kind]
     nodes = [anchor]
     other: fx.Node | None = None
-    user = _only_user(anchor)
+    user = only_user(anchor)
     if user is not None and _is_sum(user, anchor) and kind in ("linear", "conv2d"):
         left, right = Binary.of(user).sides
         other = right if left is anchor else left
         nodes.append(user)
         known = frozenset({"relu"})
     activation = Activation()
-    user = _only_user(nodes[-1])
+    user = only_user(nodes[-1])
     found = activation_of(user) if user is not None else None
     if user is not None and found is not None and found.name in known:
         activation = found
         nodes.append(user)
-    codes = _codes_behind(nodes[-1])
-    if other is not None and codes is not None and other.target is not dequantize_per_tensor:
-        codes = None  # kernels add codes to codes, and fp32 to fp32
+    codes = codes_behind(nodes[-1])
+    if other is not None and codes is not None and (other.target is not dequantize_per_tensor or codes[2] is not torch.uint8):
+        codes = None  # kernels add uint8 codes to uint8 codes, and fp32 to fp32
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
     return Region(anchor, other, activation, tuple(nodes), codes, bf16)
 
@@ -193,7 +194,8 @@ def reads_codes(node: fx.Node) -> bool:
     return not _why_no_codes(node)
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def only_user(node: fx.Node) -> fx.Node | None:
+    """What reads a node, where that is one other node."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -209,13 +211,13 @@ def _is_sum(node: fx.Node, side: fx.Node) -> bool:
     return len(shapes) == 2 and shapes[0] == shapes[1] and dtypes == {torch.float32}
 
 
-def _codes_behind(node: fx.Node) -> tuple[float, int] | None:
-    """Scale and zero point of the codes that all users read; None when some read fp32, or other codes."""
+def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
+    """Scale, zero point and dtype of the codes that all users read; None when some read fp32, or other codes."""
     found = {options(user) if user.target is quantize_per_tensor else None for user in node.users}
     if len(found) != 1 or None in found:
         return None
     codes = Quantize.of(next(iter(node.users)))
-    return codes.numbers if (codes.quant_min, codes.quant_max) == (0, 255) else None
+    return (*codes.numbers, codes.dtype) if (codes.quant_min, codes.quant_max) == _LIMITS[codes.dtype] else None
 
 
 def _replace(module: fx.GraphModule, region: Region) -> None:
@@ -247,7 +249,7 @@ def _operators(node: fx.Node) -> list[str]:
 
 def _output(region: Region) -> tuple[float, int, torch.dtype]:
     if region.codes is not None:
-        return (*region.codes, torch.uint8)
+        return region.codes
     return 1.0, 0, torch.bfloat16 if region.bf16 else torch.float32
 
 

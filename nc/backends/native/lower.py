@@ -14,7 +14,7 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import PYTHON, Judge, Running, executable
+from nc.backends.native.execute import PYTHON, Judge, Lowered, Running, executable
 from nc.backends.native.fuse import is_kernel, packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
@@ -23,6 +23,7 @@ from nc.backends.verify import check_option, first_disagreement, reference_outpu
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
+from nc.ops import quantize_per_tensor
 from nc.plan import Decision
 
 
@@ -39,10 +40,10 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
         BackendError, BackendUnavailableError: the graph can't be compiled here.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
-    module, outcome = _lowered(graph.module, graph.example)
+    lowered = functools.cache(functools.partial(_lowered, graph.module, graph.example))
     expected = functools.cache(functools.partial(reference_outputs, graph))
     judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph, expected)
-    running, run_by = _running(module, graph.example, compile, judge)
+    running, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():
@@ -50,14 +51,15 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
         with torch.no_grad():
-            return _running(_lowered(part, inputs)[0], inputs, compile)[0].call(*inputs)
+            return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[0].call(*inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first, expected)
     dynamic = packed_bytes(graph.module)
 
     def report() -> EngineReport:
-        found, low_bit = executed(module), kernel_choices(module)
+        module, outcome = lowered(running.products)
+        found, low_bit = executed(module) | dict.fromkeys(running.multiplied(), "int8"), kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
         primitives = running.kernels()
         return EngineReport(
@@ -65,7 +67,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
             ops=tuple(
                 dataclasses.replace(_op_run(d, found, outcome, primitives), kernels=low_bit.get(d.operator)) for d in graph.plan.decisions
             ),
-            quantize_outside=targets.count(quantize),
+            quantize_outside=targets.count(quantize) + targets.count(quantize_per_tensor),
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
             sqnr_db=sqnr,
@@ -85,23 +87,23 @@ def _why_unlike(graph: QDQGraph, expected: Callable[[], Sequence[Any]], outputs:
     return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
 
 
-def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, Outcome]:
-    """The graph of oneDNN calls for a QDQ graph, which stays as it is."""
+def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool) -> tuple[fx.GraphModule, Outcome]:
+    """The graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
     module, _ = copy_module(part)
-    return module, run_passes(module, (*kernels(example), *finish()))
+    return module, run_passes(module, (*kernels(example, products=products), *finish()))
 
 
 def _running(
-    module: fx.GraphModule,
+    lowered: Lowered,
     example: Sequence[torch.Tensor],
     compile: bool,  # noqa: A002
     judge: Judge = lambda _: "",
 ) -> tuple[Running, str]:
     """What runs a lowered graph, and what the report says of who does."""
     if not compile:
-        return executable(module, example, judge)
-    running = PYTHON.build(module, example)
-    call = compiled(copy_module(packed(module, example))[0])
+        return executable(lowered, example, judge)
+    running = PYTHON.build(lowered, example)
+    call = compiled(copy_module(packed(lowered(PYTHON.products), example))[0])
     return dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"}), ""
 
 

@@ -3,66 +3,78 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, reads_codes, region_of, weight_of
+from nc.backends.native.fuse import Region, constant, reads_codes, region_of, weight_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator, constant_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Dequantize, Linear
-from nc.ops import dequantize_per_channel, to_bf16
+from nc.ops import dequantize_per_channel, quantize_per_tensor, to_bf16
 
 _aten = torch.ops.aten
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Replace linears that a kernel would compute without anything behind them.
+    """Replace linears that a kernel would compute without anything behind them but a conversion to codes or bf16.
 
+    Each keeps the scale and zero point of its own codes: a product's scales and bias can hold those of each output channel.
     Not where operators work in place, and not what is returned: a part of a larger tensor is not laid out as the caller expects.
     """
     if works_in_place(module):
         return
-    groups: dict[tuple[Dequantize, bool], list[fx.Node]] = {}
+    groups: dict[tuple[Dequantize, torch.dtype], list[tuple[fx.Node, Region]]] = {}
     for node in module.graph.nodes:
         if kind_of_node(node) == "linear" and reads_codes(node):
             region = region_of(node)
-            if region.codes is None and region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
-                groups.setdefault((Dequantize.of(Linear.of(node).input), region.bf16), []).append(node)
-    for (_, bf16), nodes in groups.items():
-        if len(nodes) > 1:
-            _merge(module, nodes, bf16)
+            if region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
+                dtype = region.codes[2] if region.codes else torch.bfloat16 if region.bf16 else torch.float32
+                groups.setdefault((Dequantize.of(Linear.of(node).input), dtype), []).append((node, region))
+    for (_, dtype), members in groups.items():
+        if len(members) > 1:
+            _merge(module, members, dtype)
 
 
-def _merge(module: fx.GraphModule, nodes: list[fx.Node], bf16: bool) -> None:
-    graph, first = module.graph, nodes[0]
-    weights = [weight_of(module, Linear.of(node).weight) for node in nodes]
-    codes, scales = map(torch.cat, zip(*weights, strict=True))
+def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dtype: torch.dtype) -> None:
+    graph, first = module.graph, members[0][0]
+    parts = [_in_units_of_codes(module, node, region) for node, region in members]
+    codes, scales, biases = map(torch.cat, zip(*parts, strict=True))
     with graph.inserting_before(first):
         weight = constant(module, f"{first.name}_merged", codes), constant(module, f"{first.name}_merged_scales", scales)
-        bias = constant(
-            module,
-            f"{first.name}_merged_bias",
-            torch.cat([_bias(module, node, len(s)) for node, (_, s) in zip(nodes, weights, strict=True)]),
-        )
+        bias = constant(module, f"{first.name}_merged_bias", biases)
         dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
         value = graph.call_function(_aten.linear.default, (Linear.of(first).input, dequantized, bias))
-        value.meta.update(kind="linear", operators=[node.meta["operator"] for node in nodes])
-        if bf16:
+        value.meta.update(kind="linear", operators=[node.meta["operator"] for node, _ in members])
+        if dtype is torch.bfloat16:
             value = call_operator(graph, to_bf16, value)
-        ends = list(itertools.accumulate((len(s) for _, s in weights), initial=0))
-        parts = [graph.call_function(_aten.slice.Tensor, (value, -1, *limits)) for limits in itertools.pairwise(ends)]
-    for node, part in zip(nodes, parts, strict=True):
+        elif dtype is not torch.float32:
+            limits = torch.iinfo(dtype)
+            value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, limits.min, limits.max, dtype)
+        ends = list(itertools.accumulate((len(s) for _, s, _ in parts), initial=0))
+        slices = [graph.call_function(_aten.slice.Tensor, (value, -1, *limits)) for limits in itertools.pairwise(ends)]
+    for (node, _), part in zip(members, slices, strict=True):
         part.meta["val"] = node.meta.get("val")
-        for old in list(node.users) if bf16 else [node]:
+        for old in [node] if dtype is torch.float32 else list(node.users):
             old.replace_all_uses_with(part)
             graph.erase_node(old)
-        if bf16:
+        if dtype is not torch.float32:
             graph.erase_node(node)
         for user in part.users:
             if op_name(user) == "view":  # a part does not lie in one piece
                 user.target = _aten.reshape.default
+
+
+def _in_units_of_codes(module: fx.GraphModule, node: fx.Node, region: Region) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and bias of a linear whose result, rounded, is codes where its readers want codes."""
+    codes, scales = weight_of(module, Linear.of(node).weight)
+    bias = _bias(module, node, len(scales))
+    if region.codes is None:
+        return codes, scales, bias
+    scale, zero_point, _ = region.codes
+    return codes, (scales.double() / scale).float(), (bias.double() / scale + zero_point).float()
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -1,12 +1,14 @@
-"""Operators for compilers, which can follow neither packed weights nor a kernel that changes its arguments.
+"""Operators of our own in lowered graphs.
 
-They stand for oneDNN's own in what `torch.export` and `torch.compile` read, and never run in a `.pt2` program: weights are packed when it
-is compiled, and `in_place` puts oneDNN's operator back.
+Some are for compilers, which can follow neither packed weights nor a kernel that changes its arguments. They stand for oneDNN's own in
+what `torch.export` and `torch.compile` read, and never run in a `.pt2` program: weights are packed when it is compiled, and `in_place`
+puts oneDNN's operator back. The product of two activations is for plans, because torch has no int8 kernel for it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +16,14 @@ from torch import fx
 
 from nc.graph.catalogue import schema_arguments
 from nc.graph.views import set_argument
+from nc.numerics import affine
 
 _onednn = torch.ops.onednn
 SUM = _onednn.qconv2d_pointwise.binary
+_PRODUCT = (
+    "qmatmul(Tensor left, float left_scale, int left_zero_point, Tensor right, float right_scale, int right_zero_point, float factor, "
+    "Tensor[] others, str[] how, float output_scale, int output_zero_point, ScalarType output_dtype) -> Tensor"
+)
 #: Its argument for the tensor that it adds to, and where that stands.
 ACCUMULATOR = "qaccum"
 _POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
@@ -24,11 +31,14 @@ _POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
 
 @functools.cache
 def library() -> torch.library.Library:
-    """Namespace `nc_native` with `qlinear_prepack`, `qconv_prepack` and `qconv2d_sum`; registered when it is needed first."""
+    """Namespace `nc_native` with the operators below; registered when it is needed first."""
     own = torch.library.Library("nc_native", "FRAGMENT")  # type: ignore[no-untyped-call] # torch does not annotate it
     for kernel in (_onednn.qlinear_prepack.default, _onednn.qconv_prepack.default):
         _define(own, kernel._schema.name.partition("::")[2], kernel, kernel, _packed)
     _define(own, "qconv2d_sum", SUM, _sum, _like_accumulator)
+    own.define(_PRODUCT)  # type: ignore[no-untyped-call] # torch does not annotate it
+    own.impl("qmatmul", _product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
+    torch.library.register_fake("nc_native::qmatmul", _product_like, lib=own)
     return own
 
 
@@ -36,6 +46,15 @@ def functional_sum() -> torch._ops.OpOverload:
     """`qconv2d_pointwise.binary` that returns a new tensor; arguments are the same."""
     library()
     return torch.ops.nc_native.qconv2d_sum.default
+
+
+def product() -> torch._ops.OpOverload:
+    """`left @ right * factor`, then "add" or "mul" with each of the others: a product of uint8 codes and int8 codes.
+
+    Itself it computes in fp32; a plan has a kernel instead, or the report says that it has none.
+    """
+    library()
+    return torch.ops.nc_native.qmatmul.default
 
 
 def prepack(kind: str) -> torch._ops.OpOverload:
@@ -83,3 +102,31 @@ def _sum(*arguments: Any) -> torch.Tensor:
 
 def _like_accumulator(*arguments: Any) -> torch.Tensor:
     return torch.empty_like(arguments[_POSITION], memory_format=torch.channels_last)
+
+
+def _product(
+    left: torch.Tensor,
+    left_scale: float,
+    left_zero_point: int,
+    right: torch.Tensor,
+    right_scale: float,
+    right_zero_point: int,
+    factor: float,
+    others: Sequence[torch.Tensor],
+    how: Sequence[str],
+    output_scale: float,
+    output_zero_point: int,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    values = affine.dequantize(left, left_scale, left_zero_point) @ affine.dequantize(right, right_scale, right_zero_point) * factor
+    for name, other in zip(how, others, strict=True):
+        values = values + other if name == "add" else values * other
+    if not output_dtype.is_floating_point:
+        limits = torch.iinfo(output_dtype)
+        values = affine.quantize(values, output_scale, output_zero_point, limits.min, limits.max, dtype=output_dtype)
+    return values
+
+
+def _product_like(left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+    sizes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    return left.new_empty((*sizes, left.shape[-2], right.shape[-1]), dtype=rest[-1])

@@ -106,9 +106,8 @@ def _tell_low_bit(module: fx.GraphModule) -> None:
     """Warn of what has low-bit weights: the kernels for it need Python, and the compiler folds what is constant."""
     names = [node.meta.get("operator", node.name) for node in module.graph.nodes if node.target is quant_linear]
     if names:
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         msg = (
-            f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes them so: {some}. "
+            f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes them so: {_some(names)}. "
             "With their kernels they run in Python: nc.save and nc.load."
         )
         warnings.warn(msg, NCWarning, stacklevel=4)
@@ -117,18 +116,33 @@ def _tell_low_bit(module: fx.GraphModule) -> None:
 def _check_static(graph: QDQGraph) -> None:
     names = [d.operator for d in graph.plan.quantized if d.spec.mode == "dynamic"]
     if names:
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        msg = f"export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges found in each call, as of {some}."
+        msg = f"export_pt2() takes static quantization; AOTInductor has no int8 kernels for ranges of each call, as of {_some(names)}."
         raise UnsupportedError(msg)
 
 
 def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
-    """Raise UnsupportedError when an operator that was asked to run in int8 has no kernel: the program would compute it in fp32."""
+    """Raise UnsupportedError when an operator with a weight that was asked to run in int8 has no kernel, and warn of products.
+
+    The program would compute them in fp32.
+    """
     found = executed(module)
-    names = [d.operator for d in graph.plan.quantized if found.get(d.operator) != "int8"]
+    without = [d for d in graph.plan.quantized if found.get(d.operator) != "int8"]
+    products = [d.operator for d in without if d.kind == "matmul"]
+    if products:
+        msg = (
+            f"The program computes {len(products)} products of two activations in fp32, between codes: {_some(products)}. AOTInductor has "
+            'no int8 kernel for them. In fp32 without codes they are faster: set_local("matmul", StaticQuantConfig(w_dtype="fp32", '
+            'act_dtype="fp32")).'
+        )
+        warnings.warn(msg, NCWarning, stacklevel=4)
+    names = [d.operator for d in without if d.kind != "matmul"]
     if names:
         msg = (
             f"export_pt2() has no int8 kernel for {len(names)} of {len(graph.plan.quantized)} quantized operators: {', '.join(names)}. "
             "The program would compute them in fp32. Exclude them from quantization: config.exclude(name) for each."
         )
         raise UnsupportedError(msg)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

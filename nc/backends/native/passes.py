@@ -14,6 +14,7 @@ from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_b
 from nc.backends.native.compiled import functional
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
+from nc.backends.native.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.merge import merge
 from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
 from nc.backends.passes import Pass
@@ -21,13 +22,15 @@ from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline
 
 
-def kernels(example: Sequence[torch.Tensor], *, program: bool = False) -> tuple[Pass, ...]:
+def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products: bool = False) -> tuple[Pass, ...]:
     """Operators become calls of kernels.
 
     Args:
         example: flat inputs, whose sizes a program's weights are laid out for.
         program: for AOTInductor, which compiles low-bit operators by itself.
+        products: also of two activations, for which plans have kernels and torch has not.
     """
+    right_sides = (Pass("signed_codes", signed, why_not_product, "int8"),) if products else ()
     shapes, low_bit = Pass("shapes", functools.partial(note_shapes, example=example)), Pass("low_bit_kernels", replace_low_bit)
     return (
         shapes if program else low_bit,
@@ -35,10 +38,12 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False) -> tuple[
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
         Pass("unsigned_codes", unsigned),
+        *right_sides,
         Pass("early_codes", hoist),
         Pass("bf16_round_trips", drop_round_trips),
         Pass("merged_linears", merge),
         Pass("static_kernels", fuse, why_not_int8, "int8"),
+        *((Pass("products", fuse_products),) if products else ()),
     )
 
 

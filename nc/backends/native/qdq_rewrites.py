@@ -117,10 +117,15 @@ def pool_codes(module: fx.GraphModule) -> None:
             module.graph.erase_node(source)
 
 
+def _is_of_bytes(dequantize_node: fx.Node) -> bool:
+    view = Dequantize.of(dequantize_node)
+    return view.codes.op != "get_attr" and view.dtype is torch.uint8
+
+
 def remaining(module: fx.GraphModule) -> None:
-    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels."""
+    """Let the quantize and dequantize nodes that no kernel took call torch's own kernels, which are for uint8."""
     for node in module.graph.nodes:
-        if node.target is quantize_per_tensor:
+        if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.uint8:
             node.target, node.args = quantize, (Quantize.of(node).input, *Quantize.of(node).qparams)
-        elif node.target is dequantize_per_tensor and Dequantize.of(node).codes.op != "get_attr":
+        elif node.target is dequantize_per_tensor and _is_of_bytes(node):
             node.target, node.args = dequantize, (Dequantize.of(node).codes, *Dequantize.of(node).qparams)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans import others, products
+from nc.backends.native.plans import attention, others, products
 from nc.backends.native.plans.context import Context
-from nc.backends.native.plans.entries import Plan
+from nc.backends.native.plans.entries import AtenCall, Call, Plan
 from nc.backends.native.plans.recorder import Recorder, Weights
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
@@ -23,9 +23,10 @@ from nc.errors import BackendError, BackendUnavailableError
 from nc.onednn.providers import Provider, provider
 from nc.onednn.runner import Runner, runner
 
-Call = Callable[..., Sequence[Any]]
+_Run = Callable[..., Sequence[Any]]
 _Key = tuple[Any, ...]
-_HANDLERS = {**products.HANDLERS, **others.HANDLERS}
+_HANDLERS = {**products.HANDLERS, **others.HANDLERS, **attention.HANDLERS}
+_LATER = {**products.LATER, **others.LATER}
 #: Plans of a model; the one that was used longest ago goes.
 _MOST_PLANS = 64
 
@@ -48,7 +49,7 @@ class PlannedModel:
         otherwise: makes what runs the graph for sizes that can't be planned.
     """
 
-    def __init__(self, module: fx.GraphModule, source: Provider, run_by: Runner, otherwise: Callable[[], Call]) -> None:
+    def __init__(self, module: fx.GraphModule, source: Provider, run_by: Runner, otherwise: Callable[[], _Run]) -> None:
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self._weights = Weights()
@@ -108,6 +109,12 @@ class PlannedModel:
                     found.setdefault(operator, {})[entry.step.kernel] = None
         return {operator: " or ".join(kernels) for operator, kernels in found.items()}
 
+    def multiplied(self) -> frozenset[str]:
+        """Operators whose products of two activations are primitives in all plans that there are."""
+        entries = [entry for plan in self._plans.values() if isinstance(plan, Plan) for entry in plan.entries]
+        primitives = {name for e in entries if isinstance(e, Call) and e.primitive.kind == "matmul" for name in e.step.operators}
+        return frozenset(primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators})
+
     def weight_bytes(self) -> int:
         """Bytes of the constants that it holds: packed weights, and what is no weight."""
         nodes = self._module.graph.nodes
@@ -139,7 +146,7 @@ class PlannedModel:
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | str, Sequence[Any]]:
         """A new plan with the outputs, or why there is none."""
-        recorder = Recorder(self._module, self._source.maker, self._weights, _HANDLERS, products.LATER)
+        recorder = Recorder(self._module, self._source.maker, self._weights, _HANDLERS, _LATER)
         try:
             return recorder.record(inputs)
         except BackendError as error:
@@ -191,7 +198,7 @@ def why_not(module: fx.GraphModule) -> str:
     return ""
 
 
-def planned(module: fx.GraphModule, otherwise: Callable[[], Call]) -> PlannedModel:
+def planned(module: fx.GraphModule, otherwise: Callable[[], _Run]) -> PlannedModel:
     """What runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
     return PlannedModel(module, source, runner(source.maker.library)[0], otherwise)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
-from nc.backends.native.plans.recorder import Handler, Recorder, Traced
+from nc.backends.native.plans.recorder import Handler, Later, Recorder, Traced
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.onednn.primitives import (
     DST,
@@ -25,6 +25,7 @@ from nc.onednn.primitives import (
     Geometry,
     contiguous_strides,
 )
+from nc.ops import quantize_per_tensor
 
 _onednn, _aten = torch.ops.onednn, torch.ops.aten
 _SPATIAL = (4, 5)
@@ -32,14 +33,36 @@ _SPATIAL = (4, 5)
 
 def to_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """fp32 → uint8 codes."""
-    x, scale, zero_point = recorder.read(a["0"]), a["1"], a["2"]
+    return _to_codes(recorder, node, a["0"], a["1"], a["2"], torch.uint8)
+
+
+def to_int8(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """fp32 → int8 codes, for the second input of a product."""
+    if a["dtype"] is not torch.int8:
+        return None
+    x, scale, zero_point = a["x"], a["scale"], a["zero_point"]
+    limits = a["quant_min"], a["quant_max"]
+    if limits != (-128, 127):  # a conversion knows the limits of its dtype only
+        x = recorder.read(x)
+        if x is None or x.tensor.dtype is not torch.float32 or not _is_dense(x.tensor):
+            return None
+        x = _apply(recorder, node, x, Eltwise("clip", *((limit - zero_point) * scale for limit in limits)))
+    return _to_codes(recorder, node, x, scale, zero_point, torch.int8)
+
+
+def _to_codes(recorder: Recorder, node: fx.Node, value: Any, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
+    if isinstance(value, Later) and value.node.target in _WITH_CODES:
+        result = _WITH_CODES[value.node.target](recorder, node, value, scale, zero_point, dtype)
+        if result is not None:
+            return result
+    x = recorder.read(value)
     if x is None or x.tensor.dtype is not torch.float32:
         return None
     sizes = x.tensor.shape
     images = x.tensor.dim() in _SPATIAL and _read_by_convolutions(node)
     strides = channels_last_strides(sizes) if images else _dense_strides(x.tensor)
-    result = recorder.new(sizes, strides, torch.uint8)
-    _convert(recorder, node, x, result, DST, scale, zero_point)
+    result = recorder.new(sizes, strides, dtype)
+    convert(recorder, node, x, result, DST, scale, zero_point)
     return result
 
 
@@ -49,7 +72,7 @@ def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     if x is None:
         return None
     result = recorder.new(x.tensor.shape, _dense_strides(x.tensor), torch.float32)
-    _convert(recorder, node, x, result, SRC, scale, zero_point)
+    convert(recorder, node, x, result, SRC, scale, zero_point)
     return result
 
 
@@ -72,6 +95,37 @@ def softmax(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced |
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
     primitive = recorder.maker.softmax(x.desc, result.desc, a["dim"] % x.tensor.dim(), Attributes())
     recorder.call(primitive, {SRC: x, DST: result}, node)
+    return result
+
+
+def softmax_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
+    """A softmax that writes codes; kernels for that take no zero point."""
+    a = later.named
+    x = recorder.read(a.get("self", a.get("input")))
+    if x is None or zero_point or not _is_plain(x) or a.get("dtype") not in (None, torch.float32):
+        return None
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
+    tensors: dict[int, Any] = {SRC: x, DST: result}
+    attributes = with_qparams(Attributes(), tensors, DST, scale, 0)
+    primitive = recorder.maker.softmax(x.desc, result.desc, a["dim"] % x.tensor.dim(), attributes)
+    recorder.call(primitive, tensors, later.node)
+    return result
+
+
+def layer_norm_to_codes(
+    recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype
+) -> Traced | None:
+    """A layer norm that writes codes; kernels for that take no zero point, but what the norm adds can have it."""
+    a = later.named
+    x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
+    if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
+        return None
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
+    shift = (bias.double() + zero_point * scale).float()
+    tensors: dict[int, Any] = {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: shift}
+    attributes = with_qparams(Attributes(), tensors, DST, scale, 0)
+    primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], attributes)
+    recorder.call(primitive, tensors, later.node)
     return result
 
 
@@ -134,6 +188,11 @@ def _elementwise(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], operat
     x = recorder.read(a.get("self", a.get("input")))
     if x is None or x.tensor.dtype is not torch.float32 or not _is_dense(x.tensor):
         return None
+    return _apply(recorder, node, x, operation)
+
+
+def _apply(recorder: Recorder, node: fx.Node, x: Traced, operation: Eltwise) -> Traced:
+    """A function of each element of a dense fp32 tensor."""
     result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
     source, target = _flat(x, result)
     primitive = recorder.maker.eltwise(operation, source, target, Attributes())
@@ -150,14 +209,41 @@ def _binary(name: str) -> Handler:
             x, y = y, x
         if not _covers(x.tensor, y.tensor) or not _is_dense(x.tensor):
             return None
-        second = Traced(y.tensor[(None,) * (x.tensor.dim() - y.tensor.dim())], y.root)
-        result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
-        left, right, target = _flat(x, second, result)
-        primitive = recorder.maker.binary(name, left, right, target, Attributes())
-        recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
-        return result
+        return combine(recorder, node, name, x, y)
 
     return handler
+
+
+def combine(
+    recorder: Recorder,
+    node: fx.Node,
+    name: str,
+    x: Traced,
+    y: Traced,
+    target: Desc | None = None,
+    qparams: tuple[float, int] | None = None,
+) -> Traced:
+    """A dense fp32 tensor, and one with another that is not larger.
+
+    Args:
+        recorder: of the plan.
+        node: what it is for.
+        name: one of `BINARY`.
+        x: the dense tensor.
+        y: the other.
+        target: how the result lies; None: as `x`, in fp32.
+        qparams: scale and zero point of the result where it is codes.
+    """
+    second = Traced(y.tensor[(None,) * (x.tensor.dim() - y.tensor.dim())], y.root)
+    target = target or Desc(tuple(x.tensor.shape), tuple(x.tensor.stride()), torch.float32)
+    result = recorder.new(target.sizes, target.strides, target.dtype)
+    attributes = Attributes()
+    if qparams is not None:
+        scale, zero_point = qparams
+        attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
+    primitive = recorder.maker.binary(name, *_flat(x, second, result), attributes)
+    recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
+    return result
 
 
 def _covers(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -212,8 +298,8 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
     return result
 
 
-def _convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes: int, scale: float, zero_point: int) -> None:
-    """Between fp32 and the codes of one side, `SRC` or `DST`."""
+def convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes: int, scale: float, zero_point: int) -> None:
+    """Convert between fp32 and the codes of one side, `SRC` or `DST`."""
     maker = recorder.maker
     source, target = _flat(x, result)
     tensors: dict[int, Any] = {SRC: x, DST: result}
@@ -222,14 +308,15 @@ def _convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes
 
 
 def _flat(*tensors: Traced) -> list[Desc]:
-    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps.
+    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps, else as they lie.
 
     Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of the dimensions.
     """
     first = tensors[0].tensor
     if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and _is_dense(t.tensor) for t in tensors):
         return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
-    return [t.desc for t in tensors]
+    order = sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim))
+    return [Desc.of(t.tensor.permute(order)) for t in tensors]
 
 
 def _read_by_convolutions(node: fx.Node) -> bool:
@@ -251,8 +338,21 @@ def _is_plain(x: Traced) -> bool:
     return x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() and x.tensor.numel() > 0
 
 
+def _only_quantized(node: fx.Node) -> bool:
+    """Whether one quantize node is all that reads a node."""
+    return len(node.users) == 1 and next(iter(node.users)).target in (quantize, quantize_per_tensor)
+
+
+#: What can write codes itself.
+_WITH_CODES: Mapping[Any, Callable[[Recorder, fx.Node, Later, float, int, torch.dtype], Traced | None]] = {
+    _aten.softmax.int: softmax_to_codes,
+    _aten._softmax.default: softmax_to_codes,
+    _aten.layer_norm.default: layer_norm_to_codes,
+}
+LATER: Mapping[Any, Callable[[fx.Node], bool]] = dict.fromkeys(_WITH_CODES, _only_quantized)
 HANDLERS: Mapping[Any, Handler] = {
     quantize: to_codes,
+    quantize_per_tensor: to_int8,
     dequantize: from_codes,
     torch.ops.quantized.max_pool2d.default: max_pool,
     _aten.layer_norm.default: layer_norm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,7 +206,7 @@ def _attributes(
     tensors[SCALES | WEIGHTS] = scales.detach().float().contiguous()
     masks = {WEIGHTS: mask if scales.numel() > 1 else 0}
     attributes = with_qparams(Attributes(masks, {}, post_ops), tensors, SRC, a["x_scale"], a["x_zero_point"])
-    if dtype is torch.uint8:
+    if not dtype.is_floating_point:
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
     return attributes
 
@@ -250,7 +250,8 @@ def _each(values: Sequence[int], dims: int) -> tuple[int, ...]:
 
 #: What packs weights for torch's operators.
 PREPACKS = frozenset({prepack("linear"), prepack("conv2d")})
-LATER = frozenset({*PREPACKS, *PADS})
+#: Nodes that wait for what reads them: a product packs its weight, and pads by itself.
+LATER: Mapping[Any, Callable[[fx.Node], bool]] = dict.fromkeys((*PREPACKS, *PADS), lambda _: True)
 HANDLERS: Mapping[Any, Handler] = {
     _onednn.qlinear_pointwise.default: linear,
     _onednn.qlinear_pointwise.binary: linear,

@@ -91,11 +91,16 @@ class Recorder:
         maker: of the oneDNN library.
         weights: those packed already.
         handlers: what makes primitives of nodes, by target. A handler returns None where it can't.
-        later: targets whose nodes wait for their readers.
+        later: whether a node with this target waits for its readers.
     """
 
     def __init__(
-        self, module: fx.GraphModule, maker: Maker, weights: Weights, handlers: Mapping[Any, Handler], later: frozenset[Any]
+        self,
+        module: fx.GraphModule,
+        maker: Maker,
+        weights: Weights,
+        handlers: Mapping[Any, Handler],
+        later: Mapping[Any, Callable[[fx.Node], bool]],
     ) -> None:
         self.module, self.maker, self.weights = module, maker, weights
         self._handlers, self._later = handlers, later
@@ -132,7 +137,7 @@ class Recorder:
     def read(self, value: Any) -> Traced | None:
         """A tensor argument of a handler, computed if it waits; None where there is none."""
         if isinstance(value, Later):
-            value = self._aten(value.node, value.args, value.kwargs)
+            value = self._now(value.node, value.args, value.kwargs)
         return value if isinstance(value, Traced) else None
 
     def constant(self, value: Any) -> torch.Tensor | None:
@@ -201,8 +206,13 @@ class Recorder:
         args, kwargs = tuple(self._arguments(args)), {key: self._arguments(value) for key, value in kwargs.items()}
         if node.target is operator.getitem and isinstance(args[0], list):
             return args[0][args[1]]
-        if node.target in self._later:
+        waits = self._later.get(node.target)
+        if waits is not None and waits(node):
             return Later(node, args, kwargs)
+        return self._now(node, args, kwargs)
+
+    def _now(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
         if handler is not None and _reads_inputs((args, kwargs)):
             with contextlib.suppress(Unimplemented):  # ATen computes it

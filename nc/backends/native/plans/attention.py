@@ -1,0 +1,116 @@
+"""Products of two activations as primitives, on tensors as they lie: nothing is transposed or copied for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.fuse import only_user
+from nc.backends.native.operators import product
+from nc.backends.native.plans.others import combine
+from nc.backends.native.plans.products import copy, with_qparams
+from nc.backends.native.plans.recorder import Handler, Recorder, Traced
+from nc.graph.catalogue import op_name, schema_arguments
+from nc.graph.tensor_meta import TENSORS
+from nc.onednn.api import Unimplemented
+from nc.onednn.primitives import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
+
+_aten = torch.ops.aten
+
+
+def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`nc_native::qmatmul`."""
+    left, right = recorder.read(a["left"]), recorder.read(a["right"])
+    others = [found for value in a["others"] if (found := recorder.read(value)) is not None]
+    if left is None or right is None or len(others) < len(a["others"]):
+        return None
+    if (left.tensor.dtype, right.tensor.dtype) != (torch.uint8, torch.int8) or any(o.tensor.dtype is not torch.float32 for o in others):
+        return None
+    dims = max(left.tensor.dim(), right.tensor.dim())
+    left, right, *others = (_of_dims(value, dims) for value in (left, right, *others))
+    batch = torch.broadcast_shapes(left.tensor.shape[:-2], right.tensor.shape[:-2])
+    sizes = *batch, left.tensor.shape[-2], right.tensor.shape[-1]
+    if not math.prod((*sizes, left.tensor.shape[-1])):
+        return None
+    try:
+        return _multiply(recorder, node, a, (left, right), sizes, a["output_dtype"], others)
+    except Unimplemented:  # some broadcasts behind it have no kernel
+        if not others:
+            raise
+    result = _multiply(recorder, node, a, (left, right), sizes, torch.float32, ())
+    for name, other in zip(a["how"][:-1], others[:-1], strict=True):
+        result = combine(recorder, node, name, result, other)
+    codes = None if a["output_dtype"] is torch.float32 else (a["output_scale"], a["output_zero_point"])
+    target = Desc(tuple(sizes), _strides(node, sizes), a["output_dtype"])
+    return combine(recorder, node, a["how"][-1], result, others[-1], target, codes)
+
+
+def _multiply(
+    recorder: Recorder,
+    node: fx.Node,
+    a: Mapping[str, Any],
+    sides: tuple[Traced, Traced],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    others: Sequence[Traced],
+) -> Traced:
+    """The call; raises Unimplemented where there is no fast kernel for it."""
+    post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
+    tensors: dict[int, Any] = {POST_OP * (i + 1) | SRC_1: other for i, other in enumerate(others)}
+    attributes = with_qparams(Attributes({}, {}, post_ops), tensors, SRC, a["left_scale"] * a["factor"], a["left_zero_point"])
+    attributes = with_qparams(attributes, tensors, WEIGHTS, a["right_scale"], a["right_zero_point"])
+    if not dtype.is_floating_point:
+        attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
+    target = Desc(tuple(sizes), _strides(node, sizes), dtype)
+    left, right = sides
+    primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
+    if primitive.is_reference and not others:  # perhaps because of how the sides lie
+        left, right = _in_rows(recorder, left, node), _in_rows(recorder, right, node)
+        primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
+    result = recorder.new(target.sizes, target.strides, dtype)
+    recorder.call(primitive, tensors | {SRC: left, WEIGHTS: right, DST: result}, node)
+    return result
+
+
+def _strides(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How a result lies, so that what moves it for its only reader need not copy it."""
+    reader = only_user(node)
+    while reader is not None and op_name(reader) in ("view", "reshape") and _shape(reader) == _shape(node):
+        reader = only_user(reader)
+    order = list(range(len(sizes)))
+    if reader is not None and reader.target is _aten.transpose.int:
+        moved = schema_arguments(reader)
+        i, j = moved["dim0"] % len(sizes), moved["dim1"] % len(sizes)
+        order[i], order[j] = j, i
+    elif reader is not None and reader.target is _aten.permute.default:
+        order = [dim % len(sizes) for dim in schema_arguments(reader)["dims"]]
+    strides = [0] * len(sizes)
+    for dim, stride in zip(order, contiguous_strides([sizes[dim] for dim in order]), strict=True):
+        strides[dim] = stride
+    return tuple(strides)
+
+
+def _shape(node: fx.Node) -> str:
+    """Sizes as they were traced."""
+    value = node.meta.get("val")
+    return str(tuple(value.shape)) if isinstance(value, TENSORS) else node.name
+
+
+def _in_rows(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
+    """A tensor that lies row by row: itself, or a copy."""
+    if x.tensor.is_contiguous():
+        return x
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return result
+
+
+def _of_dims(x: Traced, dims: int) -> Traced:
+    return Traced(x.tensor[(None,) * (dims - x.tensor.dim())], x.root)
+
+
+HANDLERS: Mapping[Any, Handler] = {product(): matmul}
