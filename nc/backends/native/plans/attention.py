@@ -16,7 +16,6 @@ from nc.backends.native.plans.products import copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder, Traced
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
-from nc.onednn.api import Unimplemented
 from nc.onednn.primitives import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
 
 _aten = torch.ops.aten
@@ -34,19 +33,29 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     left, right, *others = (_of_dims(value, dims) for value in (left, right, *others))
     batch = torch.broadcast_shapes(left.tensor.shape[:-2], right.tensor.shape[:-2])
     sizes = *batch, left.tensor.shape[-2], right.tensor.shape[-1]
-    if not math.prod((*sizes, left.tensor.shape[-1])):
+    if not math.prod(sizes):
+        return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"])
+    if not left.tensor.shape[-1]:
         return None
-    try:
-        return _multiply(recorder, node, a, (left, right), sizes, a["output_dtype"], others)
-    except Unimplemented:  # some broadcasts behind it have no kernel
-        if not others:
-            raise
-    result = _multiply(recorder, node, a, (left, right), sizes, torch.float32, ())
-    for name, other in zip(a["how"][:-1], others[:-1], strict=True):
-        result = combine(recorder, node, name, result, other)
-    codes = None if a["output_dtype"] is torch.float32 else (a["output_scale"], a["output_zero_point"])
-    target = Desc(tuple(sizes), _strides(node, sizes), a["output_dtype"])
-    return combine(recorder, node, a["how"][-1], result, others[-1], target, codes)
+
+    def multiply(dtype: torch.dtype, others: Sequence[Traced]) -> Traced:
+        return _multiply(recorder, node, a, (left, right), sizes, dtype, others)
+
+    def separately() -> Traced:
+        result = multiply(torch.float32, ())
+        for name, other in zip(a["how"][:-1], others[:-1], strict=True):
+            result = combine(recorder, node, name, result, other)
+        codes = None if a["output_dtype"] is torch.float32 else (a["output_scale"], a["output_zero_point"])
+        target = Desc(tuple(sizes), _strides(node, sizes), a["output_dtype"])
+        return combine(recorder, node, a["how"][-1], result, others[-1], target, codes)
+
+    def expanded() -> Traced:
+        return multiply(a["output_dtype"], [recorder.expanded(other, sizes, node) for other in others])
+
+    # kernels know some broadcasts of what follows, but not all
+    ways = (lambda: multiply(a["output_dtype"], others), *((separately, expanded) if others else ()))
+    result: Traced | None = recorder.first_possible(*ways)
+    return result
 
 
 def _multiply(
@@ -67,6 +76,8 @@ def _multiply(
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
     target = Desc(tuple(sizes), _strides(node, sizes), dtype)
     left, right = sides
+    if left.tensor.shape[-1] == 1:  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
+        right = _in_rows(recorder, right, node)
     primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
     if primitive.is_reference and not others:  # perhaps because of how the sides lie
         left, right = _in_rows(recorder, left, node), _in_rows(recorder, right, node)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.operators import product
 from nc.backends.native.plans import attention, others, products
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Plan
@@ -186,7 +187,7 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 def why_not(module: fx.GraphModule) -> str:
     """Why a graph is not to be planned here, as far as that is known before; "" when it may be."""
     overloads = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    if not any(overload.namespace == "onednn" for overload in overloads):
+    if not any(overload.namespace == "onednn" or overload is product() for overload in overloads):
         return "this graph has no static int8 kernel, whose set-up could be kept"
     # oneDNN's sums change memory that the graph has given them
     if any(overload._schema.is_mutable and overload.namespace != "onednn" for overload in overloads):

@@ -45,11 +45,13 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     post = _unary(a, "post_op_name", "unary_post_op")
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None) or x.tensor.dim() < 1:
         return None
+    outputs, inputs = weight.shape
+    sizes = *x.tensor.shape[:-1], outputs
+    if not x.tensor.numel():
+        return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
     rows = _rows(x)
     if rows is None:
         return None
-    outputs, inputs = weight.shape
-    sizes = *x.tensor.shape[:-1], outputs
     other, binary = recorder.read(a.get("other")), a.get("binary_post_op", "none")
     if binary == "sum":  # into the memory of the other side, which the graph has made free
         if other is None or other.root is None or not other.tensor.is_contiguous():

@@ -145,6 +145,25 @@ class Recorder:
         traced = self.read(value)
         return traced.tensor if traced is not None and traced.root is None else None
 
+    def first_possible(self, *ways: Callable[[], Any]) -> Any:
+        """What the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
+        for way in ways:
+            before = len(self._entries)
+            with contextlib.suppress(Unimplemented):
+                return way()
+            del self._entries[before:]
+        return None
+
+    def expanded(self, x: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
+        """A tensor repeated to these sizes, by torch."""
+        tensor = x.tensor.expand(tuple(sizes)).contiguous()
+        if x.root is None:
+            return Traced(tensor, None)
+        slot = self._slot(tensor)
+        arguments = self._refs(x), list(sizes)
+        self._entries.append(AtenCall(torch.ops.aten.expand_copy.default, arguments, {}, (slot.index,), Step(name="aten::expand_copy")))
+        return Traced(tensor, slot)
+
     def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Traced:
         """Memory for a result."""
         tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype)
@@ -215,10 +234,9 @@ class Recorder:
         """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
         if handler is not None and _reads_inputs((args, kwargs)):
-            with contextlib.suppress(Unimplemented):  # ATen computes it
-                result = handler(self, node, _by_name(node, args, kwargs))
-                if result is not None:
-                    return result
+            result = self.first_possible(lambda: handler(self, node, _by_name(node, args, kwargs)))
+            if result is not None:
+                return result
         return self._aten(node, args, kwargs)
 
     def _arguments(self, value: Any) -> Any:
