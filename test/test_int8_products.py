@@ -101,9 +101,10 @@ def test_attention_is_int8(form, config):
         (lambda self, x: self.out(self.a(x).unsqueeze(0) @ self.b(x).transpose(-1, -2)), [(3, 7, 16)]),
         (lambda self, x, y: self.out(self.a(x) @ self.b(y).transpose(-1, -2)), [(2, 3, 7, 16), (7, 16)]),
         (lambda self, x: self.out((y := self.a(x)) @ y.transpose(-1, -2)), [(3, 7, 16)]),
+        (lambda self, x: self.b((y := self.a(x)) @ y), [(3, 16, 16)]),
         (lambda self, x: self.out(((y := self.a(x)) @ y.transpose(-1, -2) / 3.0).softmax(-1)), [(3, 7, 16)]),
     ],
-    ids=["of two dimensions", "bmm", "broadcast left", "broadcast right", "with itself", "a quotient"],
+    ids=["of two dimensions", "bmm", "broadcast left", "broadcast right", "with its transpose", "with itself", "a quotient"],
 )
 def test_products_of_all_dimensions(forward, shapes):
     model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16), out=nn.Linear(7, 4)).eval()

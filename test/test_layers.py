@@ -240,6 +240,7 @@ INSIDE = {
         ("nc.backends.native.plans.attention",),
         ("nc.backends.native.plans.model",),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.matmul", "nc.backends.native.merge"),
+        ("nc.backends.native.transposed",),
         ("nc.backends.native.inductor_names",),
         ("nc.backends.native.passes",),
         ("nc.backends.native.lower",),

@@ -48,7 +48,6 @@ def without_plans(monkeypatch):
 
 class TestNative(BackendSuite):
     backend = "native"
-    without_kernel = ("conv_transpose2d",)
 
     @pytest.mark.parametrize("name", MODELS)
     def test_what_was_asked_runs_in_int8(self, converted, name):
@@ -442,7 +441,6 @@ def test_odd_shapes_run_in_int8_or_say_why_not(name):
 
 
 REFUSED = {
-    "conv_transpose2d": (lambda self, x: self.b(self.a(x)), nn.ConvTranspose2d, "b", "conv_transpose2d has no oneDNN int8 kernel in torch"),
     "matmul": (lambda self, x: self.a(x) @ self.b(x)[0, 0, 0], nn.Conv2d, "matmul", "one of its inputs is a vector"),
     "add": (lambda self, x: F.relu(self.a(x)) + F.relu(self.b(x)), nn.Conv2d, "add", "in front of it"),
     "sum that is read elsewhere": (

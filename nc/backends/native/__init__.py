@@ -22,13 +22,18 @@ from nc.spec import Capabilities, OpSupport
 NAME = "native"
 _ACTIVATIONS = ("uint8", "int8")
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
+_PLANS = "in plans of oneDNN primitives"
+_TRANSPOSED = f"groups=1 per channel, else per tensor; {_PLANS}"
 
 OPS = (
     OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",), dynamic=("per_token", "per_tensor")),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="matmul", activations=_ACTIVATIONS, note="in plans of oneDNN primitives"),
+    OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="matmul", activations=_ACTIVATIONS, note=_PLANS),
     OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),

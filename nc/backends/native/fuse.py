@@ -27,12 +27,14 @@ _READS_SHAPE = frozenset({*_CONVOLUTIONS.values(), onednn.qconv2d_pointwise.bina
 #: Where `note_shapes` leaves the shape that a convolution reads.
 _SHAPE = "reads"
 _LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+_TRANSPOSED = frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"})
 #: Activations that a kernel computes on its way out.
 _ACTIVATIONS = {
     "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
     "conv1d": frozenset({"relu"}),
     "conv2d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
     "conv3d": frozenset(),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _TRANSPOSED),
 }
 
 
@@ -151,17 +153,17 @@ def why_not_int8(node: fx.Node) -> str:
     if kind == "add":
         return _why_not_added(node)
     if kind == "linear":
-        return _why_no_codes(node)
+        return why_no_codes(node)
     if kind not in _CONVOLUTIONS:
         return f"{kind} has no oneDNN int8 kernel in torch {torch.__version__}"
     if getattr(node.target, "_overloadname", "default") != "default":
         return "its padding differs from side to side, and kernels take one number for both"
     if Conv.of(node).input.meta["val"].dim() != Conv.of(node).weight.meta["val"].dim():
         return "its input has no batch dimension, which kernels need"
-    return _why_no_codes(node)
+    return why_no_codes(node)
 
 
-def _why_no_codes(node: fx.Node) -> str:
+def why_no_codes(node: fx.Node) -> str:
     """Why a linear or convolution does not multiply codes by constant codes; "" where it does."""
     x, weight = Weighted.of(node).input, Weighted.of(node).weight
     if weight.target not in (dequantize_per_channel, dequantize_per_tensor):
@@ -191,7 +193,7 @@ def _why_not_added(add: fx.Node) -> str:
 
 def reads_codes(node: fx.Node) -> bool:
     """Whether a linear or convolution reads codes, and has constant ones as its weight."""
-    return not _why_no_codes(node)
+    return not why_no_codes(node)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -224,7 +226,7 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
         call = (_linear if _kind(region) == "linear" else _convolution)(module, region)
-    call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in _operators(n)])
+    call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in operators_of(n)])
     if region.codes is None and not region.bf16:
         last.replace_all_uses_with(call)
     else:
@@ -242,7 +244,7 @@ def _kind(region: Region) -> str:
     return kind
 
 
-def _operators(node: fx.Node) -> list[str]:
+def operators_of(node: fx.Node) -> list[str]:
     """Names of the operators that a node computes."""
     return node.meta.get("operators") or [node.meta[key] for key in ("operator",) if key in node.meta]
 

@@ -39,26 +39,51 @@ class Region:
 
 
 def signed(module: fx.GraphModule) -> None:
-    """The second input of each product gets its uint8 codes less 128, as int8: kernels take nothing else there."""
+    """The second input of each product gets its uint8 codes less 128, as int8: kernels take nothing else there.
+
+    Where nothing else computes with the codes they become int8 altogether, so that a graph with more outputs runs the same kernels.
+    """
     for node in list(module.graph.nodes):
-        if kind_of_node(node) != "matmul" or why_not_product(node):
+        if kind_of_node(node) != "matmul" or why_not_product(node) or reads_int8(node):
             continue
-        right = Binary.of(node).right
-        codes = Dequantize.of(right).codes
-        old = Quantize.of(codes)
-        if old.dtype is torch.int8:
-            continue  # another product reads them too
-        zero_point = old.numbers[1] - _SHIFT
-        with module.graph.inserting_before(codes):
-            limits = old.quant_min - _SHIFT, old.quant_max - _SHIFT
-            new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, zero_point, *limits, torch.int8)
-            value = call_operator(module.graph, dequantize_per_tensor, new, old.scale, zero_point, torch.int8)
-        new.meta.update(codes.meta)
-        value.meta.update(right.meta)
-        for user in list(right.users):
-            if kind_of_node(user) == "matmul" and not why_not_product(user) and Binary.of(user).right is right:
+        codes = Dequantize.of(Binary.of(node).right).codes
+        right_sides = [(user, value) for value in codes.users for user in value.users if _is_right_side(user, value)]
+        shared = any(user.op != "output" and not _is_only_right(user, value) for value in codes.users for user in value.users)
+        with module.graph.inserting_after(codes):
+            new = _shifted(module, codes)
+        for value in list(codes.users):
+            if not shared:
+                _read(value, new)
+        if shared:
+            with module.graph.inserting_after(new):
+                value = call_operator(module.graph, dequantize_per_tensor, new, *Quantize.of(new).qparams, torch.int8)
+            value.meta.update(right_sides[0][1].meta)
+            for user, _ in right_sides:
                 set_argument(user, "right", value)
     _drop_unread(module)
+
+
+def _is_right_side(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a product that has a kernel reads a value on its right side."""
+    return kind_of_node(node) == "matmul" and not why_not_product(node) and Binary.of(node).right is value
+
+
+def _is_only_right(node: fx.Node, value: fx.Node) -> bool:
+    return _is_right_side(node, value) and Binary.of(node).left is not value
+
+
+def _shifted(module: fx.GraphModule, codes: fx.Node) -> fx.Node:
+    """The same quantize node with int8 codes."""
+    old = Quantize.of(codes)
+    limits = old.quant_min - _SHIFT, old.quant_max - _SHIFT
+    new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8)
+    new.meta.update(codes.meta)
+    return new
+
+
+def _read(value: fx.Node, codes: fx.Node) -> None:
+    """Let a dequantize node read other codes."""
+    value.args = (codes, *Quantize.of(codes).qparams, torch.int8)
 
 
 def fuse_products(module: fx.GraphModule) -> None:

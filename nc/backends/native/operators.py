@@ -8,11 +8,12 @@ puts oneDNN's operator back. The product of two activations is for plans, becaus
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from nc.graph.catalogue import schema_arguments
 from nc.graph.views import set_argument
@@ -23,6 +24,11 @@ SUM = _onednn.qconv2d_pointwise.binary
 _PRODUCT = (
     "qmatmul(Tensor left, float left_scale, int left_zero_point, Tensor right, float right_scale, int right_zero_point, float factor, "
     "Tensor[] others, str[] how, float output_scale, int output_zero_point, ScalarType output_dtype) -> Tensor"
+)
+_TRANSPOSED = (
+    "qconv_transpose(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, Tensor? bias, int[] stride, int[] padding, "
+    "int[] output_padding, int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, str attr, "
+    "float[] scalars, str algorithm) -> Tensor"
 )
 #: Its argument for the tensor that it adds to, and where that stands.
 ACCUMULATOR = "qaccum"
@@ -36,9 +42,11 @@ def library() -> torch.library.Library:
     for kernel in (_onednn.qlinear_prepack.default, _onednn.qconv_prepack.default):
         _define(own, kernel._schema.name.partition("::")[2], kernel, kernel, _packed)
     _define(own, "qconv2d_sum", SUM, _sum, _like_accumulator)
-    own.define(_PRODUCT)  # type: ignore[no-untyped-call] # torch does not annotate it
-    own.impl("qmatmul", _product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
-    torch.library.register_fake("nc_native::qmatmul", _product_like, lib=own)
+    for schema, run, fake in ((_PRODUCT, _product, _product_like), (_TRANSPOSED, _transposed, _transposed_like)):
+        name = schema[: schema.index("(")]
+        own.define(schema)  # type: ignore[no-untyped-call] # torch does not annotate it
+        own.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
+        torch.library.register_fake(f"nc_native::{name}", fake, lib=own)
     return own
 
 
@@ -55,6 +63,12 @@ def product() -> torch._ops.OpOverload:
     """
     library()
     return torch.ops.nc_native.qmatmul.default
+
+
+def transposed_convolution() -> torch._ops.OpOverload:
+    """A transposed convolution of uint8 codes with int8 codes, and an activation; for plans as well."""
+    library()
+    return torch.ops.nc_native.qconv_transpose.default
 
 
 def prepack(kind: str) -> torch._ops.OpOverload:
@@ -121,12 +135,60 @@ def _product(
     values = affine.dequantize(left, left_scale, left_zero_point) @ affine.dequantize(right, right_scale, right_zero_point) * factor
     for name, other in zip(how, others, strict=True):
         values = values + other if name == "add" else values * other
-    if not output_dtype.is_floating_point:
-        limits = torch.iinfo(output_dtype)
-        values = affine.quantize(values, output_scale, output_zero_point, limits.min, limits.max, dtype=output_dtype)
-    return values
+    return _stored(values, output_scale, output_zero_point, output_dtype)
+
+
+def _stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values as the result of a kernel: as they are, or as codes."""
+    if dtype.is_floating_point:
+        return values.to(dtype)
+    limits = torch.iinfo(dtype)
+    return affine.quantize(values, scale, zero_point, limits.min, limits.max, dtype=dtype)
 
 
 def _product_like(left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any) -> torch.Tensor:
     sizes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     return left.new_empty((*sizes, left.shape[-2], right.shape[-1]), dtype=rest[-1])
+
+
+def _transposed(
+    qx: torch.Tensor,
+    x_scale: float,
+    x_zero_point: int,
+    qw: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    output_scale: float,
+    output_zero_point: int,
+    output_dtype: torch.dtype,
+    attr: str,
+    scalars: Sequence[float],
+    algorithm: str,
+) -> torch.Tensor:
+    weight = qw.float() * w_scale.view(1, -1, *[1] * (qw.dim() - 2))
+    convolution = {3: functional.conv_transpose1d, 4: functional.conv_transpose2d, 5: functional.conv_transpose3d}[qx.dim()]
+    x = affine.dequantize(qx, x_scale, x_zero_point)
+    values = convolution(x, weight, bias, list(stride), list(padding), list(output_padding), groups, list(dilation))
+    return _stored(ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype)
+
+
+def _transposed_like(qx: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _transposed(qx, *rest)
+
+
+#: Activations by the names that oneDNN's operators of torch have for them; arguments are values, numbers and the algorithm.
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Sequence[float], str], torch.Tensor]] = {
+    "none": lambda x, _, __: x,
+    "relu": lambda x, _, __: functional.relu(x),
+    "gelu": lambda x, _, algorithm: functional.gelu(x, approximate=algorithm),
+    "swish": lambda x, _, __: functional.silu(x),
+    "leaky_relu": lambda x, numbers, _: functional.leaky_relu(x, numbers[0]),
+    "hardtanh": lambda x, numbers, _: x.clamp(numbers[0], numbers[1]),
+    "hardswish": lambda x, _, __: functional.hardswish(x),
+    "tanh": lambda x, _, __: x.tanh(),
+}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import product
+from nc.backends.native.operators import transposed_convolution
 from nc.backends.native.plans import attention, others, products
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Plan
@@ -21,6 +21,7 @@ from nc.backends.native.plans.recorder import Recorder, Weights
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
 from nc.errors import BackendError, BackendUnavailableError
+from nc.graph.catalogue import schema_arguments
 from nc.onednn.providers import Provider, provider
 from nc.onednn.runner import Runner, runner
 
@@ -28,6 +29,7 @@ _Run = Callable[..., Sequence[Any]]
 _Key = tuple[Any, ...]
 _HANDLERS = {**products.HANDLERS, **others.HANDLERS, **attention.HANDLERS}
 _LATER = {**products.LATER, **others.LATER}
+_OWN = ("matmul", "deconvolution")
 #: Plans of a model; the one that was used longest ago goes.
 _MOST_PLANS = 64
 
@@ -111,15 +113,16 @@ class PlannedModel:
         return {operator: " or ".join(kernels) for operator, kernels in found.items()}
 
     def multiplied(self) -> frozenset[str]:
-        """Operators whose products of two activations are primitives in all plans that there are."""
+        """Operators that are primitives in all plans that there are, of those that torch has no kernel for."""
         entries = [entry for plan in self._plans.values() if isinstance(plan, Plan) for entry in plan.entries]
-        primitives = {name for e in entries if isinstance(e, Call) and e.primitive.kind == "matmul" for name in e.step.operators}
+        primitives = {name for e in entries if isinstance(e, Call) and e.primitive.kind in _OWN for name in e.step.operators}
         return frozenset(primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators})
 
     def weight_bytes(self) -> int:
         """Bytes of the constants that it holds: packed weights, and what is no weight."""
         nodes = self._module.graph.nodes
         packed = {source for node in nodes if node.target in products.PREPACKS for source in node.all_input_nodes}
+        packed |= {schema_arguments(node)["qw"] for node in nodes if node.target is transposed_convolution()}
         names = {str(node.target) for node in nodes if node.op == "get_attr" and node not in packed}
         values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
         return sum(value.numel() * value.element_size() for value in values) + self._weights.size()
@@ -187,7 +190,7 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 def why_not(module: fx.GraphModule) -> str:
     """Why a graph is not to be planned here, as far as that is known before; "" when it may be."""
     overloads = [n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    if not any(overload.namespace == "onednn" or overload is product() for overload in overloads):
+    if not any(overload.namespace in ("onednn", "nc_native") for overload in overloads):
         return "this graph has no static int8 kernel, whose set-up could be kept"
     # oneDNN's sums change memory that the graph has given them
     if any(overload._schema.is_mutable and overload.namespace != "onednn" for overload in overloads):

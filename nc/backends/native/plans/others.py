@@ -321,7 +321,8 @@ def _flat(*tensors: Traced) -> list[Desc]:
 
 def _read_by_convolutions(node: fx.Node) -> bool:
     """Whether some convolution reads a node's codes, perhaps padded."""
-    return any(str(user.target).startswith("onednn.qconv") or (user.target in PADS and _read_by_convolutions(user)) for user in node.users)
+    names = "onednn.qconv", "nc_native.qconv"
+    return any(str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user)) for user in node.users)
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from nc.backends.native.operators import prepack
+from nc.backends.native.operators import prepack, transposed_convolution
 from nc.backends.native.plans.recorder import Handler, Later, Recorder, Traced
 from nc.errors import BackendError
 from nc.onednn.primitives import (
@@ -125,6 +126,44 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
 
     primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
+    recorder.call(primitive, tensors, node)
+    return result
+
+
+def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`nc_native::qconv_transpose`."""
+    x, weight, scales, bias = (
+        recorder.read(a["qx"]),
+        recorder.constant(a["qw"]),
+        recorder.constant(a["w_scale"]),
+        _bias(recorder, a["bias"]),
+    )
+    post = _unary(a, "attr")
+    if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
+        return None
+    x, groups = channels_last(recorder, x, node), a["groups"]
+    ends = [pad - more for pad, more in zip(a["padding"], a["output_padding"], strict=True)]
+    geometry = Geometry(tuple(a["stride"]), tuple(a["padding"]), tuple(ends), tuple(a["dilation"]), transposed=True)
+    how = zip(x.tensor.shape[2:], weight.shape[2:], geometry.strides, geometry.before, geometry.after, geometry.dilations, strict=True)
+    outputs = weight.shape[1] * groups
+    spatial = [(i - 1) * stride - before - after + dilation * (k - 1) + 1 for i, k, stride, before, after, dilation in how]
+    sizes = x.tensor.shape[0], outputs, *spatial
+    if not math.prod((*sizes, x.tensor.numel())):
+        return None
+    result = recorder.new(sizes, channels_last_strides(sizes), a["output_dtype"])
+    # [in, out / groups, ...] as [groups, out / groups, in / groups, ...]
+    by_groups = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    by_groups = by_groups if groups > 1 else by_groups[0]
+    tensors: dict[int, Any] = {SRC: x, DST: result}
+    attributes = _attributes(a, tensors, scales, 3 if groups > 1 else 1, a["output_dtype"], post)
+    bias_desc = None if bias is None else Desc.dense((outputs,), torch.float32)
+    if bias is not None:
+        tensors[BIAS] = bias
+
+    def make(weights: Desc | Layout) -> Primitive:
+        return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
+
+    primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.of(by_groups))
     recorder.call(primitive, tensors, node)
     return result
 
@@ -261,4 +300,5 @@ HANDLERS: Mapping[Any, Handler] = {
     _onednn.qconv2d_pointwise.default: convolution,
     _onednn.qconv2d_pointwise.binary: convolution,
     _onednn.qconv3d_pointwise.default: convolution,
+    transposed_convolution(): transposed,
 }
