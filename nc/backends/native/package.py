@@ -24,6 +24,7 @@ from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.ops import quant_linear
+from nc.plan import Decision
 
 #: Constants stay constants, so that weights are packed at compile time.
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}
@@ -121,27 +122,31 @@ def _check_static(graph: QDQGraph) -> None:
 
 
 def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
-    """Raise UnsupportedError when an operator with a weight that was asked to run in int8 has no kernel, and warn of products.
+    """Warn of what only plans have int8 kernels for; raise UnsupportedError when another operator that was asked to run in int8 has none.
 
     The program would compute them in fp32.
     """
     found = executed(module)
     without = [d for d in graph.plan.quantized if found.get(d.operator) != "int8"]
-    products = [d.operator for d in without if d.kind == "matmul"]
-    if products:
+    planned = [d.operator for d in without if _only_planned(d)]
+    if planned:
         msg = (
-            f"The program computes {len(products)} products of two activations in fp32, between codes: {_some(products)}. AOTInductor has "
-            'no int8 kernel for them. In fp32 without codes they are faster: set_local("matmul", StaticQuantConfig(w_dtype="fp32", '
-            'act_dtype="fp32")).'
+            f"The program computes {len(planned)} of {len(graph.plan.quantized)} quantized operators in fp32, between codes: "
+            f"{_some(planned)}. AOTInductor has no int8 kernels for products of two activations and transposed convolutions. Without codes "
+            'they are faster: set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).'
         )
         warnings.warn(msg, NCWarning, stacklevel=4)
-    names = [d.operator for d in without if d.kind != "matmul"]
+    names = [d.operator for d in without if not _only_planned(d)]
     if names:
         msg = (
             f"export_pt2() has no int8 kernel for {len(names)} of {len(graph.plan.quantized)} quantized operators: {', '.join(names)}. "
             "The program would compute them in fp32. Exclude them from quantization: config.exclude(name) for each."
         )
         raise UnsupportedError(msg)
+
+
+def _only_planned(decision: Decision) -> bool:
+    return decision.kind == "matmul" or decision.kind.startswith("conv_transpose")
 
 
 def _some(names: Sequence[str]) -> str:
