@@ -19,6 +19,7 @@ from nc import (
     ConfigError,
     DynamicQuantConfig,
     StaticQuantConfig,
+    UnsupportedError,
     VerificationError,
     available_backends,
     export_openvino,
@@ -27,14 +28,15 @@ from nc import (
 from nc.backends import AUTO, cpu, get_backend
 from nc.backends.openvino import program
 from nc.backends.passes import Pass
+from nc.capture.capture import capture
 from nc.ops import quant_linear
+from nc.planning.rules import fit, resolve
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["openvino"]), reason=available_backends()["openvino"] or "it can run")
 
 
 class TestOpenVINO(BackendSuite):
     backend = "openvino"
-    without_kernel = ("matmul",)
 
     @pytest.mark.parametrize("name", MODELS)
     def test_what_was_asked_runs_in_int8(self, converted, name):
@@ -69,6 +71,29 @@ def test_what_does_not_run_in_int8_says_what_it_is():
     assert runs["query"].ran == "int8"
     assert runs["matmul"].ran == "fp32"
     assert runs["matmul"].reason.startswith(("OpenVINO computes it by a layer", "OpenVINO's runtime model names no layer"))
+
+
+def test_products_of_two_activations_are_symmetric_and_int8():
+    x = torch.randn(2, 6, 32)
+    q = quantized(Attention(), x, None, "openvino")
+    assert {op.operator: op.ran for op in q.report().ops if op.kind == "matmul"} == {"matmul": "int8", "matmul_1": "int8"}
+    specs = {d.operator: str(d.spec.activation) for d in q.graph.plan.decisions if d.kind in ("matmul", "linear")}
+    assert specs["matmul"] == specs["matmul_1"] == "int8 sym"
+    assert specs["query"] == "uint8 affine"
+
+
+def test_affine_products_are_refused_where_a_rule_asks_for_them_and_stay_fp32_from_another_plan():
+    x = torch.randn(2, 6, 32)
+    graph = capture(Attention().eval(), x)
+    capabilities = get_backend("openvino").capabilities()
+    affine = StaticQuantConfig(act_dtype="uint8", act_sym=False)
+    with pytest.raises(UnsupportedError, match=r"act_dtype='uint8' \(rule: .*'matmul'.*\) has no kernel .* legal there: int8"):
+        resolve(StaticQuantConfig().set_local("matmul", affine), graph, capabilities)
+    with pytest.raises(UnsupportedError, match=r"act_sym=False \(rule: .*'matmul'.*\) has no kernel .* legal there: True"):
+        resolve(StaticQuantConfig().set_local("matmul", StaticQuantConfig(act_dtype="int8", act_sym=False)), graph, capabilities)
+    assert resolve(affine, graph, capabilities)["matmul"].spec.activation.symmetric  # a rule for all says nothing of this kernel
+    plan = resolve(StaticQuantConfig(), graph, get_backend("reference").capabilities())
+    assert (plan["matmul"].spec.precision, fit(plan, capabilities)["matmul"].spec.precision) == ("int8", "fp32")
 
 
 @pytest.mark.parametrize("value", ["contiguous", "transposed"])

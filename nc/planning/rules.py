@@ -106,6 +106,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     values, sources = merged(matches)
     if row is not None and chosen.config.family == "dynamic":
         _take_granularity_of_kernel(values, sources, row)
+    if row is not None and row.symmetric and spec_of(chosen.config.algorithm, values, op.kind).mode == "static":
+        _take_codes_of_kernel(values, sources, row, is_global=chosen.rule.level is Level.GLOBAL)
     base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
     try:
         chosen.config.check_values(values)
@@ -169,6 +171,13 @@ def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str],
         values[name], sources[name] = row.dynamic[0], "kernel"
 
 
+def _take_codes_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport, *, is_global: bool) -> None:
+    """Use the codes of a kernel that takes symmetric ones only, if no rule for this operator or type sets others."""
+    for name, value in (("act_dtype", row.activations[0]), ("act_sym", True)):
+        if values[name] != value and (is_global or sources[name] == DEFAULT):
+            values[name], sources[name] = value, "kernel"
+
+
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """The spec of an operator of some kind, for a strategy and the values of its fields."""
     weight = TensorSpec(
@@ -205,7 +214,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         row = capabilities.row(d.kind)
         if not d.spec.quantized:
             decisions.append(d)
-        elif row is None or not row.supports(d.spec.mode):
+        elif row is None or not row.supports(d.spec.mode) or (row.symmetric and not d.spec.input(0).symmetric):
             low = d.fallback == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
         else:
@@ -237,6 +246,8 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
         field, value, legal = "act_granularity", str(spec.input(0).granularity), row.dynamic
         if row.affine_only and spec.input(0).symmetric:
             field, value, legal = "act_sym", True, ("False",)
+    elif row.symmetric and not spec.input(0).symmetric:
+        field, value, legal = "act_sym", False, ("True",)
     if value not in legal:
         msg = (
             f"Operator {operator!r} ({row.kind}): {field}={value!r} (rule: {rule}) has no kernel on backend "

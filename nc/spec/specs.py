@@ -241,6 +241,7 @@ class OpSupport:
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
         weights: dtypes that it takes as weight (empty: the operator has none).
         fake: formats that it simulates at any role (empty: none).
+        symmetric: as static operator it takes symmetric activations only.
         affine_only: as dynamic operator it takes affine activations only.
         grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
             one first.
@@ -255,6 +256,7 @@ class OpSupport:
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
     fake: tuple[str, ...] = ()
+    symmetric: bool = False
     affine_only: bool = False
     grouped_weights: tuple[str, ...] = ("per_tensor",)
     note: str = ""

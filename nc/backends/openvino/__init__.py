@@ -17,7 +17,6 @@ _INSTALL = "pip install 'nc-quant[openvino]'"
 _ACTIVATIONS = ("uint8", "int8")
 _TRANSPOSED = "groups=1 per channel, else per tensor"
 
-# No row for matmul: OpenVINO wants symmetric int8 inputs there, which a row can't say, so attention stays one call in fp32.
 OPS = (
     OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
@@ -26,6 +25,7 @@ OPS = (
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
+    OpSupport(kind="matmul", activations=("int8",), symmetric=True, note="symmetric"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 
