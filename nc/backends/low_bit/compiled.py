@@ -1,0 +1,154 @@
+"""Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
+
+Two forms. `C_FP32` multiplies and sums in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the reference does,
+and sums the products with codes in int32, exactly, for each group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from nc.backends import cpu
+from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.c_code.build import load
+from nc.errors import BackendError, BackendUnavailableError
+from nc.numerics.packed_weight import PackedWeight
+
+#: Outputs of a panel, and what K is padded to where one group covers a row.
+PANEL, STEP = 16, 32
+#: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
+ISAS = {
+    "avx512_vnni": (3, ("avx512f", "avx512_vnni")),
+    "avx512": (2, ("avx512f",)),
+    "avx_vnni": (1, ("avx_vnni",)),
+    "avx2": (0, ()),
+}
+_ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """Why the C code can't be used here; "" when it can."""
+    try:
+        _library()
+    except (BackendUnavailableError, OSError) as error:
+        return f"its C code is not there: {error}"
+    return ""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The compiled code; it runs on the threads of the OpenMP library that torch uses."""
+    library = load("low_bit")
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.nc_low_bit_linear.argtypes = (pointer, number, number, *(pointer,) * 7, number, ctypes.c_int, number)
+    library.nc_low_bit_threads.argtypes = (pointer,) * 3
+    found = _openmp()
+    if found is not None:
+        library.nc_low_bit_threads(*found)
+    return library
+
+
+def _openmp() -> tuple[int | None, ...] | None:
+    """Addresses of functions of the OpenMP library that torch's own operators call; None where they use another kind of threads."""
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    for path in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):  # as the linker looks for torch: first what all can see
+        try:
+            library = ctypes.CDLL(None if path is None else str(path))
+            return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def isa() -> int:
+    """The best instruction set that this CPU has and the user allows."""
+    return next(number for number, needed in ISAS.values() if all(feature in cpu.features() for feature in needed))
+
+
+def _pack(weight: PackedWeight) -> PackedLayout:
+    """(codes, scales, offsets or None, values of 4-bit codes, sizes); `low_bit.c` says how they lie."""
+    form, params, (outputs, inputs) = weight.form, weight.params, weight.shape
+    size = 4 if form.bits <= 4 else 8
+    group = form.group(inputs)
+    padded = -(-inputs // STEP) * STEP
+    panels = -(-outputs // PANEL)
+    codes = weight.unpacked().view(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, padded - inputs, 0, panels * PANEL - outputs))
+    if size == 4:
+        low, high = codes.view(panels, PANEL, padded // 8, 2, 4).unbind(3)
+        codes = low | high << 4
+    else:
+        codes = codes.view(panels, PANEL, padded // 4, 4)
+    values = torch.zeros(16)
+    if form.dtype.kind == "float":
+        values[: len(form.dtype.values)] = torch.tensor(form.dtype.values)
+    else:
+        values[:] = torch.arange(16.0) - form.middle
+    offset = None
+    if params.minimum is not None:
+        offset = params.minimum + form.middle * params.scale
+    elif params.zero is not None:
+        offset = (form.middle - params.zero) * params.scale
+    sizes = torch.tensor([outputs, inputs, padded, padded if group == inputs else group, size, form.middle])
+    return codes.permute(0, 2, 1, 3).contiguous(), _panels(params.scale), None if offset is None else _panels(offset), values, sizes
+
+
+def _panels(factors: torch.Tensor) -> torch.Tensor:
+    """[N, G] → [panels, G, 16]."""
+    outputs, groups = factors.shape
+    padded = torch.nn.functional.pad(factors, (0, 0, 0, -outputs % PANEL))
+    return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+
+
+def linear(
+    x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0, best: int | None = None
+) -> torch.Tensor:
+    """`x @ W.T + bias`, fp32.
+
+    Args:
+        x: fp32 or bf16, shape [M, K].
+        layout: of `_pack`.
+        weight: W, shape [N, K].
+        bias: shape [N].
+        block: 0: x is multiplied as it is; -1: each row is rounded to int8; else so many elements (32) with a scale of their own.
+        best: the best instruction set that may be used, a number of `ISAS`; None: see `isa`.
+
+    Raises:
+        BackendError: the code can't run.
+    """
+    codes, scale, offset, values, sizes = layout
+    assert codes is not None
+    assert scale is not None
+    assert values is not None
+    assert sizes is not None
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    x = x.float().contiguous()
+    if not block and inputs % STEP:
+        x = torch.nn.functional.pad(x, (0, -inputs % STEP))
+    if bias is not None:
+        bias = bias.float().contiguous()
+    result = torch.empty(rows, outputs)
+    failed = _library().nc_low_bit_linear(
+        x.data_ptr(),
+        rows,
+        x.shape[1],
+        sizes.data_ptr(),
+        codes.data_ptr(),
+        scale.data_ptr(),
+        None if offset is None else offset.data_ptr(),
+        values.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        result.data_ptr(),
+        block,
+        isa() if best is None else best,
+        torch.get_num_threads(),
+    )
+    if failed:
+        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."
+        raise BackendError(msg)
+    return result

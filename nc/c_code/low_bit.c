@@ -1,0 +1,596 @@
+/* Linears with weights in a few bits: y = x W^T + bias, with W[n, k] = scale[n, g] * value(code[n, k]) + offset[n, g].
+ *
+ * The layout of a weight, the same for all instruction sets, is made of panels of 16 outputs:
+ *   4 bits: [panel][K / 8][16 outputs] words of 32 bits; byte i of a word has code k + i in its low half and code k + 4 + i in its high half
+ *   8 bits: [panel][K / 4][16 outputs] words of 32 bits; byte i of a word is code k + i
+ *   scales and offsets: [panel][group][16 outputs], fp32
+ * N is padded to a multiple of 16, and a row of K that is one group to a multiple of 32.
+ *
+ * Two forms:
+ *   fp32  codes become fp32 in registers (4 bits: by a table of 16 values; 8 bits: code - middle), multiplied and summed in fp32
+ *   int8  x is rounded to int8 with one scale for each block of its row; products are summed in int32 for each block: this is exact
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PANEL 16
+#define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
+#define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
+#define ROWS_AT_ONCE 256      /* so many rows of x are rounded at once: the scratch is bounded */
+
+enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
+enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3 };
+
+struct weight {
+    int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
+    int64_t group;                   /* input channels that share a scale */
+    int64_t bits, middle;            /* of a code: 4 or 8; the code of 0, for the int8 form and for 8 bits */
+    const uint8_t *codes;
+    const float *scale, *offset; /* offset may be null */
+    const float *table;          /* 16 values of 4-bit codes */
+};
+
+struct job {
+    struct weight w;
+    const float *x;     /* [rows, K] */
+    int64_t rows, stride; /* of x, in elements */
+    float *y;           /* [rows, N] */
+    const float *bias;  /* [N] or null */
+    float *group_sums;  /* [rows, groups]: sums of x (int8 form: of the rounded x) over a group; only with offsets */
+    /* int8 form */
+    int64_t block, blocks; /* elements of a block, blocks in a row */
+    int per_token;         /* one scale for all blocks of a row */
+    int8_t *codes;         /* [rows, padded] */
+    float *block_scale;    /* [rows, blocks] */
+    int32_t *block_start;  /* [rows, blocks]: - middle * sum of the codes, where sums start */
+};
+
+/* ---- threads: those of the OpenMP library that torch uses ---- */
+
+typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
+static parallel_t gomp_parallel;
+static int (*gomp_thread)(void), (*gomp_threads)(void);
+
+void nc_low_bit_threads(void *parallel, void *thread, void *threads)
+{
+    gomp_thread = (int (*)(void))thread;
+    gomp_threads = (int (*)(void))threads;
+    gomp_parallel = (parallel_t)parallel;
+}
+
+typedef void (*part_t)(const struct job *, int64_t start, int64_t stop);
+
+struct shared {
+    const struct job *job;
+    part_t part;
+    int64_t count, step;
+};
+
+static void share(void *data)
+{
+    const struct shared *s = data;
+    int64_t units = (s->count + s->step - 1) / s->step, threads = gomp_threads(), thread = gomp_thread();
+    int64_t start = units * thread / threads * s->step, stop = units * (thread + 1) / threads * s->step;
+    if (stop > s->count)
+        stop = s->count;
+    if (start < stop)
+        s->part(s->job, start, stop);
+}
+
+/* part(job, start, stop) for all of 0..count; `step` of them are not divided. */
+static void run(const struct job *job, part_t part, int64_t count, int64_t step, int64_t threads)
+{
+    struct shared s = {job, part, count, step};
+    int64_t units = (count + step - 1) / step;
+    if (threads > units)
+        threads = units;
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share, &s, (unsigned)threads, 0);
+    else
+        part(job, 0, count);
+}
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <immintrin.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define FOR_AVX2 __attribute__((target("avx2,fma")))
+#define FOR_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
+#define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define UNROLL _Pragma("GCC unroll 16")
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAS_AVX_VNNI 1
+#else
+#define HAS_AVX_VNNI 0
+#endif
+
+static inline int32_t word(const void *p)
+{
+    int32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+
+/* ---- rounding of x ---- */
+
+/* As choose_qparams of nc.numerics.affine: symmetric, 127 codes on each side; not a number where x has one or is infinite. */
+FOR_AVX2 static float block_scale(const float *x, int64_t count)
+{
+    __m256 largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f);
+    float amax = 0, unfit = 0, lanes[8];
+    int64_t k = 0;
+    for (; k + 8 <= count; k += 8) {
+        __m256 v = _mm256_loadu_ps(x + k);
+        largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, v));
+        bad = _mm256_fmadd_ps(v, _mm256_setzero_ps(), bad);
+    }
+    _mm256_storeu_ps(lanes, largest);
+    for (int i = 0; i < 8; i++)
+        amax = lanes[i] > amax ? lanes[i] : amax;
+    _mm256_storeu_ps(lanes, bad);
+    for (int i = 0; i < 8; i++)
+        unfit += lanes[i];
+    for (; k < count; k++) {
+        amax = fabsf(x[k]) > amax ? fabsf(x[k]) : amax;
+        unfit += x[k] * 0;
+    }
+    if (unfit != 0)
+        return NAN;
+    return amax < TINY_AMAX ? 1.0f : (float)((double)amax / 127);
+}
+
+/* Codes of `count` elements, 0 behind them up to `padded`; returns their sum. */
+FOR_AVX2 static int32_t round_block(const float *x, int64_t count, int64_t padded, float scale, int8_t *codes)
+{
+    __m256 by = _mm256_set1_ps(scale);
+    __m256i sums = _mm256_setzero_si256(), high = _mm256_set1_epi32(127), low = _mm256_set1_epi32(-127);
+    int32_t sum = 0, lanes[8];
+    int64_t k = 0;
+    if (!(scale == scale)) {
+        memset(codes, 0, padded);
+        return 0;
+    }
+    for (; k + 8 <= count; k += 8) {
+        __m256i q = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(x + k), by));
+        q = _mm256_min_epi32(_mm256_max_epi32(q, low), high);
+        sums = _mm256_add_epi32(sums, q);
+        __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
+        _mm_storel_epi64((__m128i *)(codes + k), _mm_packs_epi16(words, words));
+    }
+    _mm256_storeu_si256((__m256i *)lanes, sums);
+    for (int i = 0; i < 8; i++)
+        sum += lanes[i];
+    for (; k < count; k++) {
+        long q = lrintf(x[k] / scale);
+        codes[k] = (int8_t)(q > 127 ? 127 : q < -127 ? -127 : q);
+        sum += codes[k];
+    }
+    if (padded > count)
+        memset(codes + count, 0, padded - count);
+    return sum;
+}
+
+/* Rounds rows: codes, scales and starts of blocks, and where there are offsets the sums of groups. */
+static void round_rows(const struct job *j, int64_t start, int64_t stop)
+{
+    int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups;
+    for (int64_t m = start; m < stop; m++) {
+        const float *x = j->x + m * j->stride;
+        float scale = j->per_token ? block_scale(x, j->w.inputs) : 0;
+        if (j->group_sums)
+            memset(j->group_sums + m * groups, 0, sizeof(float) * groups);
+        for (int64_t b = 0; b < j->blocks; b++) {
+            int64_t at = b * j->block, padded = j->w.padded - at < j->block ? j->w.padded - at : j->block;
+            int64_t count = j->w.inputs - at < padded ? j->w.inputs - at : padded;
+            if (!j->per_token)
+                scale = block_scale(x + at, count);
+            int32_t sum = round_block(x + at, count, padded, scale, j->codes + m * j->w.padded + at);
+            j->block_scale[m * j->blocks + b] = scale;
+            j->block_start[m * j->blocks + b] = (int32_t)(-j->w.middle * sum);
+            if (j->group_sums)
+                j->group_sums[m * groups + b / each] += scale * (float)sum;
+        }
+    }
+}
+
+/* Sums of the groups of rows, for the fp32 form. */
+FOR_AVX2 static void sum_rows(const struct job *j, int64_t start, int64_t stop)
+{
+    int64_t groups = j->w.padded / j->w.group;
+    for (int64_t m = start; m < stop; m++)
+        for (int64_t g = 0; g < groups; g++) {
+            const float *x = j->x + m * j->stride + g * j->w.group;
+            __m256 sums = _mm256_setzero_ps();
+            float sum = 0, lanes[8];
+            for (int64_t k = 0; k < j->w.group; k += 8)
+                sums = _mm256_add_ps(sums, _mm256_loadu_ps(x + k));
+            _mm256_storeu_ps(lanes, sums);
+            for (int i = 0; i < 8; i++)
+                sum += lanes[i];
+            j->group_sums[m * groups + g] = sum;
+        }
+}
+
+/* ---- AVX-512: P panels times R rows ---- */
+
+INLINE FOR_AVX512 void finish_512(const struct job *j, int64_t p, int64_t m, __m512 sum)
+{
+    int64_t left = j->w.outputs - p * PANEL;
+    __mmask16 mask = left >= PANEL ? 0xffff : (__mmask16)((1u << left) - 1);
+    if (j->bias)
+        sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, j->bias + p * PANEL));
+    _mm512_mask_storeu_ps(j->y + m * j->w.outputs + p * PANEL, mask, sum);
+}
+
+/* The end of a group: with offsets, each adds its part. */
+#define ADD_OFFSETS_512()                                                                                                 \
+    if (j->w.offset)                                                                                                      \
+        UNROLL for (int v = 0; v < P; v++) UNROLL for (int r = 0; r < R; r++)                                             \
+            sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(j->w.offset + ((p + v) * groups + g) * PANEL),                    \
+                                        _mm512_set1_ps(j->group_sums[(m + r) * groups + g]), sum[r][v]);
+
+INLINE FOR_VNNI void int8_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, panel = j->w.padded * 2 * bits;
+    const __m512i half = _mm512_set1_epi8(15);
+    const uint8_t *codes[2];
+    __m512 sum[4][2];
+    UNROLL for (int v = 0; v < P; v++)
+    {
+        codes[v] = j->w.codes + (p + v) * panel;
+        UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm512_setzero_ps();
+    }
+    for (int64_t g = 0, b = 0; g < groups; g++) {
+        __m512 scale[2];
+        UNROLL for (int v = 0; v < P; v++) scale[v] = _mm512_loadu_ps(j->w.scale + ((p + v) * groups + g) * PANEL);
+        for (int64_t end = b + each; b < end; b++) {
+            int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
+            __m512i acc[4][2];
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+                acc[r][v] = _mm512_set1_epi32(j->block_start[(m + r) * j->blocks + b]);
+            for (; k < stop; k += 8) {
+                __m512i low[2], high[2];
+                UNROLL for (int v = 0; v < P; v++)
+                {
+                    const uint8_t *at = codes[v] + k * 2 * bits;
+                    if (bits == 4) {
+                        __m512i both = _mm512_loadu_si512(at);
+                        low[v] = _mm512_and_si512(both, half);
+                        high[v] = _mm512_and_si512(_mm512_srli_epi32(both, 4), half);
+                    } else {
+                        low[v] = _mm512_loadu_si512(at);
+                        high[v] = _mm512_loadu_si512(at + 64);
+                    }
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                {
+                    const int8_t *x = j->codes + (m + r) * j->w.padded + k;
+                    __m512i first = _mm512_set1_epi32(word(x)), second = _mm512_set1_epi32(word(x + 4));
+                    UNROLL for (int v = 0; v < P; v++) acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], low[v], first);
+                    UNROLL for (int v = 0; v < P; v++) acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], high[v], second);
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++)
+            {
+                __m512 by = _mm512_set1_ps(j->block_scale[(m + r) * j->blocks + b]);
+                UNROLL for (int v = 0; v < P; v++)
+                    sum[r][v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][v]), by), scale[v], sum[r][v]);
+            }
+        }
+        ADD_OFFSETS_512()
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+}
+
+INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    const int64_t groups = j->w.padded / j->w.group, panel = j->w.padded * 2 * bits;
+    const __m512 table = bits == 4 ? _mm512_loadu_ps(j->w.table) : _mm512_setzero_ps();
+    const __m512i middle = _mm512_set1_epi8((char)j->w.middle);
+    const uint8_t *codes[2];
+    __m512 sum[4][2];
+    UNROLL for (int v = 0; v < P; v++)
+    {
+        codes[v] = j->w.codes + (p + v) * panel;
+        UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm512_setzero_ps();
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        __m512 even[4][2], odd[4][2]; /* two chains of sums: one alone would wait for itself */
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) even[r][v] = odd[r][v] = _mm512_setzero_ps();
+        for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8) {
+            __m512i low[2], high[2];
+            UNROLL for (int v = 0; v < P; v++)
+            {
+                const uint8_t *at = codes[v] + k * 2 * bits;
+                low[v] = _mm512_loadu_si512(at);
+                if (bits == 4) {
+                    high[v] = _mm512_srli_epi32(low[v], 4);
+                } else {
+                    low[v] = _mm512_sub_epi8(low[v], middle);
+                    high[v] = _mm512_sub_epi8(_mm512_loadu_si512(at + 64), middle);
+                }
+            }
+            UNROLL for (int i = 0; i < 4; i++) UNROLL for (int v = 0; v < P; v++)
+            {
+                __m512 first, second;
+                if (bits == 4) {
+                    first = _mm512_permutexvar_ps(_mm512_srli_epi32(low[v], 8 * i), table);
+                    second = _mm512_permutexvar_ps(_mm512_srli_epi32(high[v], 8 * i), table);
+                } else {
+                    first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(low[v], 24 - 8 * i), 24));
+                    second = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(high[v], 24 - 8 * i), 24));
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                {
+                    const float *x = j->x + (m + r) * j->stride + k + i;
+                    even[r][v] = _mm512_fmadd_ps(first, _mm512_set1_ps(x[0]), even[r][v]);
+                    odd[r][v] = _mm512_fmadd_ps(second, _mm512_set1_ps(x[4]), odd[r][v]);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+            sum[r][v] = _mm512_fmadd_ps(_mm512_add_ps(even[r][v], odd[r][v]),
+                                        _mm512_loadu_ps(j->w.scale + ((p + v) * groups + g) * PANEL), sum[r][v]);
+        ADD_OFFSETS_512()
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+}
+
+/* Panels from start to stop, all rows: tiles of two panels and four rows as long as there are so many. */
+#define DEFINE_PART(name, target, tile, bits)                                  \
+    target static void name(const struct job *j, int64_t start, int64_t stop)  \
+    {                                                                          \
+        int64_t p = start, m;                                                  \
+        for (; p + 2 <= stop; p += 2) {                                        \
+            for (m = 0; m + 4 <= j->rows; m += 4)                              \
+                tile(j, p, m, 2, 4, bits);                                     \
+            for (; m + 2 <= j->rows; m += 2)                                   \
+                tile(j, p, m, 2, 2, bits);                                     \
+            for (; m < j->rows; m++)                                           \
+                tile(j, p, m, 2, 1, bits);                                     \
+        }                                                                      \
+        for (; p < stop; p++) {                                                \
+            for (m = 0; m + 4 <= j->rows; m += 4)                              \
+                tile(j, p, m, 1, 4, bits);                                     \
+            for (; m < j->rows; m++)                                           \
+                tile(j, p, m, 1, 1, bits);                                     \
+        }                                                                      \
+    }
+
+DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4)
+DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8)
+DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4)
+DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8)
+
+/* ---- AVX2: one panel times R rows, in two halves of 8 outputs ---- */
+
+INLINE FOR_AVX2 void finish_256(const struct job *j, int64_t first, int64_t m, __m256 sum)
+{
+    int64_t left = j->w.outputs - first;
+    float lanes[8];
+    _mm256_storeu_ps(lanes, sum);
+    for (int i = 0; i < 8 && i < left; i++)
+        j->y[m * j->w.outputs + first + i] = lanes[i] + (j->bias ? j->bias[first + i] : 0);
+}
+
+#define ADD_OFFSETS_256()                                                                                       \
+    if (j->w.offset)                                                                                            \
+        UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++)                                   \
+            sum[r][v] = _mm256_fmadd_ps(_mm256_loadu_ps(j->w.offset + (p * groups + g) * PANEL + (h + v) * 8),  \
+                                        _mm256_set1_ps(j->group_sums[(m + r) * groups + g]), sum[r][v]);
+
+/* sum + unsigned bytes of a times signed bytes of b, four products into each number of 32 bits. */
+INLINE FOR_AVX2 __m256i dot_vnni(__m256i sum, __m256i a, __m256i b)
+{
+#if HAS_AVX_VNNI && defined(NC_TEST_EVEX) /* the same instruction as AVX512-VNNI encodes it: where tests have no AVX-VNNI */
+    __asm__("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#elif HAS_AVX_VNNI
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#endif
+    return sum;
+}
+
+/* Halves h to h + V of panel p. Without VNNI: 4-bit codes times int8 fit into 16 bits eight times, 8 * 2 * 15 * 127 < 2^15; 8-bit codes
+ * are taken as magnitude times signed x, and 2 * 128 * 127 < 2^15. */
+INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R, const int bits, const int vnni)
+{
+    const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups;
+    const __m256i half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), middle = _mm256_set1_epi8((char)j->w.middle);
+    const uint8_t *codes = j->w.codes + p * j->w.padded * 2 * bits + h * 32;
+    __m256 sum[4][2];
+    UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_setzero_ps();
+    for (int64_t g = 0, b = 0; g < groups; g++) {
+        const float *scale = j->w.scale + (p * groups + g) * PANEL + h * 8;
+        for (int64_t end = b + each; b < end; b++) {
+            int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
+            __m256i acc[4][2];
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+                acc[r][v] = vnni || bits == 4 ? _mm256_set1_epi32(j->block_start[(m + r) * j->blocks + b]) : _mm256_setzero_si256();
+            for (; k < stop; k += 32) {
+                __m256i words[4][2];
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) words[r][v] = _mm256_setzero_si256();
+                for (int64_t u = k; u < k + 32; u += 8)
+                    UNROLL for (int v = 0; v < V; v++)
+                    {
+                        const uint8_t *at = codes + u * 2 * bits + v * 32;
+                        __m256i low = _mm256_loadu_si256((const __m256i *)at), high;
+                        if (bits == 4) {
+                            high = _mm256_and_si256(_mm256_srli_epi32(low, 4), half);
+                            low = _mm256_and_si256(low, half);
+                        } else {
+                            high = _mm256_loadu_si256((const __m256i *)(at + 64));
+                        }
+                        if (bits == 8 && !vnni) {
+                            low = _mm256_sub_epi8(low, middle);
+                            high = _mm256_sub_epi8(high, middle);
+                        }
+                        UNROLL for (int r = 0; r < R; r++)
+                        {
+                            const int8_t *x = j->codes + (m + r) * j->w.padded + u;
+                            __m256i first = _mm256_set1_epi32(word(x)), second = _mm256_set1_epi32(word(x + 4));
+                            if (vnni) {
+                                acc[r][v] = dot_vnni(dot_vnni(acc[r][v], low, first), high, second);
+                            } else if (bits == 4) {
+                                words[r][v] = _mm256_add_epi16(words[r][v], _mm256_maddubs_epi16(low, first));
+                                words[r][v] = _mm256_add_epi16(words[r][v], _mm256_maddubs_epi16(high, second));
+                            } else {
+                                __m256i a = _mm256_maddubs_epi16(_mm256_abs_epi8(low), _mm256_sign_epi8(first, low));
+                                __m256i c = _mm256_maddubs_epi16(_mm256_abs_epi8(high), _mm256_sign_epi8(second, high));
+                                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(a, ones));
+                                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(c, ones));
+                            }
+                        }
+                    }
+                if (bits == 4 && !vnni)
+                    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+                        acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(words[r][v], ones));
+            }
+            UNROLL for (int r = 0; r < R; r++)
+            {
+                __m256 by = _mm256_set1_ps(j->block_scale[(m + r) * j->blocks + b]);
+                UNROLL for (int v = 0; v < V; v++)
+                    sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), _mm256_loadu_ps(scale + v * 8), sum[r][v]);
+            }
+        }
+        ADD_OFFSETS_256()
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
+}
+
+INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R, const int bits, const int vnni)
+{
+    const int64_t groups = j->w.padded / j->w.group;
+    const __m256 lower = bits == 4 ? _mm256_loadu_ps(j->w.table) : _mm256_setzero_ps();
+    const __m256 upper = bits == 4 ? _mm256_loadu_ps(j->w.table + 8) : _mm256_setzero_ps();
+    const __m256i middle = _mm256_set1_epi8((char)j->w.middle);
+    const uint8_t *codes = j->w.codes + p * j->w.padded * 2 * bits + h * 32;
+    __m256 sum[4][2];
+    (void)vnni;
+    UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        __m256 of_group[4][2];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) of_group[r][v] = _mm256_setzero_ps();
+        for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8)
+            UNROLL for (int v = 0; v < V; v++)
+            {
+                const uint8_t *at = codes + k * 2 * bits + v * 32;
+                __m256i found = _mm256_loadu_si256((const __m256i *)at), next = found;
+                if (bits == 8) {
+                    found = _mm256_sub_epi8(found, middle);
+                    next = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(at + 64)), middle);
+                }
+                UNROLL for (int i = 0; i < 8; i++)
+                {
+                    __m256 value;
+                    int byte = i % 4;
+                    if (bits == 4) { /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
+                        int shift = byte * 8 + i / 4 * 4;
+                        __m256i index = _mm256_srli_epi32(found, shift);
+                        __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(found, 28 - shift));
+                        value = _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index), top);
+                    } else {
+                        value = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(i < 4 ? found : next, 24 - 8 * byte), 24));
+                    }
+                    UNROLL for (int r = 0; r < R; r++)
+                        of_group[r][v] = _mm256_fmadd_ps(value, _mm256_set1_ps(j->x[(m + r) * j->stride + k + i]), of_group[r][v]);
+                }
+            }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+            sum[r][v] = _mm256_fmadd_ps(of_group[r][v], _mm256_loadu_ps(j->w.scale + (p * groups + g) * PANEL + (h + v) * 8), sum[r][v]);
+        ADD_OFFSETS_256()
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
+}
+
+#define DEFINE_PART_256(name, tile, bits, vnni)                                       \
+    FOR_AVX2 static void name(const struct job *j, int64_t start, int64_t stop)       \
+    {                                                                                 \
+        for (int64_t p = start; p < stop; p++) {                                      \
+            int64_t m = 0;                                                            \
+            for (; m + 4 <= j->rows; m += 4)                                          \
+                for (int64_t h = 0; h < 2; h++)                                       \
+                    tile(j, p, h, m, 1, 4, bits, vnni);                               \
+            for (; m < j->rows; m++)                                                  \
+                tile(j, p, 0, m, 2, 1, bits, vnni);                                   \
+        }                                                                             \
+    }
+
+DEFINE_PART_256(int8_4_256, int8_256, 4, 0)
+DEFINE_PART_256(int8_8_256, int8_256, 8, 0)
+DEFINE_PART_256(int8_4_vnni, int8_256, 4, 1)
+DEFINE_PART_256(int8_8_vnni, int8_256, 8, 1)
+DEFINE_PART_256(fp32_4_256, fp32_256, 4, 0)
+DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
+
+/* ---- the call ---- */
+
+static part_t choose(int64_t bits, int int8, int isa)
+{
+    if (int8 && isa == AVX512_VNNI)
+        return bits == 4 ? int8_4_512 : int8_8_512;
+    if (int8 && isa == AVX_VNNI)
+        return !HAS_AVX_VNNI ? NULL : bits == 4 ? int8_4_vnni : int8_8_vnni;
+    if (int8)
+        return bits == 4 ? int8_4_256 : int8_8_256;
+    if (isa >= AVX512)
+        return bits == 4 ? fp32_4_512 : fp32_8_512;
+    return bits == 4 ? fp32_4_256 : fp32_8_256;
+}
+
+/* y = x W^T + bias.
+ *
+ * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight
+ * block: 0 for the fp32 form, whose x has `padded` columns; else elements of x with one scale; -1: all of a row
+ * isa: at most what the CPU has
+ * Returns OK, NO_MEMORY or NOT_HERE.
+ */
+int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
+                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int isa, int64_t threads)
+{
+    struct job j = {{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table}, x, 0, stride, y, bias};
+    const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
+    const int64_t most = rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE;
+    part_t part = choose(j.w.bits, block != 0, isa);
+    char *scratch = NULL;
+    if (!part)
+        return NOT_HERE;
+    if (block) {
+        /* int32 holds the sums of 4096 products of 8 bits and more */
+        j.per_token = block < 0;
+        j.block = block > 0 ? block : j.w.group < 4096 ? j.w.group : 4096;
+        if (j.w.group % j.block && groups > 1)
+            j.block = 32;
+        j.blocks = (j.w.padded + j.block - 1) / j.block;
+    }
+    if (block || offset) {
+        size_t size = (size_t)most * ((block ? (size_t)j.w.padded + 8 * (size_t)j.blocks : 0) + 4 * (size_t)groups);
+        scratch = malloc(size);
+        if (!scratch)
+            return NO_MEMORY;
+        j.group_sums = offset ? (float *)scratch : NULL;
+        j.block_scale = (float *)(scratch + 4 * most * groups);
+        j.block_start = (int32_t *)(j.block_scale + most * j.blocks);
+        j.codes = (int8_t *)(j.block_start + most * j.blocks);
+    }
+    for (int64_t done = 0; done < rows; done += most) {
+        j.rows = rows - done < most ? rows - done : most;
+        j.x = x + done * stride;
+        j.y = y + done * j.w.outputs;
+        int64_t worth = 1 + panels * PANEL * j.w.padded / WORK_PER_THREAD * j.rows, use = threads < worth ? threads : worth;
+        if (scratch)
+            run(&j, block ? round_rows : sum_rows, j.rows, 1, j.rows < 8 ? 1 : use);
+        run(&j, part, panels, 2, use);
+    }
+    free(scratch);
+    return OK;
+}
+#else
+int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
+                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int isa, int64_t threads)
+{
+    return NOT_HERE;
+}
+#endif
