@@ -51,6 +51,12 @@ def no_time_to_measure(monkeypatch):
     monkeypatch.setattr("nc.backends.profiling.verdict.SECONDS", 0.0)
 
 
+@pytest.fixture
+def without_c(monkeypatch):
+    """As where the C code of low-bit kernels can't be compiled."""
+    monkeypatch.setattr("nc.backends.low_bit.compiled._code", lambda: "its C code can't be loaded: there is no C compiler")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield

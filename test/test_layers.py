@@ -220,7 +220,7 @@ INSIDE = {
             "nc.backends.profiling.latency",
         ),
         ("nc.backends.low_bit.kernel",),
-        ("nc.backends.low_bit", "nc.backends.low_bit.aten", "nc.backends.low_bit.bag", "nc.backends.low_bit.blocks"),
+        ("nc.backends.low_bit", "nc.backends.low_bit.aten", "nc.backends.low_bit.bag", "nc.backends.low_bit.blocks", "nc.backends.low_bit.compiled"),
         ("nc.backends.low_bit.choose",),
         ("nc.backends.profiling.profile", "nc.backends.profiling"),
         ("nc.backends.base",),

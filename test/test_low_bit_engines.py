@@ -190,6 +190,7 @@ def test_fp16_models_get_fp16_results_of_fp32_sums():
 
 @native
 @vector_aten
+@pytest.mark.usefixtures("without_c")
 def test_the_number_of_rows_chooses_the_kernel():
     packed = weight(form("int4", 32, scale_dtype="bf16"))
     for act, expected in (("fp32", {1: "bag", 8: "bag", 9: None}), ("bf16", {1: "int4pack", 32: "int4pack", 33: None})):
@@ -378,7 +379,8 @@ def test_other_weights_are_packed_anew_and_the_old_layout_is_freed():
     before = first(x)
 
     def layout():
-        return weakref.ref(first.packed_for_engine.packed["bag"][0])
+        (packed,) = first.packed_for_engine.packed.values()
+        return weakref.ref(packed[0])
 
     old = layout()
     first.load_state_dict(second.state_dict())
@@ -502,6 +504,7 @@ def test_a_package_of_aot_inductor_gives_the_same_numbers(tmp_path):
 
 
 @native
+@pytest.mark.usefixtures("without_c")
 def test_generate_runs_on_kernels(llama):
     q, inputs = llama
     ids = inputs["input_ids"]
@@ -514,6 +517,7 @@ def test_generate_runs_on_kernels(llama):
 
 
 @native
+@pytest.mark.usefixtures("without_c")
 def test_the_report_names_kernels_and_why_not_others():
     q = nc.quantize(mlp(), CONFIG, backend="native")
     report = nc.report(q)
@@ -522,6 +526,7 @@ def test_the_report_names_kernels_and_why_not_others():
     assert report.bandwidth is None
     assert "GB/s" not in str(report)
     assert 'kernel int4pack is not used for 2 layers: it multiplies bf16 only; ask for act_dtype="bf16"' in str(report)
+    assert "kernel c fp32 is not used for 2 layers: its C code can't be loaded: there is no C compiler" in str(report)
     assert "int8pack" not in str(report)
     assert {layer.kernel for layer in nc.report(set_backend(q, "reference")).layers} == {"reference"}
 

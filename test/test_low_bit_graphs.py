@@ -10,6 +10,7 @@ from torch import nn
 
 import nc
 from nc.backends import get_backend
+from nc.backends.low_bit import compiled
 from nc.backends.low_bit import graph as low_bit
 from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.engine import set_backend
@@ -41,6 +42,8 @@ def calls(module, target):
     return [n for n in module.graph.nodes if n.op == "call_function" and n.target is target]
 
 
+#: Of fp32 activations.
+KERNELS = "bag (M <= 8), blocks" if compiled.why_unavailable() else "c fp32"
 FORMATS = [
     ("int4", 32, "symmetric"),
     ("int4", 16, "zero point"),
@@ -82,6 +85,7 @@ def test_scales_of_two_levels_and_powers_of_two(fields):
 
 
 @native
+@pytest.mark.usefixtures("without_c")
 def test_the_number_of_rows_chooses_the_kernel_in_each_call():
     _, lowered = captured(layer_of(), torch.randn(2, 128))
     assert "quantized::embedding_bag_4bit_rowwise_offsets" in ran(lambda: lowered(torch.randn(8, 128)))
@@ -92,6 +96,7 @@ def test_the_number_of_rows_chooses_the_kernel_in_each_call():
 
 
 @native
+@pytest.mark.usefixtures("without_c")
 @pytest.mark.parametrize(("rows", "kernels", "tensors"), [(2, "bag (M <= 8)", 3), (20, "blocks", 0)])
 def test_where_sizes_are_fixed_only_what_will_run_is_packed(rows, kernels, tensors):
     x = torch.randn(rows, 128)
@@ -102,6 +107,7 @@ def test_where_sizes_are_fixed_only_what_will_run_is_packed(rows, kernels, tenso
 
 
 @native
+@pytest.mark.usefixtures("without_c")
 def test_layers_that_are_called_twice_share_what_is_packed():
     class Twice(nn.Module):
         def __init__(self):
@@ -184,11 +190,12 @@ def test_the_report_of_a_captured_model_names_kernels_and_refusals(mixed):
     report = q.report()
     ops = {op.operator: op for op in report.ops}
     assert (ops["enc"].ran, ops["up"].ran, ops["up"].asked) == ("int8", "int4 weight", "int4 weight")
-    assert ops["up"].kernel == ops["down"].kernel == "bag (M <= 8), blocks"
+    assert ops["up"].kernel == ops["down"].kernel == KERNELS
     assert ops["enc"].kernel.partition(" ")[0] == ("matmul" if backend == "native" else "")
     refused = dict(ops["up"].refused)
-    assert set(refused) == {"int4pack", "dyn_quant_4bit"} | ({"ipex weight-only"} if backend == "ipex" else set())
-    assert 'kernel int4pack is not used for 2 layers: it multiplies bf16 only; ask for act_dtype="bf16"' in str(report)
+    others = set() if compiled.why_unavailable() == "" else {"c fp32", "int4pack", "dyn_quant_4bit"}
+    assert set(refused) == {"c int8"} | others | ({"ipex weight-only"} if backend == "ipex" else set())
+    assert 'kernel c int8 is not used for 2 layers: it multiplies int8 only; ask for act_dtype="int8"' in str(report)
     assert ("AVX512-FP16" in str(report)) is (backend == "ipex")
     head = next(line for line in str(report).splitlines() if line.startswith("operator"))
     assert head.split() == ["operator", "type", "asked", "ran", "kernel", "why"]
@@ -205,7 +212,7 @@ def test_engines_compute_what_the_graph_says_for_other_numbers_of_rows(mixed):
     names = ran(lambda: q(torch.randn(4, 32)))
     assert "nc_low_bit::linear" in names
     assert "nc::quant_linear" not in names
-    assert "quantized::embedding_bag_4bit_rowwise_offsets" in names
+    assert ("quantized::embedding_bag_4bit_rowwise_offsets" in names) is (KERNELS != "c fp32")
     assert "nc_low_bit::linear" not in ran(lambda: q.reference(torch.randn(4, 32)))
     assert backend in ENGINES
 
@@ -246,7 +253,7 @@ def test_a_quantized_model_that_is_captured_keeps_its_kernels():
     q = nc.quantize(Net().eval(), LOW_BIT, backend="native")
     x = torch.randn(3, 32)
     captured_model = nc.quantize(q, nc.DynamicQuantConfig(), example_inputs=x, backend="native")
-    assert [op.kernel for op in captured_model.report().ops if op.kind == "quant_linear"] == ["bag (M <= 8), blocks"] * 2
+    assert [op.kernel for op in captured_model.report().ops if op.kind == "quant_linear"] == [KERNELS] * 2
     expected = q(x)
     assert (captured_model(x) - expected).abs().max() < 0.05 * expected.abs().max()
 
@@ -259,7 +266,7 @@ def test_compiled_between_the_kernels():
     prepared = nc.prepare(Net().eval(), MIXED, example_inputs=x, backend="native")
     prepared(x)
     q = nc.convert(prepared, measure=False, compile=True)
-    assert [op.kernel for op in q.report().ops if op.kind == "quant_linear"] == ["bag (M <= 8), blocks"] * 2
+    assert [op.kernel for op in q.report().ops if op.kind == "quant_linear"] == [KERNELS] * 2
     for rows in (4, 20):
         x = torch.randn(rows, 32)
         assert (q(x) - q.reference(x)).abs().max() < 0.02 * q.reference(x).abs().max()
@@ -292,4 +299,4 @@ def test_the_child_that_runs_a_model_first_knows_the_operator():
     prepared = nc.prepare(Net().eval(), MIXED, example_inputs=x, backend="ipex")
     prepared(x)
     q = nc.convert(prepared, measure=False, isolate="always")
-    assert {op.kernel for op in q.report().ops if op.kind == "quant_linear"} == {"bag (M <= 8), blocks"}
+    assert {op.kernel for op in q.report().ops if op.kind == "quant_linear"} == {KERNELS}

@@ -19,7 +19,7 @@
 #define PANEL 16
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
 #define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
-#define ROWS_AT_ONCE 256      /* so many rows of x are rounded at once: the scratch is bounded */
+#define X_AT_ONCE (1 << 19)   /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
 
 enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3 };
@@ -552,7 +552,7 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
 {
     struct job j = {{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table}, x, 0, stride, y, bias};
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
-    const int64_t most = rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE;
+    const int64_t fit = X_AT_ONCE / (j.w.padded * (block ? 1 : 4)) / 4 * 4, most = rows < 16 || rows < fit ? rows : fit < 16 ? 16 : fit;
     part_t part = choose(j.w.bits, block != 0, isa);
     char *scratch = NULL;
     if (!part)

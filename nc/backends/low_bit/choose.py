@@ -17,8 +17,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
-    """What activations of a dtype are multiplied as: "fp32" or "bf16"."""
-    return "bf16" if act_dtype == "bf16" or (act_dtype == "fp32" and dtype == torch.bfloat16) else "fp32"
+    """What activations of a dtype are multiplied as: "fp32", "bf16" or "int8"."""
+    return "bf16" if act_dtype == "fp32" and dtype == torch.bfloat16 else act_dtype
 
 
 def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
@@ -28,7 +28,7 @@ def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, 
         kernels: in the order of preference.
         form: of the weight.
         shape: its (N, K).
-        activations: what they are multiplied as, "fp32" or "bf16".
+        activations: what they are multiplied as, see `computed_as`.
     """
     return tuple(kernel for kernel in kernels if kernel.why_not(form, shape, activations) is None)
 
@@ -75,11 +75,12 @@ def compute(
         with torch.autocast("cpu", enabled=False):
             return compute(x, weight, bias, act_dtype, kernel, layout)
     flat = x.reshape(-1, x.shape[-1])
-    if act_dtype == "int8":
+    activations = computed_as(act_dtype, x.dtype)
+    if activations == "int8" and activations not in kernel.activations:
         flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
-    flat = flat.to(torch.bfloat16 if computed_as(act_dtype, x.dtype) == "bf16" else torch.float32).contiguous()
+    flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
     assert kernel.linear is not None, "kernels that are refused are never chosen"
-    result = kernel.linear(flat, layout, weight)
-    if bias is not None:
+    result = kernel.linear(flat, layout, weight, bias) if kernel.adds_bias else kernel.linear(flat, layout, weight)
+    if bias is not None and not kernel.adds_bias:
         result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(bias)
     return result.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])

@@ -1,13 +1,15 @@
 """Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
-Two forms. `C_FP32` multiplies and sums in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the reference does,
+Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the reference does,
 and sums the products with codes in int32, exactly, for each group.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,27 +32,27 @@ ISAS = {
 _ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
 
 
-@functools.cache
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
-    try:
-        _library()
-    except (BackendUnavailableError, OSError) as error:
-        return f"its C code is not there: {error}"
-    return ""
+    found = _code()
+    return found if isinstance(found, str) else ""
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """The compiled code; it runs on the threads of the OpenMP library that torch uses."""
-    library = load("low_bit")
+def _code() -> Callable[..., int] | str:
+    """The compiled function, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
+    try:
+        library = load("low_bit")
+    except (BackendUnavailableError, OSError) as error:
+        return f"its C code can't be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.nc_low_bit_linear.argtypes = (pointer, number, number, *(pointer,) * 7, number, ctypes.c_int, number)
+    function = library.nc_low_bit_linear
+    function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, ctypes.c_int, number)
     library.nc_low_bit_threads.argtypes = (pointer,) * 3
     found = _openmp()
     if found is not None:
         library.nc_low_bit_threads(*found)
-    return library
+    return function
 
 
 def _openmp() -> tuple[int | None, ...] | None:
@@ -133,7 +135,9 @@ def linear(
     if bias is not None:
         bias = bias.float().contiguous()
     result = torch.empty(rows, outputs)
-    failed = _library().nc_low_bit_linear(
+    code = _code()
+    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    failed = code(
         x.data_ptr(),
         rows,
         x.shape[1],
@@ -152,3 +156,39 @@ def linear(
         msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."
         raise BackendError(msg)
     return result
+
+
+def _linear_int8(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x, layout, weight, bias, block=-1)
+
+
+#: Rows of bf16 above which dequantizing by blocks for a GEMM in bf16 is faster.
+MAX_ROWS_BF16 = 64
+
+C_INT8 = LowBitKernel(
+    name="c int8",
+    what="C of nc: each token in int8, products with codes summed in int32 for each group (VNNI, or AVX2 in 16 bits that can't saturate)",
+    bits=(1, 2, 3, 4, 5, 6, 7, 8),
+    activations=("int8",),
+    group_step=STEP,
+    isa=("avx2",),
+    unavailable=why_unavailable,
+    pack=_pack,
+    linear=_linear_int8,
+    adds_bias=True,
+)
+C_FP32 = LowBitKernel(
+    name="c fp32",
+    what="C of nc: codes become fp32 in registers, products and sums in fp32 (AVX-512 or AVX2)",
+    bits=C_INT8.bits,
+    floats=("nf4", "af4", "fp4_e2m1"),
+    activations=("fp32",),
+    group_step=STEP,
+    isa=("avx2",),
+    unavailable=why_unavailable,
+    pack=_pack,
+    linear=linear,
+    adds_bias=True,
+)
+C_BF16 = dataclasses.replace(C_FP32, name="c bf16", activations=("bf16",), max_rows=MAX_ROWS_BF16)
+KERNELS = (C_INT8, C_FP32, C_BF16)

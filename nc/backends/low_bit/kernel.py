@@ -27,8 +27,10 @@ class LowBitKernel:
         what: what it computes, one line for documents.
         bits: sizes of integer codes that it takes.
         floats: names of floating-point formats that it takes; None: any.
-        activations: what it multiplies: "fp32", "bf16" or both.
+        activations: what it multiplies: of "fp32", "bf16" and "int8". With "int8" it gets activations that are not rounded yet, and rounds
+            them itself; where it only has "fp32", it computes layers with int8 activations too, and gets rounded ones.
         groups: group sizes that it takes; None: any. A group of a whole row counts with its size K.
+        group_step: groups must be multiples of this, or whole rows.
         whole_row: it needs one group per row.
         zero_points: it takes integer zero points and minima; otherwise only symmetric weights.
         outputs: N must be a multiple of this.
@@ -37,9 +39,11 @@ class LowBitKernel:
         max_rows: it is not used for more rows M of activations.
         needs: what torch must have: names of operators, "namespace::name".
         refused: why it is never used; "" for kernels that are.
+        unavailable: why it can't run on this machine, found out when nothing else is in the way; "" when it can.
         pack: weight → what `linear` reads.
-        linear: (x of shape [M, K] in one of the dtypes of `activations`, what `pack` made, the weight) → [M, N], in fp32 or the dtype of
-            x. None only where `refused` says why.
+        linear: (x of shape [M, K], what `pack` made, the weight) → [M, N], in fp32 or the dtype of x. x is bf16 where bf16 is multiplied,
+            else fp32. None only where `refused` says why.
+        adds_bias: `linear` takes the bias, [N] or None, as a fourth argument.
     """
 
     name: str
@@ -48,6 +52,7 @@ class LowBitKernel:
     floats: tuple[str, ...] | None = ()
     activations: tuple[str, ...] = ("fp32",)
     groups: tuple[int, ...] | None = None
+    group_step: int = 1
     whole_row: bool = False
     zero_points: bool = True
     outputs: int = 1
@@ -56,8 +61,10 @@ class LowBitKernel:
     max_rows: int = ANY_ROWS
     needs: tuple[str, ...] = ()
     refused: str = ""
+    unavailable: Callable[[], str] = lambda: ""
     pack: Callable[[PackedWeight], PackedLayout] = lambda _: ()
-    linear: Callable[[torch.Tensor, PackedLayout, PackedWeight], torch.Tensor] | None = None
+    linear: Callable[..., torch.Tensor] | None = None
+    adds_bias: bool = False
 
     def __post_init__(self) -> None:
         """A row either computes or is refused."""
@@ -71,7 +78,7 @@ class LowBitKernel:
         Args:
             form: of the weight.
             shape: (N, K) of the weight.
-            activations: what they are multiplied as, "fp32" or "bf16".
+            activations: what they are multiplied as, "fp32", "bf16" or "int8".
             available: features of the CPU; None: of this one.
         """
         outputs, inputs = shape
@@ -83,14 +90,23 @@ class LowBitKernel:
             (absent, f"torch {torch.__version__} has no {', '.join(absent)}"),
             (missing, f"this CPU has no {', '.join(missing)}{cpu.why_narrow()}"),
             (not self.takes(form), f"it does not take {form.dtype}"),
-            (activations not in self.activations, f"it multiplies {' and '.join(self.activations)} only; {_WAY_OUT.get(activations, '')}"),
+            (not self._multiplies(activations), f"it multiplies {' and '.join(self.activations)} only{self._way_out(activations)}"),
             (not self.zero_points and not (form.symmetric and not form.float_zero), "it takes symmetric weights only"),
             (self.whole_row and group != inputs, f"it takes one scale per row only, not groups of {group}"),
             (self.groups is not None and group not in self.groups, f"it takes groups of {self.groups}, not {group}"),
+            (group % self.group_step and group != inputs, f"it takes groups of multiples of {self.group_step}, not {group}"),
             (outputs % self.outputs, f"{outputs} outputs are no multiple of {self.outputs}"),
             (inputs % self.inputs, f"{inputs} inputs are no multiple of {self.inputs}"),
         )
-        return next((reason for found, reason in checks if found), None)
+        return next((reason for found, reason in checks if found), None) or self.unavailable() or None
+
+    def _multiplies(self, activations: str) -> bool:
+        return activations in self.activations or (activations == "int8" and "fp32" in self.activations)
+
+    def _way_out(self, activations: str) -> str:
+        """What the user can change."""
+        asked = self.activations[0]
+        return f'; ask for act_dtype="{asked}" if that precision is enough' if activations == "fp32" and asked in ("bf16", "int8") else ""
 
     def takes(self, form: WeightFormat) -> bool:
         """Whether it is for weights of that number format at all."""
@@ -102,9 +118,6 @@ class LowBitKernel:
     def rows(self) -> str:
         """The rows it is used for, as text; "" for any."""
         return "" if self.max_rows == ANY_ROWS else f"M <= {self.max_rows}"
-
-
-_WAY_OUT = {"fp32": 'ask for act_dtype="bf16" if that precision is enough'}
 
 
 def features() -> tuple[str, ...]:
