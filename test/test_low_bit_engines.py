@@ -506,7 +506,7 @@ def test_a_package_of_aot_inductor_gives_the_same_numbers(tmp_path):
 @native
 @pytest.mark.usefixtures("without_c")
 def test_generate_runs_on_kernels(llama):
-    q, inputs = llama
+    q, inputs = set_backend(copy.deepcopy(llama[0]), "native"), llama[1]
     ids = inputs["input_ids"]
     fast = q.generate(ids, max_new_tokens=4, do_sample=False)
     names = ran(lambda: q.generate(ids, max_new_tokens=2, do_sample=False))

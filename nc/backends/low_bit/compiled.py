@@ -1,7 +1,7 @@
 """Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
-Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the reference does,
-and sums the products with codes in int32, exactly, for each group.
+Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the
+reference does, and sums the products with codes in int32, exactly, for each group.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,33 +39,41 @@ def why_unavailable() -> str:
     return found if isinstance(found, str) else ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Code:
+    """The compiled function, and the process that loaded it."""
+
+    function: Callable[..., int]
+    process: int
+
+    def threads(self) -> int:
+        """As many as torch uses; one in a forked process, where OpenMP would wait for threads that do not exist there."""
+        return torch.get_num_threads() if self.process == os.getpid() else 1
+
+
 @functools.cache
-def _code() -> Callable[..., int] | str:
-    """The compiled function, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
+def _code() -> _Code | str:
+    """The code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     try:
-        library = load("low_bit")
+        library, found = load("low_bit"), _openmp()
     except (BackendUnavailableError, OSError) as error:
         return f"its C code can't be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = library.nc_low_bit_linear
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, ctypes.c_int, number)
     library.nc_low_bit_threads.argtypes = (pointer,) * 3
-    found = _openmp()
     if found is not None:
         library.nc_low_bit_threads(*found)
-    return function
+    return _Code(function, os.getpid())
 
 
 def _openmp() -> tuple[int | None, ...] | None:
     """Addresses of functions of the OpenMP library that torch's own operators call; None where they use another kind of threads."""
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-    for path in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):  # as the linker looks for torch: first what all can see
-        try:
-            library = ctypes.CDLL(None if path is None else str(path))
-            return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names)
-        except (OSError, AttributeError):
-            continue
-    return None
+    # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
+    libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
+    found = next((library for library in libraries if all(hasattr(library, name) for name in names)), None)
+    return None if found is None else tuple(ctypes.cast(getattr(found, name), ctypes.c_void_p).value for name in names)
 
 
 def isa() -> int:
@@ -137,7 +146,7 @@ def linear(
     result = torch.empty(rows, outputs)
     code = _code()
     assert not isinstance(code, str), "kernels that are not available are never chosen"
-    failed = code(
+    failed = code.function(
         x.data_ptr(),
         rows,
         x.shape[1],
@@ -150,7 +159,7 @@ def linear(
         result.data_ptr(),
         block,
         isa() if best is None else best,
-        torch.get_num_threads(),
+        code.threads(),
     )
     if failed:
         msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."
