@@ -64,10 +64,10 @@ def rounded(x, block):
 def test_fp32_is_exact_up_to_fp32_sums(name, group, kind, best):
     for outputs in (16, 33, 48):
         packed = packed_of(name, group, kind, outputs)
-        layout, bias = C_FP32.pack(packed), torch.randn(outputs)
+        layout, bias = compiled.pack(packed, HERE[best]), torch.randn(outputs)
         for rows in (1, 2, 3, 4, 7, 20):
             x = torch.randn(rows, packed.shape[1])
-            result = compiled.linear(x, layout, packed, bias, best=HERE[best])
+            result = compiled.linear(x, layout, packed, bias)
             expected = x.double() @ exact(packed).T + bias.double()
             assert ((result.double() - expected).abs() <= bound(x.double(), packed, bias)).all()
 
@@ -78,10 +78,10 @@ def test_fp32_is_exact_up_to_fp32_sums(name, group, kind, best):
 def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, block):
     for outputs in (16, 33, 48):
         packed = packed_of(name, group, kind, outputs)
-        layout, bias = C_INT8.pack(packed), torch.randn(outputs)
+        layout, bias = compiled.pack(packed, HERE[best]), torch.randn(outputs)
         for rows in (1, 2, 3, 4, 7, 20):
             x = torch.randn(rows, packed.shape[1]) * torch.logspace(-2, 2, rows).unsqueeze(1)
-            result = compiled.linear(x, layout, packed, bias, block, HERE[best])
+            result = compiled.linear(x, layout, packed, bias, block)
             values = rounded(x, block)
             assert ((result.double() - (values @ exact(packed).T + bias.double())).abs() <= bound(values, packed, bias)).all()
 
@@ -95,7 +95,7 @@ def test_the_largest_products_do_not_saturate(name, best):
         x = torch.ones(1, 9000)
         x[0, 1::2] = -1.0 if code else 1.0
         for signs in (x, x.abs(), -x.abs()):
-            result = compiled.linear(signs, C_INT8.pack(packed), packed, None, -1, HERE[best])
+            result = compiled.linear(signs, compiled.pack(packed, HERE[best]), packed, None, -1)
             assert torch.allclose(result.double(), signs.double() @ exact(packed).T, rtol=1e-5, atol=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, mon
         packed = weight(form(name, 64, kind), 33, 192)
         for rows in (1, 6):
             x, bias = torch.randn(rows, 192), torch.zeros(33)
-            result = compiled.linear(x, C_INT8.pack(packed), packed, None, -1, ISAS["avx_vnni"][0])
+            result = compiled.linear(x, compiled.pack(packed, ISAS["avx_vnni"][0]), packed, None, -1)
             values = rounded(x, -1)
             assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, bias)).all()
 

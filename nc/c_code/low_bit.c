@@ -527,7 +527,7 @@ DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
 
 /* ---- the call ---- */
 
-static part_t choose(int64_t bits, int int8, int isa)
+static part_t choose(int64_t bits, int int8, int64_t isa)
 {
     if (int8 && isa == AVX512_VNNI)
         return bits == 4 ? int8_4_512 : int8_8_512;
@@ -535,25 +535,25 @@ static part_t choose(int64_t bits, int int8, int isa)
         return !HAS_AVX_VNNI ? NULL : bits == 4 ? int8_4_vnni : int8_8_vnni;
     if (int8)
         return bits == 4 ? int8_4_256 : int8_8_256;
-    if (isa >= AVX512)
+    if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return bits == 4 ? fp32_4_512 : fp32_8_512;
     return bits == 4 ? fp32_4_256 : fp32_8_256;
 }
 
 /* y = x W^T + bias.
  *
- * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight
+ * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight; then the instruction set, one that the CPU has
  * block: 0 for the fp32 form, whose x has `padded` columns; else elements of x with one scale; -1: all of a row
- * isa: at most what the CPU has
  * Returns OK, NO_MEMORY or NOT_HERE.
  */
 int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
-                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int isa, int64_t threads)
+                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
 {
-    struct job j = {{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table}, x, 0, stride, y, bias};
+    struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table},
+                    .x = x, .stride = stride, .y = y, .bias = bias};
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
     const int64_t fit = X_AT_ONCE / (j.w.padded * (block ? 1 : 4)) / 4 * 4, most = rows < 16 || rows < fit ? rows : fit < 16 ? 16 : fit;
-    part_t part = choose(j.w.bits, block != 0, isa);
+    part_t part = choose(j.w.bits, block != 0, shape[6]);
     char *scratch = NULL;
     if (!part)
         return NOT_HERE;
@@ -589,7 +589,7 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
 }
 #else
 int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
-                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int isa, int64_t threads)
+                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
 {
     return NOT_HERE;
 }

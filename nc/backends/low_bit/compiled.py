@@ -60,7 +60,7 @@ def _code() -> _Code | str:
         return f"its C code can't be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = library.nc_low_bit_linear
-    function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, ctypes.c_int, number)
+    function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     library.nc_low_bit_threads.argtypes = (pointer,) * 3
     if found is not None:
         library.nc_low_bit_threads(*found)
@@ -81,8 +81,13 @@ def isa() -> int:
     return next(number for number, needed in ISAS.values() if all(feature in cpu.features() for feature in needed))
 
 
-def _pack(weight: PackedWeight) -> PackedLayout:
-    """(codes, scales, offsets or None, values of 4-bit codes, sizes); `low_bit.c` says how they lie."""
+def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
+    """(codes, scales, offsets or None, values of 4-bit codes, sizes and instruction set); `low_bit.c` says how they lie.
+
+    Args:
+        weight: of a format that the kernels take.
+        best: the instruction set to compute with, a number of `ISAS`; None: see `isa`. The layout is the same for all.
+    """
     form, params, (outputs, inputs) = weight.form, weight.params, weight.shape
     size = 4 if form.bits <= 4 else 8
     group = form.group(inputs)
@@ -105,7 +110,9 @@ def _pack(weight: PackedWeight) -> PackedLayout:
         offset = params.minimum + form.middle * params.scale
     elif params.zero is not None:
         offset = (form.middle - params.zero) * params.scale
-    sizes = torch.tensor([outputs, inputs, padded, padded if group == inputs else group, size, form.middle])
+    sizes = torch.tensor(
+        [outputs, inputs, padded, padded if group == inputs else group, size, form.middle, isa() if best is None else best]
+    )
     return codes.permute(0, 2, 1, 3).contiguous(), _panels(params.scale), None if offset is None else _panels(offset), values, sizes
 
 
@@ -116,18 +123,15 @@ def _panels(factors: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
-def linear(
-    x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0, best: int | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0) -> torch.Tensor:
     """`x @ W.T + bias`, fp32.
 
     Args:
         x: fp32 or bf16, shape [M, K].
-        layout: of `_pack`.
+        layout: of `pack`.
         weight: W, shape [N, K].
         bias: shape [N].
         block: 0: x is multiplied as it is; -1: each row is rounded to int8; else so many elements (32) with a scale of their own.
-        best: the best instruction set that may be used, a number of `ISAS`; None: see `isa`.
 
     Raises:
         BackendError: the code can't run.
@@ -158,7 +162,6 @@ def linear(
         None if bias is None else bias.data_ptr(),
         result.data_ptr(),
         block,
-        isa() if best is None else best,
         code.threads(),
     )
     if failed:
@@ -182,7 +185,7 @@ C_INT8 = LowBitKernel(
     group_step=STEP,
     isa=("avx2",),
     unavailable=why_unavailable,
-    pack=_pack,
+    pack=pack,
     linear=_linear_int8,
     adds_bias=True,
 )
@@ -195,7 +198,7 @@ C_FP32 = LowBitKernel(
     group_step=STEP,
     isa=("avx2",),
     unavailable=why_unavailable,
-    pack=_pack,
+    pack=pack,
     linear=linear,
     adds_bias=True,
 )
