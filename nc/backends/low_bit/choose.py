@@ -74,13 +74,18 @@ def compute(
     if torch.is_autocast_enabled("cpu"):  # the kernel says what is multiplied in which precision
         with torch.autocast("cpu", enabled=False):
             return compute(x, weight, bias, act_dtype, kernel, layout)
-    flat = x.reshape(-1, x.shape[-1])
+    # `to` and `reshape` cost as much as a small kernel, also where they change nothing
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     activations = computed_as(act_dtype, x.dtype)
     if activations == "int8" and activations not in kernel.activations:
         flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
-    flat = flat.to(torch.bfloat16 if activations == "bf16" else torch.float32).contiguous()
+    multiplied = torch.bfloat16 if activations == "bf16" else torch.float32
+    if flat.dtype != multiplied:
+        flat = flat.to(multiplied)
     assert kernel.linear is not None, "kernels that are refused are never chosen"
-    result = kernel.linear(flat, layout, weight, bias) if kernel.adds_bias else kernel.linear(flat, layout, weight)
+    result = kernel.linear(flat.contiguous(), layout, weight, *((bias,) if kernel.adds_bias else ()))
     if bias is not None and not kernel.adds_bias:
         result = result.to(torch.promote_types(result.dtype, x.dtype)).add_(bias)
-    return result.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    if result.dtype != x.dtype:
+        result = result.to(x.dtype)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
