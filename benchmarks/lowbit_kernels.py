@@ -1,0 +1,235 @@
+"""One linear with 4-bit weights, by our kernels, torch's, OpenVINO's and ONNX Runtime's: microseconds, GB/s, percent of what can be read.
+
+    .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128] [--layers 4096x4096] [--groups 64 128]
+
+OpenVINO and ONNX Runtime (with `onnx`) have rows where they can be imported. Each engine goes through several copies of the layer, which
+together are larger than the caches, as a model is. Engines take turns; a row has the median over the rounds, and the median of its ratios
+to `ours` in the same round. `--copies 1` measures one layer again and again: it may stay in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import nc
+from nc.backends.low_bit.aten import INT4PACK
+from nc.backends.low_bit.bag import BAG
+from nc.backends.low_bit.blocks import BLOCKS
+from nc.backends.low_bit.compiled import C_FP32, C_INT8
+from nc.backends.low_bit.kernel import LowBitKernel
+from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.nn import QuantLinear
+from nc.numerics.packed_weight import PackedWeight
+
+#: Bytes that all copies of a layer have together.
+_ALL = 96 << 20
+#: Idle threads of some engines spin for so long, and would take the time of the next one.
+_REST_S = 0.02
+Call = Callable[[torch.Tensor], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """One row: `make` gives what computes one copy of the layer."""
+
+    name: str
+    make: Callable[[PackedWeight], Call]
+    dtype: torch.dtype = torch.float32
+    most_rows: int = 1 << 30
+
+
+def ours(act_dtype: str) -> Engine:
+    """The layer as users have it."""
+
+    def make(weight: PackedWeight) -> Call:
+        layer = QuantLinear(weight, None, act_dtype)
+        nc.backends.low_bit.engine.set_backend(layer, "native")
+        return layer
+
+    name = {"int8": C_INT8, "fp32": C_FP32}[act_dtype].name
+    return Engine(f"ours, {name}", make)
+
+
+def kernel(row: LowBitKernel, dtype: torch.dtype = torch.float32) -> Engine:
+    """A kernel of torch by itself."""
+    assert row.linear is not None
+    linear = row.linear
+
+    def make(weight: PackedWeight) -> Call:
+        layout = row.pack(weight)
+        return lambda x: linear(x, layout, weight)
+
+    return Engine(f"torch, {row.name}", make, dtype, row.max_rows)
+
+
+def gemm(dtype: torch.dtype) -> Engine:
+    """The weight dequantized before."""
+
+    def make(weight: PackedWeight) -> Call:
+        values = weight.dequantize().to(dtype)
+        return lambda x: torch.nn.functional.linear(x, values)
+
+    return Engine(f"torch, {str(dtype).removeprefix('torch.')} GEMM", make, dtype)
+
+
+def openvino(activations: int) -> Engine:
+    """Weights in u4 with zero point 8 and scales in fp16; int8 activations in groups of `activations`, 0: fp32."""
+    import numpy as np
+    import openvino as ov
+    from openvino import opset13 as op
+
+    def make(weight: PackedWeight) -> Call:
+        (outputs, inputs), scale = weight.shape, weight.params.scale
+        groups = scale.shape[1]
+        codes = np.ascontiguousarray(weight.codes.numpy().reshape(-1))
+        constant = op.constant(ov.Tensor(codes, [outputs, groups, inputs // groups], ov.Type.u4), shared_memory=False)
+        zero = op.constant(ov.Tensor(np.array([0x88], dtype=np.uint8), [1, 1, 1], ov.Type.u4), shared_memory=False)
+        shifted = op.subtract(op.convert(constant, "f16"), op.convert(zero, "f16"))
+        values = op.multiply(shifted, op.constant(scale.half().unsqueeze(-1).numpy()))
+        values = op.convert(op.reshape(values, [outputs, inputs], special_zero=False), "f32")
+        x = op.parameter([-1, inputs], ov.Type.f32)
+        settings = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": activations,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        model = ov.Model([op.matmul(x, values, transpose_a=False, transpose_b=True)], [x])
+        request = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
+
+        def call(rows: torch.Tensor) -> Any:
+            request.set_input_tensor(ov.Tensor(rows.numpy(), shared_memory=True))
+            request.infer()
+            return torch.from_numpy(request.get_output_tensor().data)
+
+        return call
+
+    return Engine(f"OpenVINO, {f'int8 in {activations}' if activations else 'fp32'}", make)
+
+
+def onnx_runtime(level: int) -> Engine:
+    """MatMulNBits with an `accuracy_level`: 4 is int8 activations, 1 is fp32."""
+    import onnx
+    import onnxruntime
+    from onnx import helper, numpy_helper
+
+    def make(weight: PackedWeight) -> Call:
+        (outputs, inputs), groups = weight.shape, weight.scale.shape[1]
+        block = inputs // groups
+        given = {
+            "B": weight.codes.reshape(outputs, groups, block // 2).numpy(),
+            "scales": weight.params.scale.reshape(-1).numpy(),
+        }
+        attributes = {"K": inputs, "N": outputs, "bits": 4, "block_size": block, "accuracy_level": level}
+        node = helper.make_node("MatMulNBits", ["x", *given], ["y"], domain="com.microsoft", **attributes)
+        sizes = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["m", size]) for n, size in (("x", inputs), ("y", outputs))]
+        graph = helper.make_graph([node], "g", sizes[:1], sizes[1:], [numpy_helper.from_array(v, n) for n, v in given.items()])
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+
+    return Engine(f"ONNX Runtime, level {level}", make)
+
+
+def engines(group: int) -> Iterator[Engine]:
+    """All that can be imported."""
+    yield ours("int8")
+    yield ours("fp32")
+    yield kernel(BAG)
+    yield kernel(BLOCKS)
+    if group in (INT4PACK.groups or ()):
+        yield kernel(INT4PACK, torch.bfloat16)
+    yield gemm(torch.bfloat16)
+    yield gemm(torch.float32)
+    for make, settings, needed in ((openvino, (32, 0), ("openvino",)), (onnx_runtime, (4, 1), ("onnx", "onnxruntime"))):
+        if all(map(importlib.util.find_spec, needed)):
+            yield from [make(setting) for setting in settings]
+
+
+def layer(outputs: int, inputs: int, group: int) -> PackedWeight:
+    """A random layer with symmetric 4-bit weights; its scales have 16 bits, as those of OpenVINO."""
+    model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False)).eval()
+    config = nc.WeightOnlyConfig("int4", group_size=group, w_algo="minmax", scale_dtype="fp16")
+    (found,) = nc.quantize(model, config, backend="reference")
+    packed: PackedWeight = found.packed
+    return packed
+
+
+def seconds(calls: list[Call], x: torch.Tensor, least: float) -> float:
+    """Of one call: the mean over all copies, again until `least` seconds are over."""
+    time.sleep(_REST_S)
+    calls[-1](x)
+    count, start = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - start < least:
+        for call in calls:
+            call(x)
+        count += len(calls)
+    return (time.perf_counter() - start) / count
+
+
+def measure(weight: PackedWeight, group: int, rows: int, options: argparse.Namespace) -> None:
+    """Print the rows of one layer and one number of rows of activations."""
+    outputs, inputs = weight.shape
+    copies = options.copies or math.ceil(_ALL / weight.bytes)
+    x = torch.randn(rows, inputs)
+    exact = x.double() @ weight.dequantize().double().T
+    found = [engine for engine in engines(group) if rows <= engine.most_rows and options.only in engine.name]
+    ready = [(engine, x.to(engine.dtype), [engine.make(weight) for _ in range(copies)]) for engine in found]
+    times: dict[str, list[float]] = {engine.name: [] for engine in found}
+    for _ in range(options.rounds):
+        for engine, given, calls in ready:
+            times[engine.name].append(seconds(calls, given, options.seconds))
+    limit = read_bandwidth(torch.get_num_threads())
+    print(f"\n{outputs} x {inputs}, groups of {group}, M = {rows}, {copies} copies, {limit:.1f} GB/s read\n")
+    print("| engine | us | GB/s | % of reading | time / ours int8 | time / ours fp32 | largest error |\n|---|---|---|---|---|---|---|")
+    for engine, given, calls in ready:
+        taken = statistics.median(times[engine.name])
+        rate = weight.bytes / taken / 1e9
+        ratios = [
+            f"{statistics.median(a / b for a, b in zip(times[engine.name], base, strict=True)):.2f}" if base else "-"
+            for base in (times.get(f"ours, {row.name}", []) for row in (C_INT8, C_FP32))
+        ]
+        error = float((calls[0](given).double() - exact).abs().max() / exact.abs().max())
+        cells = (engine.name, f"{1e6 * taken:.0f}", f"{rate:.1f}", f"{100 * rate / limit:.0f}", *ratios, f"{error:.1e}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Print Markdown tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", default=["2048x2048", "4096x4096", "11008x4096"], help="N x K")
+    parser.add_argument("--groups", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 128])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.2, help="of an engine in a round, at least")
+    parser.add_argument("--copies", type=int, help="of a layer; default: as many as are larger than the caches")
+    parser.add_argument("--only", default="", help="engines with this in their names")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    with torch.no_grad():
+        for size in options.layers:
+            outputs, inputs = map(int, size.split("x"))
+            for group in options.groups:
+                weight = layer(outputs, inputs, group)
+                for rows in options.rows:
+                    measure(weight, group, rows, options)
+
+
+if __name__ == "__main__":
+    main()
