@@ -182,6 +182,29 @@ def test_bf16_activations_are_multiplied_by_weights_in_fp32():
     assert torch.equal(layer_with([C_BF16], packed, "bf16")(x.float()), C_BF16.linear(x, C_BF16.pack(packed), packed))
 
 
+@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("size", [1e-44, 1e-35, 1e-12, 1e5, 1e33])
+def test_fp32_is_exact_for_tiny_and_huge_values(size, best):
+    packed = weight(form("int4", 64, "zero point"), 24, 128)
+    packed.scale.mul_(1e-3)
+    x = torch.randn(3, 128).clamp(-1, 1) * size
+    x[:, 5] *= 1e-3
+    result = compiled.linear(x, compiled.pack(packed, HERE[best]), packed)
+    limit = bound(x.double(), packed, torch.zeros(24)) + 128 * 2.0**-112  # sums of parts below the smallest normal number
+    assert ((result.double() - x.double() @ exact(packed).T).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_fp32_passes_on_what_is_not_finite(value, best):
+    packed = weight(form("int4", 64, "zero point"), 24, 128)
+    x = torch.randn(300, 128)
+    x[7, 77] = value
+    result, expected = compiled.linear(x, compiled.pack(packed, HERE[best]), packed), QuantLinear(packed)(x)
+    assert torch.equal(result[7].isfinite(), expected[7].isfinite())
+    assert result[torch.arange(300) != 7].isfinite().all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_values_that_have_no_scale(value):
     packed = weight(form("int4", 64), 24, 128)

@@ -100,8 +100,9 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         codes = low | high << 4
     else:
         codes = codes.view(panels, PANEL, padded // 4, 4)
-    values = torch.zeros(16)
+    values, middle = torch.zeros(16), form.middle
     if form.dtype.kind == "float":
+        middle = -1
         values[: len(form.dtype.values)] = torch.tensor(form.dtype.values)
     else:
         values[:] = torch.arange(16.0) - form.middle
@@ -110,9 +111,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         offset = params.minimum + form.middle * params.scale
     elif params.zero is not None:
         offset = (form.middle - params.zero) * params.scale
-    sizes = torch.tensor(
-        [outputs, inputs, padded, padded if group == inputs else group, size, form.middle, isa() if best is None else best]
-    )
+    sizes = torch.tensor([outputs, inputs, padded, padded if group == inputs else group, size, middle, isa() if best is None else best])
     return codes.permute(0, 2, 1, 3).contiguous(), _panels(params.scale), None if offset is None else _panels(offset), values, sizes
 
 
