@@ -87,6 +87,19 @@ def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, bloc
 
 
 @pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("scale_dtype", ["fp16", "bf16", "e8m0"])
+def test_scales_of_16_bits_are_packed_as_they_are_stored(scale_dtype, best):
+    packed = weight(form("int4", 64, "symmetric", scale_dtype), 33, 128)
+    packed.scale[0, 0] = 2**-20  # fp16 holds it without its leading 1
+    layout = compiled.pack(packed, HERE[best])
+    assert layout[1].element_size() == (4 if scale_dtype == "e8m0" else 2)
+    x, bias = torch.randn(5, 128), torch.zeros(33)
+    for block, values in ((0, x.double()), (-1, rounded(x, -1))):
+        result = compiled.linear(x, layout, packed, None, block)
+        assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, bias)).all()
+
+
+@pytest.mark.parametrize("best", HERE)
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_the_largest_products_do_not_saturate(name, best):
     packed = weight(form(name, -1), 16, 9000)

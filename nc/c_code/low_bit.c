@@ -3,7 +3,7 @@
  * The layout of a weight, the same for all instruction sets, is made of panels of 16 outputs:
  *   4 bits: [panel][K / 8][16 outputs] words of 32 bits; byte i of a word has code k + i in its low half and code k + 4 + i in its high half
  *   8 bits: [panel][K / 4][16 outputs] words of 32 bits; byte i of a word is code k + i
- *   scales and offsets: [panel][group][16 outputs], fp32
+ *   scales: [panel][group][16 outputs], fp32, fp16 or bf16; offsets likewise, fp32
  * N is padded to a multiple of 16, and a row of K that is one group to a multiple of 32.
  *
  * Three forms:
@@ -25,6 +25,7 @@
 #define X_AT_ONCE (1 << 19)   /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
 
 enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
+enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
 enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3 };
 
 struct weight {
@@ -32,8 +33,10 @@ struct weight {
     int64_t group;                   /* input channels that share a scale */
     int64_t bits, middle;            /* of a code: 4 or 8; the code of 0, for the int8 form and for 8 bits */
     const uint8_t *codes;
-    const float *scale, *offset; /* offset may be null */
-    const float *table;          /* 16 values of 4-bit codes */
+    const void *scale;
+    const float *offset; /* may be null */
+    const float *table; /* 16 values of 4-bit codes */
+    int64_t scale_type;
 };
 
 struct job {
@@ -101,9 +104,9 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #include <immintrin.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define FOR_AVX2 __attribute__((target("avx2,fma")))
-#define FOR_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
-#define FOR_VNNI __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define FOR_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
+#define FOR_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define HAS_AVX_VNNI 1
@@ -272,6 +275,17 @@ FOR_AVX2 static void sum_rows(const struct job *j, int64_t start, int64_t stop)
 
 /* ---- AVX-512: P panels times R rows ---- */
 
+/* 16 scales from element `at` on. */
+INLINE FOR_AVX512 __m512 scales_512(const struct weight *w, int64_t at)
+{
+    const uint16_t *half = (const uint16_t *)w->scale + at;
+    if (w->scale_type == FP16)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
+    if (w->scale_type == BF16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half)), 16));
+    return _mm512_loadu_ps((const float *)w->scale + at);
+}
+
 INLINE FOR_AVX512 void finish_512(const struct job *j, int64_t p, int64_t m, __m512 sum)
 {
     int64_t left = j->w.outputs - p * PANEL;
@@ -301,7 +315,7 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
     }
     for (int64_t g = 0, b = 0; g < groups; g++) {
         __m512 scale[2];
-        UNROLL for (int v = 0; v < P; v++) scale[v] = _mm512_loadu_ps(j->w.scale + ((p + v) * groups + g) * PANEL);
+        UNROLL for (int v = 0; v < P; v++) scale[v] = scales_512(&j->w, ((p + v) * groups + g) * PANEL);
         for (int64_t end = b + each; b < end; b++) {
             int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
             __m512i acc[4][2][DIGITS];
@@ -412,7 +426,7 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
         }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
             sum[r][v] = _mm512_fmadd_ps(_mm512_add_ps(even[r][v], odd[r][v]),
-                                        _mm512_loadu_ps(j->w.scale + ((p + v) * groups + g) * PANEL), sum[r][v]);
+                                        scales_512(&j->w, ((p + v) * groups + g) * PANEL), sum[r][v]);
         ADD_OFFSETS_512()
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
@@ -447,6 +461,17 @@ DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4)
 DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8)
 
 /* ---- AVX2: one panel times R rows, in two halves of 8 outputs ---- */
+
+/* 8 scales from element `at` on. */
+INLINE FOR_AVX2 __m256 scales_256(const struct weight *w, int64_t at)
+{
+    const uint16_t *half = (const uint16_t *)w->scale + at;
+    if (w->scale_type == FP16)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
+    if (w->scale_type == BF16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half)), 16));
+    return _mm256_loadu_ps((const float *)w->scale + at);
+}
 
 INLINE FOR_AVX2 void finish_256(const struct job *j, int64_t first, int64_t m, __m256 sum)
 {
@@ -484,7 +509,8 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
     __m256 sum[4][2];
     UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm256_setzero_ps();
     for (int64_t g = 0, b = 0; g < groups; g++) {
-        const float *scale = j->w.scale + (p * groups + g) * PANEL + h * 8;
+        __m256 scale[2];
+        UNROLL for (int v = 0; v < V; v++) scale[v] = scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8);
         for (int64_t end = b + each; b < end; b++) {
             int64_t k = b * j->block, stop = k + j->block < j->w.padded ? k + j->block : j->w.padded;
             __m256i acc[4][2];
@@ -533,7 +559,7 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
             {
                 __m256 by = _mm256_set1_ps(j->block_scale[(m + r) * j->blocks + b]);
                 UNROLL for (int v = 0; v < V; v++)
-                    sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), _mm256_loadu_ps(scale + v * 8), sum[r][v]);
+                    sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), scale[v], sum[r][v]);
             }
         }
         ADD_OFFSETS_256()
@@ -580,7 +606,7 @@ INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t
                 }
             }
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
-            sum[r][v] = _mm256_fmadd_ps(of_group[r][v], _mm256_loadu_ps(j->w.scale + (p * groups + g) * PANEL + (h + v) * 8), sum[r][v]);
+            sum[r][v] = _mm256_fmadd_ps(of_group[r][v], scales_256(&j->w, (p * groups + g) * PANEL + (h + v) * 8), sum[r][v]);
         ADD_OFFSETS_256()
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
@@ -628,15 +654,16 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
  *
  * x: [rows, K]; for block 0 with `padded` columns
  * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight (middle -1: codes of 4 bits have the values of
- *   the table only); then the instruction set, one that the CPU has
+ *   the table only); then the instruction set, one that the CPU has,
+ *   and the type of the scales
  * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row
  * Returns OK, NO_MEMORY or NOT_HERE.
  */
-int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
+int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
                       const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
 {
     int unfit = 0;
-    struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table},
+    struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
     const part_t part = choose(&j.w, block != 0, shape[6]), exactly = choose(&j.w, 0, AVX512), prepare = block ? round_rows : split_rows;
     const int digits = block ? 1 : part == digits_4_512 || part == digits_8_512 ? DIGITS : 0;
@@ -681,7 +708,7 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     return OK;
 }
 #else
-int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const float *scale,
+int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
                       const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
 {
     return NOT_HERE;

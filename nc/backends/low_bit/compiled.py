@@ -21,6 +21,8 @@ from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
 from nc.numerics.packed_weight import PackedWeight
 
+#: Dtypes of scales → their numbers in the C code.
+_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: Outputs of a panel, and what K is padded to where one group covers a row.
 PANEL, STEP = 16, 32
 #: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
@@ -111,8 +113,13 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         offset = params.minimum + form.middle * params.scale
     elif params.zero is not None:
         offset = (form.middle - params.zero) * params.scale
-    sizes = torch.tensor([outputs, inputs, padded, padded if group == inputs else group, size, middle, isa() if best is None else best])
-    return codes.permute(0, 2, 1, 3).contiguous(), _panels(params.scale), None if offset is None else _panels(offset), values, sizes
+    scale = _panels(params.scale)
+    if not form.two_levels and weight.scale.dtype in _SCALES:
+        scale = scale.to(weight.scale.dtype)  # as they are stored
+    best = isa() if best is None else best
+    row = padded if group == inputs else group
+    sizes = torch.tensor([outputs, inputs, padded, row, size, middle, best, _SCALES[scale.dtype]])
+    return codes.permute(0, 2, 1, 3).contiguous(), scale, None if offset is None else _panels(offset), values, sizes
 
 
 def _panels(factors: torch.Tensor) -> torch.Tensor:
