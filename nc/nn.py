@@ -111,7 +111,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         out_features: N.
         bias: shape [N], or None.
         engine: computes it; None: the operator, which is the reference. `nc.backends.low_bit.engine.set_backend` sets it.
-        act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", or "int8" per token.
+        act_dtype: what its input is rounded to first: "fp32" (nothing), "bf16", "int8" per token, or "int8_block32".
     """
 
     engine: LinearEngine | None = None

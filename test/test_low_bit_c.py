@@ -15,7 +15,8 @@ from torch import nn
 import nc
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit import compiled
-from nc.backends.low_bit.compiled import C_BF16, C_FP32, C_INT8, ISAS, KERNELS
+from nc.backends.low_bit.bag import BAG
+from nc.backends.low_bit.compiled import C_BF16, C_FP32, C_INT8, C_INT8_BLOCK32, ISAS, KERNELS
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.c_code import build
 from nc.nn import QuantLinear
@@ -99,6 +100,19 @@ def test_scales_of_16_bits_are_packed_as_they_are_stored(scale_dtype, best):
         assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, bias)).all()
 
 
+@pytest.mark.parametrize("inputs", [128, 83, 20])
+@pytest.mark.parametrize(("act", "block"), [("int8", -1), ("int8_block32", 32)])
+def test_kernel_bag_and_reference_round_activations_alike(act, block, inputs):
+    packed = weight(form("int4", -1, "zero point"), 24, inputs)
+    x = torch.randn(2, 3, inputs) * torch.logspace(-2, 2, inputs)
+    values = rounded(x.reshape(6, inputs), block)
+    expected, limit = values @ exact(packed).T, bound(values, packed, torch.zeros(24))
+    kernel = next(row for row in KERNELS if act in row.activations)
+    for layer in (layer_with([kernel], packed, act), layer_with([BAG], packed, act), QuantLinear(packed, None, act)):
+        assert ((layer(x).reshape(6, 24).double() - expected).abs() <= limit).all()
+    assert not torch.allclose(expected, x.reshape(6, inputs).double() @ exact(packed).T, rtol=1e-5)
+
+
 @pytest.mark.parametrize("best", HERE)
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_the_largest_products_do_not_saturate(name, best):
@@ -130,7 +144,7 @@ def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, mon
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8)])
+@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)])
 def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
     packed = weight(form("int4", 64, "zero point"), 1000, 512)
     for rows in (1, 3, 40):
@@ -139,7 +153,7 @@ def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
         alone = layer_with([kernel], packed, act)(x)
         torch.set_num_threads(threads)
         assert torch.equal(layer_with([kernel], packed, act)(x), alone)
-    values = x.double() if act == "fp32" else rounded(x, -1)
+    values = {"fp32": x.double(), "int8": rounded(x, -1), "int8_block32": rounded(x, 32)}[act]
     assert ((alone.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(1000))).all()
 
 
@@ -169,7 +183,7 @@ def test_many_rows_are_taken_in_parts():
         assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(20))).all()
 
 
-@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8)])
+@pytest.mark.parametrize(("act", "kernel"), [("fp32", C_FP32), ("int8", C_INT8), ("int8_block32", C_INT8_BLOCK32)])
 def test_any_strides_shapes_and_dtypes(act, kernel):
     packed = weight(form("int4", 64), 24, 128)
     layer = layer_with([kernel], packed, act, torch.randn(24))
@@ -276,13 +290,13 @@ def test_a_compiler_that_fails_is_a_reason_too(monkeypatch, tmp_path):
     assert "its C code can't be loaded: the C compiler 'false' fails on low_bit.c" in found
 
 
-@pytest.mark.parametrize("act", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("act", ["fp32", "bf16", "int8", "int8_block32"])
 def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 33)).eval()
     q = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32, act_dtype=act), backend="native")
     x = torch.randn(3, 64)
     before = q(x)
-    name = f"c {act}"
+    name = f"c {act}".replace("_", " ")
     rows = " (M <= 64), blocks bf16" if "avx512_bf16" in cpu.features() else " (M <= 64), blocks"
     assert {layer.kernel for layer in nc.report(q).layers} == {name + (rows if act == "bf16" else "")}
     assert "quantized::embedding_bag_4bit_rowwise_offsets" not in ran(lambda: q(x))
@@ -300,7 +314,7 @@ def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch)
 
 def test_it_comes_first_on_native():
     assert get_backend("native").low_bit_kernels()[: len(KERNELS)] == KERNELS
-    assert {kernel.name for kernel in KERNELS} == {"c fp32", "c bf16", "c int8"}
+    assert {kernel.name for kernel in KERNELS} == {"c fp32", "c bf16", "c int8", "c int8 block32"}
     assert str(LowBitEngine("x", KERNELS).kernels_of(QuantLinear(weight(form())), torch.float32)) == "c fp32"
 
 

@@ -57,7 +57,7 @@ FORMATS = [
 
 
 @native
-@pytest.mark.parametrize("act", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("act", ["fp32", "bf16", "int8", "int8_block32"])
 @pytest.mark.parametrize(("name", "group", "kind"), FORMATS)
 def test_a_graph_computes_what_the_module_computes_to_the_last_bit(name, group, kind, act):
     layer = layer_of(name, group, kind, act)
@@ -194,7 +194,7 @@ def test_the_report_of_a_captured_model_names_kernels_and_refusals(mixed):
     assert ops["enc"].kernel.partition(" ")[0] == ("matmul" if backend == "native" else "")
     refused = dict(ops["up"].refused)
     others = set() if compiled.why_unavailable() == "" else {"c fp32", "int4pack", "dyn_quant_4bit"}
-    assert set(refused) == {"c int8"} | others | ({"ipex weight-only"} if backend == "ipex" else set())
+    assert set(refused) == {"c int8", "c int8 block32"} | others | ({"ipex weight-only"} if backend == "ipex" else set())
     assert 'kernel c int8 is not used for 2 layers: it multiplies int8 only; ask for act_dtype="int8"' in str(report)
     assert ("AVX512-FP16" in str(report)) is (backend == "ipex")
     head = next(line for line in str(report).splitlines() if line.startswith("operator"))

@@ -25,6 +25,7 @@ from nc.config.fields import (
 from nc.errors import ConfigError
 from nc.lowbit.solvers import RTN, SOLVERS, Solver
 from nc.lowbit.transforms import TRANSFORMS, Transform
+from nc.numerics.low_bit import ACT_DTYPES
 from nc.spec import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
 
 _WEIGHTS = {
@@ -188,7 +189,8 @@ class WeightOnlyConfig(QuantConfig):
         w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there is any).
         scale_dtype: how scales are stored: "fp32", "fp16", "bf16", "e8m0" (powers of two) or "e4m3" (with one more fp32 scale for
             the whole tensor, as in NVFP4).
-        act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits.
+        act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits with one
+            scale, "int8_block32" with a scale for each 32 of its elements.
         solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
         transforms: change weights of the float model first, without changing what it computes: `AWQ()`, …
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
@@ -213,7 +215,7 @@ class WeightOnlyConfig(QuantConfig):
         "w_sym": Field(True, flag),
         "w_algo": Field("wls", one_of("minmax", "mse", "wls")),
         "scale_dtype": Field("fp32", one_of(*SCALE_DTYPES)),
-        "act_dtype": Field("fp32", one_of("fp32", "bf16", "int8")),
+        "act_dtype": Field("fp32", one_of(*ACT_DTYPES)),
         "solver": Field(RTN(), plain_object(SOLVERS, Solver)),
         "transforms": Field((), plain_objects(TRANSFORMS, Transform), outer=True),
         "lm_head": Field(None, one_of(*DTYPES), outer=True),

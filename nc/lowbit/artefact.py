@@ -23,6 +23,7 @@ from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.bits import packed_size
+from nc.numerics.low_bit import ACT_DTYPES
 from nc.numerics.packed_weight import PackedWeight
 from nc.plan import Applied
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
@@ -232,7 +233,7 @@ def _put(model: torch.nn.Module, layer: Layer | None, name: str, data: dict[str,
     packed = PackedWeight(form=form, shape=layer.shape, **parts)
     _check_parts(packed)
     result = None if data["result"] is None else LayerResult.from_dict({k: json_values.decode(v) for k, v in data["result"].items()})
-    if data["act_dtype"] not in ("fp32", "bf16", "int8"):
+    if data["act_dtype"] not in ACT_DTYPES:
         msg = f"act_dtype {data['act_dtype']!r}"
         raise ValueError(msg)
     base: dict[str, Any] = {"operator": name, "kind": layer.kind, "module_type": layer.module_type, "shape": layer.shape}

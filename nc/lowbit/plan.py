@@ -26,7 +26,7 @@ class LayerDecision:
         form: the format of its weight; None if it stays float.
         rule: range rule of its scales.
         solver: chooses its codes.
-        act_dtype: what its input is rounded to: "fp32" (nothing), "bf16" or "int8".
+        act_dtype: what its input is rounded to: "fp32" (nothing), "bf16", "int8" or "int8_block32".
         decided: which rule decided.
         why: why it stays float; None when it is quantized.
         fields: for each field of its configuration the name, the value as text, and the rule that gives it.

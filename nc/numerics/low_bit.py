@@ -9,8 +9,25 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.spec import dtype as named
 from nc.spec.weight_format import WeightFormat
 
-#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric scale per token.
-ACT_DTYPES = ("fp32", "bf16", "int8")
+#: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric scale per token, or for each
+#: `BLOCK` of its elements.
+ACT_DTYPES = ("fp32", "bf16", "int8", "int8_block32")
+#: The last block of a token may be shorter.
+BLOCK = 32
+
+
+def round_activations(x: torch.Tensor, act_dtype: str) -> torch.Tensor:
+    """fp32 values of int8 codes of `x`: from -127 to 127, times the largest magnitude / 127.
+
+    Args:
+        x: fp32, shape [..., K].
+        act_dtype: "int8" or "int8_block32".
+    """
+    if act_dtype == "int8":
+        return quantize_dequantize_dynamic(x, True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
+    inputs = x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return quantize_dequantize_dynamic(blocks, True, -127, 127, True).flatten(-2)[..., :inputs]  # noqa: FBT003 - as above
 
 
 def linear(
@@ -39,14 +56,14 @@ def linear(
         bias: shape [N].
         dtype: name of the number format.
         in_features: K.
-        act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; "int8" rounds each token to 8 bits.
+        act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; for the others see `round_activations`.
     """
     weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features).dequantize()
     kind = x.dtype
     if act_dtype == "bf16":
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
-    elif act_dtype == "int8":
-        x = quantize_dequantize_dynamic(x.float(), True, -127, 127, True).to(kind)  # noqa: FBT003 - per token, symmetric
+    elif act_dtype != "fp32":
+        x = round_activations(x.float(), act_dtype).to(kind)
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(kind)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.nn import KernelChoice
-from nc.numerics.dynamic import quantize_dequantize_dynamic
+from nc.numerics.low_bit import round_activations
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec.weight_format import WeightFormat
 
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
-    """What activations of a dtype are multiplied as: "fp32", "bf16" or "int8"."""
+    """What activations of a dtype are multiplied as: "fp32", "bf16", "int8" or "int8_block32"."""
     return "bf16" if act_dtype == "fp32" and dtype == torch.bfloat16 else act_dtype
 
 
@@ -77,8 +77,8 @@ def compute(
     # `to` and `reshape` cost as much as a small kernel, also where they change nothing
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     activations = computed_as(act_dtype, x.dtype)
-    if activations == "int8" and activations not in kernel.activations:
-        flat = quantize_dequantize_dynamic(flat.float(), True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
+    if activations not in ("fp32", "bf16", *kernel.activations):
+        flat = round_activations(flat.float(), activations)
     multiplied = torch.bfloat16 if activations == "bf16" else torch.float32
     if flat.dtype != multiplied:
         flat = flat.to(multiplied)

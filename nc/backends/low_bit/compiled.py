@@ -1,7 +1,7 @@
 """Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
-Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` is for `act_dtype="int8"`: it rounds each token to int8 as the
-reference does, and sums the products with codes in int32, exactly, for each group.
+Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"` and
+"int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly, for each group or block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
+from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
 
 #: Dtypes of scales → their numbers in the C code.
@@ -137,7 +138,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         layout: of `pack`.
         weight: W, shape [N, K].
         bias: shape [N].
-        block: 0: x is multiplied as it is; -1: each row is rounded to int8; else so many elements (32) with a scale of their own.
+        block: 0: x is multiplied as it is; -1: each row is rounded to int8; else each so many elements of it.
 
     Raises:
         BackendError: the code can't run.
@@ -176,10 +177,6 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     return result
 
 
-def _linear_int8(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, layout, weight, bias, block=-1)
-
-
 #: Rows of bf16 above which dequantizing by blocks for a GEMM in bf16 is faster.
 MAX_ROWS_BF16 = 64
 
@@ -192,8 +189,15 @@ C_INT8 = LowBitKernel(
     isa=("avx2",),
     unavailable=why_unavailable,
     pack=pack,
-    linear=_linear_int8,
+    linear=functools.partial(linear, block=-1),
     adds_bias=True,
+)
+C_INT8_BLOCK32 = dataclasses.replace(
+    C_INT8,
+    name="c int8 block32",
+    what="the same with a scale of activations for each 32 elements",
+    activations=("int8_block32",),
+    linear=functools.partial(linear, block=BLOCK),
 )
 C_FP32 = LowBitKernel(
     name="c fp32",
@@ -209,4 +213,4 @@ C_FP32 = LowBitKernel(
     adds_bias=True,
 )
 C_BF16 = dataclasses.replace(C_FP32, name="c bf16", activations=("bf16",), max_rows=MAX_ROWS_BF16)
-KERNELS = (C_INT8, C_FP32, C_BF16)
+KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16)

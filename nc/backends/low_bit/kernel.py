@@ -27,8 +27,9 @@ class LowBitKernel:
         what: what it computes, one line for documents.
         bits: sizes of integer codes that it takes.
         floats: names of floating-point formats that it takes; None: any.
-        activations: what it multiplies: of "fp32", "bf16" and "int8". With "int8" it gets activations that are not rounded yet, and rounds
-            them itself; where it only has "fp32", it computes layers with int8 activations too, and gets rounded ones.
+        activations: what it multiplies: of "fp32", "bf16", "int8" and "int8_block32". With the last two it gets activations that are not
+            rounded yet, and rounds them itself; where it only has "fp32", it computes layers with int8 activations too, and gets rounded
+            ones.
         groups: group sizes that it takes; None: any. A group of a whole row counts with its size K.
         group_step: groups must be multiples of this, or whole rows.
         whole_row: it needs one group per row.
@@ -78,7 +79,7 @@ class LowBitKernel:
         Args:
             form: of the weight.
             shape: (N, K) of the weight.
-            activations: what they are multiplied as, "fp32", "bf16" or "int8".
+            activations: what they are multiplied as, "fp32", "bf16", "int8" or "int8_block32".
             available: features of the CPU; None: of this one.
         """
         outputs, inputs = shape
@@ -101,12 +102,12 @@ class LowBitKernel:
         return next((reason for found, reason in checks if found), None) or self.unavailable() or None
 
     def _multiplies(self, activations: str) -> bool:
-        return activations in self.activations or (activations == "int8" and "fp32" in self.activations)
+        return activations in self.activations or (activations != "bf16" and "fp32" in self.activations)
 
     def _way_out(self, activations: str) -> str:
         """What the user can change."""
         asked = self.activations[0]
-        return f'; ask for act_dtype="{asked}" if that precision is enough' if activations == "fp32" and asked in ("bf16", "int8") else ""
+        return f'; ask for act_dtype="{asked}" if that precision is enough' if activations == "fp32" and asked != "fp32" else ""
 
     def takes(self, form: WeightFormat) -> bool:
         """Whether it is for weights of that number format at all."""

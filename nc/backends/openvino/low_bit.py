@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.errors import UnsupportedError
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, take_over
 from nc.numerics.low_bit import stored_weight
@@ -38,6 +39,11 @@ def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], we
             x, values = (_to(graph, _to(graph, side, torch.bfloat16), kind) for side in (x, values))
         elif arguments["act_dtype"] == "int8":
             x = call_operator(graph, quantize_dequantize_dynamic, x, True, -127, 127, True, torch.int8)
+        elif arguments["act_dtype"] != "fp32":
+            msg = (
+                f'openvino has no linear with act_dtype={arguments["act_dtype"]!r}: use act_dtype="int8" (per token), or backend="native".'
+            )
+            raise UnsupportedError(msg)
         if kind != torch.float32:
             values = _to(graph, values, kind)
         return graph.call_function(_aten.linear.default, (x, values, arguments["bias"]))
