@@ -162,6 +162,16 @@ def test_low_bit_weights(dtype):
     assert worst_db(graph.module(x), engine.run([x])) > 60
 
 
+def test_activations_in_blocks_of_int8_are_refused():
+    x = torch.randn(4, 64)
+    config = nc.WeightOnlyConfig("int4", group_size=32, act_dtype="int8_block32")
+    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32)).eval(), config, backend="reference")
+    prepared = nc.prepare(layer, StaticQuantConfig(), example_inputs=x, backend="reference")
+    prepared(x)
+    with pytest.raises(nc.UnsupportedError, match='act_dtype=.int8_block32.: use act_dtype="int8"'):
+        get_backend("openvino").lower(nc.convert(prepared).graph)
+
+
 def test_wrong_numbers_are_noticed_and_named(monkeypatch):
     real = program._spell_weights
 

@@ -26,7 +26,7 @@ def round_activations(x: torch.Tensor, act_dtype: str) -> torch.Tensor:
     if act_dtype == "int8":
         return quantize_dequantize_dynamic(x, True, -127, 127, True)  # noqa: FBT003 - per token, symmetric
     inputs = x.shape[-1]
-    blocks = torch.nn.functional.pad(x, (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = torch.nn.functional.pad(x, (0, -inputs % BLOCK)).reshape(*x.shape[:-1], -(-inputs // BLOCK), BLOCK)
     return quantize_dequantize_dynamic(blocks, True, -127, 127, True).flatten(-2)[..., :inputs]  # noqa: FBT003 - as above
 
 
