@@ -25,7 +25,7 @@ import nc
 from nc.backends.low_bit.aten import INT4PACK
 from nc.backends.low_bit.bag import BAG
 from nc.backends.low_bit.blocks import BLOCKS
-from nc.backends.low_bit.compiled import C_FP32, C_INT8
+from nc.backends.low_bit.compiled import C_FP32, C_INT8, KERNELS
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.profiling.bandwidth import read_bandwidth
 from nc.nn import QuantLinear
@@ -56,7 +56,7 @@ def ours(act_dtype: str) -> Engine:
         nc.backends.low_bit.engine.set_backend(layer, "native")
         return layer
 
-    name = {"int8": C_INT8, "fp32": C_FP32}[act_dtype].name
+    name = next(row.name for row in KERNELS if act_dtype in row.activations)
     return Engine(f"ours, {name}", make)
 
 
@@ -148,6 +148,7 @@ def onnx_runtime(level: int) -> Engine:
 def engines(group: int) -> Iterator[Engine]:
     """All that can be imported."""
     yield ours("int8")
+    yield ours("int8_block32")
     yield ours("fp32")
     yield kernel(BAG)
     yield kernel(BLOCKS)
