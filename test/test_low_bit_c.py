@@ -199,6 +199,18 @@ def test_any_strides_shapes_and_dtypes(act, kernel):
         assert torch.equal(layer(x), layer(x.contiguous()))
 
 
+@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize(("name", "group", "kind"), [*WEIGHTS, *ON_TABLES])
+def test_bf16_activations_give_exact_products_and_fp32_sums(name, group, kind, best):
+    packed = packed_of(name, group, kind, 33)
+    layout, bias = compiled.pack(packed, HERE[best]), torch.randn(33)
+    for rows in (1, 2, 3, 4, 7, 20):
+        x = torch.randn(rows, packed.shape[1]).bfloat16()
+        result = compiled.linear(x, layout, packed, bias)
+        expected = x.double() @ exact(packed).T + bias.double()
+        assert ((result.double() - expected).abs() <= bound(x.double(), packed, bias)).all()
+
+
 def test_bf16_activations_are_multiplied_by_weights_in_fp32():
     packed = weight(form("int4", 64, "zero point"), 24, 128)
     x = torch.randn(5, 128).bfloat16()
@@ -269,6 +281,8 @@ def test_the_user_s_limit_of_instruction_sets_holds(monkeypatch):
     assert compiled.isa() == ISAS["avx2"][0]
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni"))
     assert compiled.isa() == ISAS["avx512_vnni"][0]
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16"))
+    assert compiled.isa() == ISAS["avx512_bf16"][0]
 
 
 @pytest.mark.usefixtures("without_c")

@@ -6,11 +6,12 @@
  *   scales: [panel][group][16 outputs], fp32, fp16 or bf16; offsets likewise, fp32
  * N is padded to a multiple of 16, and a row of K that is one group to a multiple of 32.
  *
- * Three forms:
+ * Four forms:
  *   fp32    codes become fp32 in registers (4 bits: by a table of 16 values; 8 bits: code - middle), multiplied and summed in fp32
  *   int8    x is rounded to int8 with one scale for each block of its row; products are summed in int32 for each block: this is exact
  *   digits  as int8, but x is three digits of 8 bits, d2 * 2^16 + d1 * 2^8 + d0, times a power of two for each block: at most 2^-23 of the
  *           largest value of the block is lost, as much as fp32 sums lose. With VNNI this takes fewer instructions than fp32
+ *   bf16    x is bf16, and so are 4-bit codes - middle, exactly: products of pairs are summed in fp32
  */
 
 #include <math.h>
@@ -26,7 +27,7 @@
 
 enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
-enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3 };
+enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3, AVX512_BF16 = 4 };
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -107,6 +108,12 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define FOR_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
 #define FOR_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+#define HAS_BF16 1
+#define FOR_BF16 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")))
+#else
+#define HAS_BF16 0
+#endif
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define HAS_AVX_VNNI 1
@@ -252,6 +259,18 @@ static void split_rows(const struct job *j, int64_t start, int64_t stop)
             if (j->group_sums)
                 j->group_sums[m * groups + b / each] += ldexpf((float)(sums[2] * 65536.0 + sums[1] * 256.0 + sums[0]), exponent);
         }
+    }
+}
+
+/* Rows of bf16 in the order in which the codes of 8 input channels come out of a word. */
+static void order_rows(const struct job *j, int64_t start, int64_t stop)
+{
+    static const int order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    for (int64_t m = start; m < stop; m++) {
+        uint16_t *to = (uint16_t *)j->codes + m * j->w.padded;
+        for (int64_t k = 0; k < j->w.padded; k += 8)
+            for (int i = 0; i < 8; i++)
+                to[k + i] = (uint16_t)((uint32_t)word(j->x + m * j->stride + k + order[i]) >> 16);
     }
 }
 
@@ -432,6 +451,55 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
 }
 
+#if HAS_BF16
+INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    const int64_t groups = j->w.padded / j->w.group, panel = j->w.padded * 2 * bits;
+    const int C = R > 2 ? 1 : 2; /* chains of sums: one alone would wait for itself */
+    const __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(j->w.table), 16));
+    const __m512i table = _mm512_broadcast_i64x4(values); /* twice: bit 4 of an index belongs to the next code */
+    const uint8_t *codes[2];
+    __m512 sum[4][2];
+    UNROLL for (int v = 0; v < P; v++)
+    {
+        codes[v] = j->w.codes + (p + v) * panel;
+        UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm512_setzero_ps();
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        __m512 acc[4][2][2];
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) acc[r][v][0] = acc[r][v][1] = _mm512_setzero_ps();
+        for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8) {
+            __m512i found[2];
+            UNROLL for (int v = 0; v < P; v++)
+            {
+                const uint8_t *at = codes[v] + k * 2 * bits;
+                if (R == 1)
+                    _mm_prefetch((const char *)at + 2048, _MM_HINT_T0);
+                found[v] = _mm512_loadu_si512(at);
+            }
+            UNROLL for (int i = 0; i < 4; i++)
+            {
+                __m512i pair[2];
+                UNROLL for (int v = 0; v < P; v++) pair[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(found[v], 4 * i), table);
+                UNROLL for (int r = 0; r < R; r++)
+                {
+                    __m512i x = _mm512_set1_epi32(word((const uint16_t *)j->codes + (m + r) * j->w.padded + k + 2 * i));
+                    UNROLL for (int v = 0; v < P; v++)
+                        acc[r][v][i % C] = _mm512_dpbf16_ps(acc[r][v][i % C], (__m512bh)pair[v], (__m512bh)x);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++)
+        {
+            __m512 value = C == 1 ? acc[r][v][0] : _mm512_add_ps(acc[r][v][0], acc[r][v][1]);
+            sum[r][v] = _mm512_fmadd_ps(value, scales_512(&j->w, ((p + v) * groups + g) * PANEL), sum[r][v]);
+        }
+        ADD_OFFSETS_512()
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) finish_512(j, p + v, m + r, sum[r][v]);
+}
+#endif
+
 /* Panels from start to stop, all rows: tiles of two panels and four rows as long as there are so many. */
 #define DEFINE_PART(name, target, tile, bits)                                  \
     target static void name(const struct job *j, int64_t start, int64_t stop)  \
@@ -455,6 +523,11 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
 
 DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4)
 DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8)
+#if HAS_BF16
+DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4)
+#else
+#define bf16_4_512 NULL
+#endif
 DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4)
 DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8)
 DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4)
@@ -637,13 +710,13 @@ DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
 static part_t choose(const struct weight *w, int int8, int64_t isa)
 {
     const int four = w->bits == 4;
-    if (int8 && isa == AVX512_VNNI)
+    if (int8 && isa >= AVX512_VNNI)
         return four ? int8_4_512 : int8_8_512;
     if (int8 && isa == AVX_VNNI)
         return !HAS_AVX_VNNI ? NULL : four ? int8_4_vnni : int8_8_vnni;
     if (int8)
         return four ? int8_4_256 : int8_8_256;
-    if (isa == AVX512_VNNI && w->middle >= 0)
+    if (isa >= AVX512_VNNI && w->middle >= 0)
         return four ? digits_4_512 : digits_8_512;
     if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return four ? fp32_4_512 : fp32_8_512;
@@ -656,7 +729,7 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
  * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight (middle -1: codes of 4 bits have the values of
  *   the table only); then the instruction set, one that the CPU has,
  *   and the type of the scales
- * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row
+ * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row. -2: as 0, and all are bf16
  * Returns OK, NO_MEMORY or NOT_HERE.
  */
 int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
@@ -665,10 +738,13 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     int unfit = 0;
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
-    const part_t part = choose(&j.w, block != 0, shape[6]), exactly = choose(&j.w, 0, AVX512), prepare = block ? round_rows : split_rows;
+    const int bf16 = HAS_BF16 && block == -2 && shape[6] == AVX512_BF16 && j.w.bits == 4 && j.w.middle >= 0;
+    block = block == -2 ? 0 : block;
+    const part_t part = bf16 ? bf16_4_512 : choose(&j.w, block != 0, shape[6]), exactly = choose(&j.w, 0, AVX512);
+    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows;
     const int digits = block ? 1 : part == digits_4_512 || part == digits_8_512 ? DIGITS : 0;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
-    const int64_t fit = X_AT_ONCE / (j.w.padded * (digits ? digits : 4)) / 4 * 4, most = rows < 16 || rows < fit ? rows : fit < 16 ? 16 : fit;
+    const int64_t fit = X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / 4 * 4, most = rows < 16 || rows < fit ? rows : fit < 16 ? 16 : fit;
     char *scratch = NULL;
     if (!part)
         return NOT_HERE;
@@ -682,8 +758,8 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
                 ;
         j.blocks = (j.w.padded + j.block - 1) / j.block;
     }
-    if (digits || offset) {
-        scratch = malloc(most * (4 * groups + 4 * j.blocks + digits * (4 * j.blocks + j.w.padded)));
+    if (digits || bf16 || offset) {
+        scratch = malloc(most * (4 * groups + 4 * j.blocks + digits * 4 * j.blocks + (bf16 ? 2 : digits) * j.w.padded));
         if (!scratch)
             return NO_MEMORY;
         j.group_sums = offset ? (float *)scratch : NULL;
@@ -698,7 +774,7 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
         int64_t worth = 1 + panels * PANEL * j.w.padded / WORK_PER_THREAD * j.rows, use = threads < worth ? threads : worth;
         int64_t few = j.rows < 8 ? 1 : use;
         unfit = 0;
-        if (digits)
+        if (digits || bf16)
             run(&j, prepare, j.rows, 1, few);
         if (offset && (!digits || unfit))
             run(&j, sum_rows, j.rows, 1, few);

@@ -24,10 +24,13 @@ from nc.numerics.packed_weight import PackedWeight
 
 #: Dtypes of scales → their numbers in the C code.
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: Instead of the length of a block: x is not rounded, and its values are those of bf16.
+_BF16 = -2
 #: Outputs of a panel, and what K is padded to where one group covers a row.
 PANEL, STEP = 16, 32
 #: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
 ISAS = {
+    "avx512_bf16": (4, ("avx512f", "avx512_vnni", "avx512_bf16")),
     "avx512_vnni": (3, ("avx512f", "avx512_vnni")),
     "avx512": (2, ("avx512f",)),
     "avx_vnni": (1, ("avx_vnni",)),
@@ -149,8 +152,10 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     assert values is not None
     assert sizes is not None
     (rows, inputs), outputs = x.shape, weight.shape[0]
+    if not block and x.dtype == torch.bfloat16:
+        block = _BF16
     x = x.float().contiguous()
-    if not block and inputs % STEP:
+    if block in (0, _BF16) and inputs % STEP:
         x = torch.nn.functional.pad(x, (0, -inputs % STEP))
     if bias is not None:
         bias = bias.float().contiguous()
