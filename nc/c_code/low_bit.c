@@ -738,7 +738,8 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     int unfit = 0;
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
-    const int bf16 = HAS_BF16 && block == -2 && shape[6] == AVX512_BF16 && j.w.bits == 4 && j.w.middle >= 0;
+    /* for fewer rows the digits take less time */
+    const int bf16 = HAS_BF16 && block == -2 && rows >= 4 && shape[6] == AVX512_BF16 && j.w.bits == 4 && j.w.middle >= 0;
     block = block == -2 ? 0 : block;
     const part_t part = bf16 ? bf16_4_512 : choose(&j.w, block != 0, shape[6]), exactly = choose(&j.w, 0, AVX512);
     const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows;

@@ -1,7 +1,7 @@
 """Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
-Two forms. `C_FP32` and `C_BF16` multiply and sum in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"` and
-"int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly, for each group or block.
+`C_FP32`, `C_BF16` and `C_BF16_IN_FP32` have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"`
+and "int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly.
 """
 
 from __future__ import annotations
@@ -182,9 +182,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     return result
 
 
-#: Rows of bf16 above which dequantizing by blocks for a GEMM in bf16 is faster.
-MAX_ROWS_BF16 = 64
-
+# `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16 (on AVX512-BF16).
 C_INT8 = LowBitKernel(
     name="c int8",
     what="C of nc: each token in int8, products with codes summed in int32 for each group (VNNI, or AVX2 in 16 bits that can't saturate)",
@@ -217,5 +215,15 @@ C_FP32 = LowBitKernel(
     linear=linear,
     adds_bias=True,
 )
-C_BF16 = dataclasses.replace(C_FP32, name="c bf16", activations=("bf16",), max_rows=MAX_ROWS_BF16)
-KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16)
+C_BF16 = dataclasses.replace(
+    C_FP32,
+    name="c bf16",
+    what="C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AVX512-BF16)",
+    bits=(1, 2, 3, 4),
+    floats=(),
+    activations=("bf16",),
+    isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
+    max_rows=512,
+)
+C_BF16_IN_FP32 = dataclasses.replace(C_FP32, name="c bf16 in fp32", activations=("bf16",), max_rows=64)
+KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16, C_BF16_IN_FP32)
