@@ -213,6 +213,7 @@ INSIDE = {
             "nc.backends.cpu",
             "nc.backends.dynamic",
             "nc.backends.passes",
+            "nc.backends.program",
             "nc.backends.spawn",
             "nc.backends.verify",
             "nc.backends.profiling.onednn_verbose",

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from nc.backends.openvino.program import Program, program
+from nc.backends.openvino.program import program
+from nc.backends.program import Exportable, Program, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
@@ -65,7 +66,7 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
     shapes = None if free is None else (tuple(free),)
     try:
         with LOCK, torch.no_grad():
-            exported = torch.export.export(_Module(source.module).eval(), example, dynamic_shapes=shapes)
+            exported = torch.export.export(Exportable(source.module).eval(), example, dynamic_shapes=shapes)
             decoder = TorchFXPythonDecoder(exported.run_decompositions(_decompositions()).module(), dynamic_shapes=True)
             frontend = FrontEndManager().load_by_framework("pytorch")
             model = frontend.convert(frontend.load(decoder))
@@ -90,23 +91,9 @@ def _decompositions() -> Any:
     return table
 
 
-class _Module(torch.nn.Module):
-    """A program as a part of a module: export takes no fx module by itself for one whose parts it should note."""
-
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """As the program."""
-        return self.module(*inputs)
-
-
 def _operator_of(node: torch.fx.Node, operators: dict[str, str]) -> str:
     """The operator that an exported node belongs to; "" where it belongs to none."""
-    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    names = [path.rpartition(".")[2] for path in paths]
-    return next((operators[name] for name in reversed(names) if name in operators), "")
+    return operator_at((path for path, _ in (node.meta.get("nn_module_stack") or {}).values()), operators)
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 from nc.backends.base import EngineModel, EngineReport
 from nc.backends.openvino.convert import Converted, convert, of_graph
 from nc.backends.openvino.layers import layers_of, op_run
-from nc.backends.openvino.program import Program, program
+from nc.backends.openvino.program import program
 from nc.backends.openvino.runtime import Requests, compiled, version
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.graph.qdq import QDQGraph
@@ -36,7 +36,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
     requests = Requests(model)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        return together(converted.program, requests(inputs), inputs)
+        return converted.program.together(requests(inputs), inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16))
     sqnr = verify_outputs(graph, run(graph.example), verify, "OpenVINO", first)
@@ -60,21 +60,11 @@ def wants_bf16(graph: QDQGraph) -> bool:
     return any(decision.spec.bf16 for decision in graph.plan.decisions)
 
 
-def together(source: Program, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The outputs of the graph: tensors of OpenVINO, and the others."""
-    if all(source.tensors):
-        return list(tensors)
-    with torch.no_grad():
-        others = iter(source.others(*inputs))
-    left = iter(tensors)
-    return [next(left if is_tensor else others) for is_tensor in source.tensors]
-
-
 def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool) -> Sequence[Any]:
     """What OpenVINO gives for a part of a graph."""
     source = program(part, inputs)
     converted = convert(source, inputs)
-    return together(source, Requests(compiled(converted.model, threads, bf16=bf16))(inputs), inputs)
+    return source.together(Requests(compiled(converted.model, threads, bf16=bf16))(inputs), inputs)
 
 
 def _constant_bytes(converted: Converted) -> int:

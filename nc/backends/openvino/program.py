@@ -6,9 +6,8 @@ conversion to float and a product with its scales.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,30 +17,15 @@ from nc.backends.native.attention import recompose
 from nc.backends.native.qdq_rewrites import hoist, unsigned
 from nc.backends.openvino.low_bit import replace_low_bit
 from nc.backends.passes import Pass, run_passes
+from nc.backends.program import Program, fold
+from nc.backends.program import program as built
 from nc.errors import BackendError
 from nc.graph.catalogue import input_node, op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, constant_of, constant_value, copy_module, drop_unused, inline, take_over
+from nc.graph.fx_utils import add_constant, constant_of, drop_unused, inline, take_over
 from nc.graph.views import Dequantize, Quantize
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
 _aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Program:
-    """What is exported.
-
-    Attributes:
-        module: flat inputs → its outputs that are tensors. Each operator is a call of a submodule, which export notes at every node.
-        operators: name of the submodule → operator.
-        tensors: for each output of the graph whether it is a tensor.
-        others: flat inputs → the outputs that are no tensors, as numbers that are computed from sizes.
-    """
-
-    module: fx.GraphModule
-    operators: dict[str, str]
-    tensors: tuple[bool, ...]
-    others: Callable[..., Sequence[Any]]
 
 
 def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
@@ -50,17 +34,8 @@ def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
     Raises:
         BackendError: OpenVINO translates an operator to something else.
     """
-    with torch.no_grad():
-        tensors = tuple(isinstance(value, torch.Tensor) for value in part(*example))
-    module, others = _only(part, tensors), _only(part, [not tensor for tensor in tensors])
-    others.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    others.recompile()
-    _refuse_wrong(module)
-    run_passes(module, _PASSES)
-    operators = _as_submodules(module)
-    module.graph.lint()
-    module.recompile()
-    return Program(module.eval(), operators, tensors, others)
+    _refuse_wrong(part)
+    return built(part, example, lambda module: run_passes(module, _PASSES))
 
 
 def _refuse_wrong(module: fx.GraphModule) -> None:
@@ -146,19 +121,6 @@ def _spell_weights(module: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
-def _fold(module: fx.GraphModule) -> None:
-    """What nc's own operators compute of constants becomes a constant."""
-    for node in [n for n in module.graph.nodes if _is_own(n)]:
-        value = constant_value(module, node)
-        if value is not None:
-            node.replace_all_uses_with(add_constant(module, node, node.name, value, node.meta.get("fqn", node.name)))
-            module.graph.erase_node(node)
-
-
-def _is_own(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "nc"
-
-
 _PASSES = (
     Pass("low_bit_weights", replace_low_bit),
     Pass("bf16", _without_bf16),
@@ -167,41 +129,7 @@ _PASSES = (
     Pass("early_codes", functools.partial(hoist, coded_pads=False)),
     Pass("activations", _spell_activations),
     Pass("weights", _spell_weights),
-    Pass("constants", _fold),
+    Pass("constants", fold),
     Pass("inlined_operators", inline),
     Pass("unused_constants", drop_unused),
 )
-
-
-class _Call(torch.nn.Module):
-    """A call of one operator."""
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        super().__init__()
-        self._target = target
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives."""
-        return self._target(*args, **kwargs)
-
-
-def _as_submodules(module: fx.GraphModule) -> dict[str, str]:
-    """Let every operator be the call of a submodule; returns the operators by the names of these."""
-    found = {}
-    nodes = [n for n in module.graph.nodes if n.op == "call_function" and "operator" in n.meta]
-    for index, node in enumerate(nodes):
-        name = f"operator_{index}"
-        module.add_submodule(name, _Call(node.target))
-        found[name] = node.meta["operator"]
-        node.op, node.target = "call_module", name
-    return found
-
-
-def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> fx.GraphModule:
-    """A copy of a graph that returns some of its outputs."""
-    module, _ = copy_module(part)
-    output = module.graph.output_node()
-    (results,) = output.args
-    assert isinstance(results, Sequence)
-    output.args = (tuple(r for r, take in zip(results, chosen, strict=True) if take),)
-    return module

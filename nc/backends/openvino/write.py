@@ -10,7 +10,7 @@ import torch
 
 from nc.backends.base import EngineModel
 from nc.backends.openvino.convert import of_graph
-from nc.backends.openvino.lower import run_part, together, wants_bf16
+from nc.backends.openvino.lower import run_part, wants_bf16
 from nc.backends.openvino.runtime import Requests, compiled, core
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.graph.qdq import QDQGraph
@@ -43,5 +43,5 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
             first = functools.partial(
                 first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16)
             )
-            verify_outputs(graph, together(converted.program, outputs, graph.example), verify, "OpenVINO", first)
+            verify_outputs(graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first)
     return written
