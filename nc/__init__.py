@@ -6,6 +6,7 @@ from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
 from nc.algorithms.equalization import Equalization as Equalization
 from nc.artefact import export_model as export_model
+from nc.artefact import export_onnx as export_onnx
 from nc.artefact import export_openvino as export_openvino
 from nc.artefact import export_pt2 as export_pt2
 from nc.artefact import export_torchscript as export_torchscript

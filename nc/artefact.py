@@ -21,6 +21,8 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
 from nc.lowbit import artefact as low_bit
 from nc.lowbit.layers import has_low_bit
+from nc.onnx import OnnxReport
+from nc.onnx import write as write_onnx
 from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import folder, store
@@ -227,6 +229,34 @@ def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, ve
     _export(q_model, path, "openvino", "export_openvino", verify=verify)
 
 
+def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise") -> OnnxReport:
+    """Write an ONNX file (opset 21) with quantize and dequantize nodes and int8 weights, and say what ONNX Runtime computes in int8.
+
+    Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat outputs that are tensors.
+    Free sizes stay free. ONNX Runtime has int8 convolutions only where the output is quantized too: `prepare(placement="every_output")`.
+
+    Args:
+        q_model: the result of `convert` or `load`, on any backend.
+        path: the file, `.onnx`; created with its parents, replaced as a whole. Constants of more than 2 GB go into a file beside it, whose
+            name has `.data` at its end.
+        verify: "raise" or "warn" if ONNX Runtime disagrees with the reference on the example inputs, or "off", which needs no ONNX Runtime.
+
+    Returns:
+        What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it.
+
+    Raises:
+        ConfigError: the name does not end in `.onnx`.
+        StateError: not a quantized model.
+        UnsupportedError: the model reads values of its inputs in Python, or takes inputs in bf16.
+        BackendUnavailableError: onnx, onnxscript or onnxruntime is not installed.
+        BackendError: an operator has no translation, or ONNX Runtime fails.
+        VerificationError: the results of ONNX Runtime differ from those of the reference.
+    """
+    graph = _checked(q_model, "export_onnx").graph
+    _check_reads(graph)
+    return write_onnx(graph, Path(path), verify=verify)
+
+
 def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:  # noqa: A002
     """Write a program for serving without `nc` as one file, in any format that a backend declares.
 
@@ -249,12 +279,7 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
     """`export_model`; `step` is the name of the public function, for messages."""
     graph = _checked(q_model, step).graph
-    if graph.signature.reads:
-        msg = (
-            f"The model reads values of its inputs in Python, at {graph.signature.reads[0].where}. At each call nc checks that the path it "
-            "captured fits these values; a program in another format would not check it. Rewrite that place with torch.where."
-        )
-        raise UnsupportedError(msg)
+    _check_reads(graph)
     names = exporting_backends(format)
     own = exports_of(get_backend(q_model.backend)).get(format)
     if own is not None and not own.from_graph:
@@ -295,6 +320,16 @@ def _checked(q_model: object, step: str) -> QuantizedModel:
         msg = f"{step}() expects the result of convert() or load(), but got {type(q_model).__name__}."
         raise StateError(msg)
     return q_model
+
+
+def _check_reads(graph: QDQGraph) -> None:
+    """Raise UnsupportedError for a model whose path through Python depends on values: its signature checks that, a program would not."""
+    if graph.signature.reads:
+        msg = (
+            f"The model reads values of its inputs in Python, at {graph.signature.reads[0].where}. At each call nc checks that the path it "
+            "captured fits these values; a program in another format would not check it. Rewrite that place with torch.where."
+        )
+        raise UnsupportedError(msg)
 
 
 def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:

@@ -125,12 +125,14 @@ class Plan:
         backend: name of the backend that it was made for.
         isa: CPU features that the integer ranges need.
         algorithms: the algorithms that change the model, in this order.
+        placement: where codes are: "inputs", of what int8 operators read; "every_output", also of what they give, whoever reads it.
     """
 
     decisions: tuple[Decision, ...]
     backend: str
     isa: tuple[str, ...] = ()
     algorithms: tuple[Step, ...] = ()
+    placement: str = "inputs"
 
     def __getitem__(self, operator: str) -> Decision:
         """The decision for the operator of that name. If there is none, KeyError with the closest names."""

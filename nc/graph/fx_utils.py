@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,10 @@ def take_over(new: fx.Node, old: fx.Node) -> None:
     new.meta.update({key: value for key, value in old.meta.items() if key != "kind"})
 
 
-def inline(module: fx.GraphModule) -> None:
-    """Let nodes of `nc` operators call the functions that compute them: compilers look into functions, not into operators."""
+def inline(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
+    """Let nodes of `nc` operators, but for those to `keep`, call the functions that compute them: compilers do not look into operators."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in REFERENCE:
+        if node.op == "call_function" and node.target in REFERENCE and node.target not in keep:
             node.args, node.kwargs = called_with(node)  # the functions take some arguments by position only
             node.target = REFERENCE[node.target]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,23 +18,36 @@ from nc.ops import quant_embedding, quant_linear, quantize_dequantize_dynamic
 _aten = torch.ops.aten
 
 
-def replace_low_bit(module: fx.GraphModule) -> None:
-    """Linears and embeddings with constant low-bit weights become plain ones; weights that are computed stay as they are."""
+#: (graph, a linear, its weight, whose format is uniform) → fp32 values of the weight, [N, K], in a form that keeps its codes.
+Spell = Callable[[fx.GraphModule, fx.Node, PackedWeight], fx.Node]
+
+
+def replace_low_bit(module: fx.GraphModule, spell: Spell | None = None) -> None:
+    """Linears and embeddings with constant low-bit weights become plain ones; weights that are computed stay as they are.
+
+    Args:
+        module: changed in place.
+        spell: how weights of linears are written; None: as OpenVINO knows them.
+    """
     for node in [n for n in module.graph.nodes if n.target in (quant_linear, quant_embedding)]:
         arguments = schema_arguments(node)
         weight = _constant_weight(module, arguments)
         if weight is None:
             continue
-        new = _linear(module, node, arguments, weight) if node.target is quant_linear else _embedding(module, node, arguments, weight)
+        new = (
+            _linear(module, node, arguments, weight, spell or _compressed)
+            if node.target is quant_linear
+            else _embedding(module, node, arguments, weight)
+        )
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
 
 
-def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight) -> fx.Node:
+def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight, spell: Spell) -> fx.Node:
     graph, x = module.graph, arguments["x"]
     kind = x.meta["val"].dtype
-    values = _compressed(module, node, weight) if is_uniform(weight) else _constant(module, node, "weight", weight.dequantize())
+    values = spell(module, node, weight) if is_uniform(weight) else _constant(module, node, "weight", weight.dequantize())
     with graph.inserting_before(node):
         if arguments["act_dtype"] == "bf16":
             x, values = (_to(graph, _to(graph, side, torch.bfloat16), kind) for side in (x, values))
@@ -60,13 +74,19 @@ def is_uniform(weight: PackedWeight) -> bool:
     return weight.form.dtype.kind == "integer" and not weight.form.float_zero and weight.shape[1] % weight.scale.shape[1] == 0
 
 
+def zero_codes(weight: PackedWeight) -> torch.Tensor:
+    """The codes of 0 of a uniform weight, uint8, [N, G]."""
+    params = weight.params
+    zero = torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
+    return zero.to(torch.uint8)
+
+
 def _compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
     """The weight as uint8 codes, minus the code of 0, times scales; fp32, shape [N, K]."""
     graph, params = module.graph, weight.params
     rows, groups = params.scale.shape
-    zero = torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
     codes = _constant(module, node, "codes", weight.unpacked().reshape(rows, groups, -1))
-    zeros = _constant(module, node, "zeros", zero.to(torch.uint8).reshape(rows, groups, 1))
+    zeros = _constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
     scales = _constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
     with graph.inserting_before(node):
         shifted = graph.call_function(_aten.sub.Tensor, (_to(graph, codes, torch.float32), _to(graph, zeros, torch.float32)))

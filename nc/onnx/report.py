@@ -1,0 +1,117 @@
+"""What ONNX Runtime computes in int8 of an exported model, from its profile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from nc.onnx.runtime import Kernel
+from nc.plan import Decision
+
+#: Kernels that multiply or add codes, beside those of names with "QLinear".
+_INT8 = frozenset({"MatMulIntegerToFloat", "MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "QGemm"})
+#: Where several kernels belong to an operator, the one that multiplies says how it runs.
+_PRODUCTS = ("Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnnxOperator:
+    """How ONNX Runtime ran a quantized operator.
+
+    Attributes:
+        operator: its name.
+        kind: "conv2d", "linear", …
+        int8: whether it ran in int8.
+        kernel: what computed it, e.g. "QLinearConv"; "" where the profile has no kernel of its own for it.
+        reason: why it did not run in int8, as far as is known; "" where it did.
+    """
+
+    operator: str
+    kind: str
+    int8: bool
+    kernel: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """For reports."""
+        return f"{self.operator}: {self.kernel or 'no kernel of its own'}" + f" ({self.reason})" * bool(self.reason)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OnnxReport:
+    """What `export_onnx` found out.
+
+    Attributes:
+        runtime: "ONNX Runtime" and its version; "" where the file was not run.
+        operators: how each quantized operator ran, in execution order; empty where the file was not run.
+        sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the worst output); None where they
+            were not compared.
+    """
+
+    runtime: str = ""
+    operators: tuple[OnnxOperator, ...] = ()
+    sqnr_db: float | None = None
+
+    @property
+    def int8(self) -> int:
+        """How many quantized operators ran in int8."""
+        return sum(op.int8 for op in self.operators)
+
+    def __str__(self) -> str:
+        """A sentence, and a line for each operator that did not run in int8."""
+        if not self.runtime:
+            return "The file was not run."
+        kernels = Counter(op.kernel for op in self.operators if op.int8)
+        listed = ", ".join(f"{count} {name}" for name, count in kernels.most_common())
+        head = (
+            f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}" + f": {listed}" * bool(listed) + "."
+        )
+        others = [f"  {op}" for op in self.operators if not op.int8]
+        return "\n".join([head, *(["Not in int8:", *others] if others else [])])
+
+
+def operators(decisions: Sequence[Decision], kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:
+    """How each operator ran.
+
+    Args:
+        decisions: of the quantized operators.
+        kernels: that ran.
+        nodes: name of a node of the file → operator.
+    """
+    found: dict[str, list[str]] = {}
+    for kernel in kernels:
+        operator = _operator_of(kernel.name, nodes)
+        if operator:
+            found.setdefault(operator, []).append(kernel.kind)
+    return tuple(_operator(d, found.get(d.operator, [])) for d in decisions)
+
+
+def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
+    """The operator of a kernel: ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote."""
+    fits = [node for node in nodes if name.startswith(node) and not name[len(node) :][:1].isalnum()]
+    return nodes[max(fits, key=len)] if fits else ""
+
+
+def _operator(decision: Decision, kinds: Sequence[str]) -> OnnxOperator:
+    name, kind = decision.operator, decision.kind
+    fast = next((k for k in kinds if k.startswith("QLinear") or k in _INT8), "")
+    if fast:
+        return OnnxOperator(name, kind, True, fast)
+    kernel = next((k for k in kinds if k in _PRODUCTS), kinds[0] if kinds else "")
+    return OnnxOperator(name, kind, False, kernel, _why(decision, kernel))
+
+
+def _why(decision: Decision, kernel: str) -> str:
+    """Why an operator did not run in int8."""
+    if decision.spec.mode == "dynamic":
+        return "ranges of each call are computed in fp32"
+    if not kernel:
+        return "it is a part of another kernel, or computes values that are known before"
+    if decision.kind.startswith("conv_transpose"):
+        return "ONNX Runtime has no int8 kernel for it"
+    if decision.kind.startswith("conv"):
+        return 'its output is not quantized; placement="every_output" of prepare() quantizes it'
+    if decision.kind == "add":
+        return "one of its inputs or its output is not quantized"
+    return ""

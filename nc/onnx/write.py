@@ -1,0 +1,112 @@
+"""A quantized graph as an ONNX file, compared with the graph by ONNX Runtime before anybody gets it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.errors import BackendError, BackendUnavailableError, ConfigError, UnsupportedError
+from nc.graph.qdq import QDQGraph
+from nc.onnx.convert import Converted, convert, of_graph
+from nc.onnx.integers import int32_biases
+from nc.onnx.program import program
+from nc.onnx.report import OnnxReport, operators
+from nc.onnx.runtime import Kernel, run, version
+from nc.storage.atomic import replaced
+
+SUFFIX = ".onnx"
+_INSTALL = "pip install 'nc-quant[onnx]'"
+
+
+def write(graph: QDQGraph, path: Path, *, verify: str = "raise") -> OnnxReport:
+    """Write the file, and beside it `.data` with the constants where they are more than 2 GB; nothing is there if anything fails.
+
+    Args:
+        graph: the quantized model.
+        path: the file.
+        verify: see `nc.backends.verify`; "off" needs no ONNX Runtime.
+
+    Raises:
+        ConfigError: the name does not end in `.onnx`.
+        UnsupportedError: an input has a type that can't be given to ONNX Runtime.
+        BackendUnavailableError: a package is missing.
+        BackendError: an operator has no translation, or ONNX Runtime fails.
+        VerificationError: ONNX Runtime computes something else than the graph.
+    """
+    check_option("verify", verify, ("raise", "warn", "off"))
+    if path.suffix != SUFFIX:
+        msg = f"Expected a path that ends in {SUFFIX!r}, but got {str(path)!r}."
+        raise ConfigError(msg)
+    _check_packages(verify)
+    _check_inputs(graph)
+    converted = of_graph(graph)
+    if graph.plan.placement == "every_output":
+        int32_biases(converted.model.model)
+    with _saved(converted, path.name) as file:
+        report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
+        with contextlib.ExitStack() as stack:
+            for part in sorted(file.parent.iterdir()):
+                shutil.copyfile(part, stack.enter_context(replaced(path.with_name(part.name))))
+    return report
+
+
+def _check_packages(verify: str) -> None:
+    """Raise BackendUnavailableError for a package that is missing."""
+    needed = ("onnx", "onnxscript", *(() if verify == "off" else ("onnxruntime",)))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        without = ' verify="off" writes the file without running it.' if missing == ["onnxruntime"] else ""
+        msg = f"export_onnx() needs {' and '.join(missing)}: {_INSTALL}.{without}"
+        raise BackendUnavailableError(msg)
+
+
+def _check_inputs(graph: QDQGraph) -> None:
+    """Raise UnsupportedError for inputs in bf16, which numpy does not have."""
+    names = [leaf.path for leaf in graph.signature.leaves if leaf.used and leaf.dtype is torch.bfloat16]
+    if names:
+        msg = f"export_onnx() takes no inputs in bf16, as {names[0]!r} is. Let the model take fp32 there, and call .bfloat16() in it."
+        raise UnsupportedError(msg)
+
+
+@contextlib.contextmanager
+def _saved(converted: Converted, name: str) -> Iterator[Path]:
+    """The file in a temporary folder, alone with what belongs to it."""
+    with tempfile.TemporaryDirectory(prefix="nc-") as folder:
+        file = Path(folder) / name
+        converted.save(str(file))
+        yield file
+
+
+def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> OnnxReport:
+    """Run the file once, compare its outputs with those of the graph, and say what ran."""
+    outputs, kernels = _run(file, graph.example)
+    outputs = converted.program.together(outputs, graph.example)
+    first = functools.partial(first_disagreement, graph.module, graph.example, _run_part)
+    sqnr = verify_outputs(graph, outputs, verify, "ONNX Runtime", first)
+    ran = operators(graph.plan.quantized, kernels, converted.nodes)
+    return OnnxReport(runtime=f"ONNX Runtime {version()}", operators=ran, sqnr_db=sqnr)
+
+
+def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
+    """What ONNX Runtime gives for a part of a graph."""
+    source = program(part, inputs)
+    with _saved(convert(source, inputs), f"part{SUFFIX}") as file:
+        return source.together(_run(file, inputs)[0], inputs)
+
+
+def _run(file: Path, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
+    try:
+        return run(file, inputs)
+    except Exception as error:  # whatever an engine may raise
+        msg = f"ONNX Runtime fails on the exported model: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        raise BackendError(msg) from error
