@@ -233,7 +233,7 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
     """Write an ONNX file (opset 21) with quantize and dequantize nodes and int8 weights, and say what ONNX Runtime computes in int8.
 
     Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat outputs that are tensors.
-    Free sizes stay free. ONNX Runtime has int8 convolutions only where the output is quantized too: `prepare(placement="every_output")`.
+    Free sizes stay free. ONNX Runtime has int8 convolutions only where the output is quantized too: `prepare(placement="outputs")`.
 
     Args:
         q_model: the result of `convert` or `load`, on any backend.

@@ -12,6 +12,9 @@ from typing import Any, Protocol, TypeVar
 from nc.spec import FLOAT, OpSpec
 from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
 
+#: Codes are what int8 operators read; or also what int8 convolutions and additions give, whoever reads that.
+INPUTS, OUTPUTS = PLACEMENTS = ("inputs", "outputs")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
@@ -125,14 +128,14 @@ class Plan:
         backend: name of the backend that it was made for.
         isa: CPU features that the integer ranges need.
         algorithms: the algorithms that change the model, in this order.
-        placement: where codes are: "inputs", of what int8 operators read; "every_output", also of what they give, whoever reads it.
+        placement: where codes are, one of `PLACEMENTS`.
     """
 
     decisions: tuple[Decision, ...]
     backend: str
     isa: tuple[str, ...] = ()
     algorithms: tuple[Step, ...] = ()
-    placement: str = "inputs"
+    placement: str = INPUTS
 
     def __getitem__(self, operator: str) -> Decision:
         """The decision for the operator of that name. If there is none, KeyError with the closest names."""
@@ -153,6 +156,7 @@ class Plan:
         return {
             "backend": self.backend,
             "isa": list(self.isa),
+            "placement": self.placement,
             "algorithms": [dataclasses.asdict(step) for step in self.algorithms],
             "decisions": [d.to_dict() for d in self.decisions],
         }
@@ -162,7 +166,8 @@ class Plan:
         """The inverse of `to_dict`."""
         decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
         steps = tuple(Step(**step) for step in data.get("algorithms", ()))  # artefacts of 0.1 development versions have none
-        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]), algorithms=steps)
+        placement = data.get("placement", INPUTS)
+        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]), algorithms=steps, placement=placement)
 
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""

@@ -19,6 +19,7 @@ from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
+from nc.backends.verify import check_option
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, WeightOnlyConfig, config_from, outer_field, parts_of
 from nc.errors import ConfigError, InputError, NCWarning, StateError
@@ -31,7 +32,7 @@ from nc.lowbit.mixed import PreparedMixed
 from nc.lowbit.plan import WeightPlan, others_text
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
-from nc.plan import Plan
+from nc.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
 from nc.planning.matching import check_rules
 from nc.planning.rules import decide
@@ -49,6 +50,7 @@ def prepare(
     backend: str = "auto",
     dynamic_shapes: Any = None,
     strict: bool = True,
+    placement: str = INPUTS,
 ) -> PreparedModel | PreparedWeights | PreparedMixed:
     """Capture a model and insert observers for calibration.
 
@@ -66,6 +68,8 @@ def prepare(
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.
         strict: raise if a rule's name or pattern matches nothing; False gives a warning.
+        placement: "inputs": int8 operators read codes. "outputs": int8 convolutions and additions also give codes, whoever reads them. ONNX
+            Runtime needs this for int8 convolutions (`export_onnx`); for other engines it costs accuracy and speed.
 
     Returns:
         A module with the model's signature and outputs. Call it with calibration data.
@@ -77,7 +81,9 @@ def prepare(
         UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one.
         BackendUnavailableError: the backend cannot run here.
         StateError: the model is already prepared or converted.
+        ConfigError: no placement has that name.
     """
+    check_option("placement", placement, PLACEMENTS)
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
     if weight_only(config):
@@ -88,7 +94,7 @@ def prepare(
         return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
     if has_weight_only(config) and not has_low_bit(model):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
-        options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict}
+        options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict, "placement": placement}
         mixed = PreparedMixed(low_bit, lambda m: prepare(m, config, inplace, example_inputs, **options))
         if low_bit.plan.quantized:
             return mixed if low_bit.plan.needs_data else mixed.graph_part()
@@ -96,7 +102,7 @@ def prepare(
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     check_rules(config, with_low_bit(graph, model), strict=strict)
-    plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
+    plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities(), placement))
     if failed:
         engine = get_backend(name)
         engine.start()

@@ -104,6 +104,9 @@ class _Trial:
     def see(self, node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
         """Try the candidates at a node; its value stays."""
         for edge in self._edges.get(node, ()):
+            if edge.index is None:
+                self._try_output(edge, value)
+                continue
             assert not isinstance(node.target, str)
             given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             args, kwargs = given
@@ -115,6 +118,13 @@ class _Trial:
                 tried[edge.index] = dequantize(codes, qp.scale, qp.zero_point)
                 self._errors[edge, name] += _sixth_powers(_first(node.target(*tried, **kwargs)) - _first(value))
         return value
+
+    def _try_output(self, edge: Edge, value: torch.Tensor) -> None:
+        """Try the candidates on an operator's own result."""
+        self._sizes[edge] += _sixth_powers(value)
+        for name, qp in self._candidates[edge_key(edge)].items():
+            codes = quantize(value, qp.scale, qp.zero_point, qp.spec.quant_min, qp.spec.quant_max, dtype=qp.spec.dtype.storage)
+            self._errors[edge, name] += _sixth_powers(dequantize(codes, qp.scale, qp.zero_point) - value)
 
     def totals(self) -> dict[Key, dict[str, float]]:
         """Edge key → algorithm → sum of the readers' errors, each relative to its output."""

@@ -53,7 +53,7 @@ def examine(
 
 
 def _of_input(edge: Edge, qparams: QParams, state: State, seen: Seen) -> Iterator[Finding]:
-    tensor = "its second input" if edge.index else "its input"
+    tensor = "its output" if edge.index is None else "its second input" if edge.index else "its input"
     share = late_growth(seen, qparams)
     if share is not None and share > GROWTH:
         text = f"{share:.0%} of the range of {tensor} came in the last {_late(seen)} of {seen.batches} batches: use more data"

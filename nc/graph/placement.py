@@ -9,6 +9,9 @@ Three rules follow from how integer engines fuse:
   block): then the pool reads that too;
 * of an addition, one side that a convolution or linear computes only for it stays fp32: engines add the other as a post-operation.
   An addition that stays fp32 behind a convolution reads its shortcut as codes where these exist.
+
+Some engines fuse whole units only, from codes to codes. For them a plan can ask for outputs as well: then what a convolution or addition
+gives becomes codes, whoever reads it, and additions read both sides as codes. Linears and matmuls have kernels that give fp32.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from torch import fx
 from nc.graph.catalogue import BINARY, MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
 from nc.graph.views import Binary, Weighted
-from nc.plan import Plan
-from nc.spec import Capabilities, TensorSpec
+from nc.plan import INPUTS, Plan
+from nc.spec import Capabilities, OpSpec, TensorSpec
 from nc.spec.reasons import Cause
+
+#: What engines leave out in front of codes whose range ends where these cut.
+_CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +37,8 @@ class Edge:
     """One input of one operator that gets a quantize/dequantize pair.
 
     Attributes:
-        reader: the operator's node.
-        index: position among its arguments.
+        reader: the operator's node; for an output what is read.
+        index: position among its arguments; None for an output: all readers that have no pair of their own.
         source: the node that is read there.
         origin: the node whose range gives the qparams.
         spec: how it is quantized.
@@ -40,7 +46,7 @@ class Edge:
     """
 
     reader: fx.Node
-    index: int
+    index: int | None
     source: fx.Node
     origin: fx.Node
     spec: TensorSpec
@@ -67,6 +73,7 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
         pools: those that run on codes, see `dataflow.pools_on_codes`; which tensors have ranges depends on them.
     """
     specs = {d.operator: d.spec for d in plan.quantized if d.spec.mode == "static"}
+    fused_add = capabilities.fused_add if plan.placement == INPUTS else frozenset()
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
     depth = _depths(module, int8)
@@ -79,13 +86,30 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
         return list(edges.values())
     for node in (n for n in order if n in int8):
         operator = node.meta["operator"]
-        for index in _quantized_inputs(node, int8, depth, capabilities.fused_add):
+        for index in _quantized_inputs(node, int8, depth, fused_add):
             source = _activations(node)[index]
             _add_edge(edges, pools, Edge(node, index, source, origin(source, pools), specs[operator].input(index), operator))
     given_up = {d.operator for d in plan.decisions if d.stays_for(Cause.NO_READER)}
     for node in (n for n in order if n.meta.get("operator") in given_up):
-        _share_codes(edges, node, int8, capabilities.fused_add)
-    return sorted(edges.values(), key=lambda e: (order[e.reader], e.index))
+        _share_codes(edges, node, int8, fused_add)
+    found = sorted(edges.values(), key=lambda e: (order[e.reader], e.index or 0))
+    return found if plan.placement == INPUTS else [*found, *_outputs(found, [n for n in order if n in int8], specs)]
+
+
+def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -> list[Edge]:
+    """An edge for the output of each convolution and addition, with the ranges that its readers have."""
+    found = []
+    for node in int8:
+        kind, operator = kind_of_node(node) or "", node.meta["operator"]
+        if not kind.startswith("conv") and kind != "add":
+            continue
+        own = specs[operator].input(0)
+        output, readers = node, list(node.users)
+        if len(readers) == 1 and op_name(readers[0]) in _CLIPS and not own.dtype.signed:
+            output = readers[0]  # what it cuts off has no codes
+        spec = next((e.spec for e in edges if e.origin is output), own)
+        found.append(Edge(output, None, output, output, spec, operator))
+    return found
 
 
 def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> None:

@@ -89,21 +89,27 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     graph = copy.graph
     codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
     in_place = works_in_place(module)
-    for edge in edges:
+    for edge in edges:  # outputs come last, so that all other readers have their pairs
         reader, source = mapping[edge.reader], mapping[edge.source]
+        readers = [reader] if edge.index is not None else [n for n in source.users if n.target is not quantize_per_tensor]
         qp = qparams[edge_key(edge)]
         scale, zero_point = float(qp.scale), int(qp.zero_point)
         key = (source, edge_key(edge))
-        if key not in codes or in_place:
+        if readers and (key not in codes or in_place):
             where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
             with where:
                 limits = qp.spec.quant_min, qp.spec.quant_max
                 codes[key] = call_operator(graph, quantize_per_tensor, source, scale, zero_point, *limits, _storage(qp.spec))
-        with graph.inserting_before(reader):
-            dequantized = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, _storage(qp.spec))
+                codes[key].meta["val"] = source.meta.get("val")
         # each reader has a dequantize of its own, so that an engine can fuse every one of them
-        reader.update_arg(edge.index, dequantized)
-        codes[key].meta["val"] = dequantized.meta["val"] = source.meta.get("val")
+        for user in readers:
+            with graph.inserting_before(user):
+                dequantized = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, _storage(qp.spec))
+            dequantized.meta["val"] = source.meta.get("val")
+            if edge.index is not None:
+                user.update_arg(edge.index, dequantized)
+            else:
+                user.replace_input_with(source, dequantized)
     _insert_dynamic(graph, plan, in_place)
     _insert_bf16(copy, plan, in_place)
     specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}

@@ -1,4 +1,4 @@
-"""Export to ONNX: quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime. Needs the extra `onnx`."""
+"""Export to ONNX: quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime; extra `onnx`."""
 
 from nc.onnx.report import OnnxOperator as OnnxOperator
 from nc.onnx.report import OnnxReport as OnnxReport

@@ -111,7 +111,7 @@ def _why(decision: Decision, kernel: str) -> str:
     if decision.kind.startswith("conv_transpose"):
         return "ONNX Runtime has no int8 kernel for it"
     if decision.kind.startswith("conv"):
-        return 'its output is not quantized; placement="every_output" of prepare() quantizes it'
+        return 'its output is not quantized; placement="outputs" of prepare() quantizes it'
     if decision.kind == "add":
         return "one of its inputs or its output is not quantized"
     return ""

@@ -22,6 +22,7 @@ from nc.onnx.integers import int32_biases
 from nc.onnx.program import program
 from nc.onnx.report import OnnxReport, operators
 from nc.onnx.runtime import Kernel, run, version
+from nc.plan import OUTPUTS
 from nc.storage.atomic import replaced
 
 SUFFIX = ".onnx"
@@ -50,7 +51,7 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise") -> OnnxReport:
     _check_packages(verify)
     _check_inputs(graph)
     converted = of_graph(graph)
-    if graph.plan.placement == "every_output":
+    if graph.plan.placement == OUTPUTS:
         int32_biases(converted.model.model)
     with _saved(converted, path.name) as file:
         report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)

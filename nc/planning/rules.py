@@ -16,7 +16,7 @@ from nc.errors import ConfigError, NCError, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
-from nc.plan import Decision, Plan
+from nc.plan import INPUTS, Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
@@ -41,13 +41,14 @@ def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, stri
     return decide(config, graph, capabilities)
 
 
-def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
+def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placement: str = INPUTS) -> Plan:
     """Decide for every operator.
 
     Args:
         config: the user's configuration with its local rules.
         graph: the captured model.
         capabilities: what the backend can run.
+        placement: see `Plan`.
 
     Raises:
         UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
@@ -65,12 +66,13 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities) -> Plan:
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
     # an operator that a rule names, by name or type, stays quantized
     explicit = {d.operator for d in decisions if d.decided.level is not Level.GLOBAL}
-    useless = useless_adds(graph.module, asked, keep=explicit, fused_add=capabilities.fused_add)
+    fused_add = capabilities.fused_add if placement == INPUTS else frozenset()
+    useless = useless_adds(graph.module, asked, keep=explicit, fused_add=fused_add)
     decisions = [dataclasses.replace(d, spec=FLOAT, why=useless[d.operator]) if d.operator in useless else d for d in decisions]
-    return plan_of(decisions, capabilities)
+    return plan_of(decisions, capabilities, placement)
 
 
-def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
+def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement: str = INPUTS) -> Plan:
     """The plan with these decisions on a backend.
 
     Raises:
@@ -84,7 +86,7 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities) -> Plan:
         )
         raise UnsupportedError(msg)
     isa = (*capabilities.isa, *(capabilities.bf16_isa if low is not None else ()))
-    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=isa)
+    return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=isa, placement=placement)
 
 
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
@@ -220,7 +222,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         else:
             _check_dtypes(d.operator, d.spec, row, d.decided, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
-    return dataclasses.replace(plan_of(decisions, capabilities), algorithms=plan.algorithms)
+    return dataclasses.replace(plan_of(decisions, capabilities, plan.placement), algorithms=plan.algorithms)
 
 
 def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Match, capabilities: Capabilities) -> Reason | None:
