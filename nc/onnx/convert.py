@@ -23,7 +23,6 @@ from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_
 
 #: The first with blocks and 4 bits in DequantizeLinear.
 OPSET = 21
-_RANGES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -104,9 +103,8 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     import onnx_ir
     from onnxscript import opset21 as op
 
-    storage = {torch.uint8: np.uint8, torch.int8: np.int8, torch.int32: np.int32}
-    #: torch hands dtypes over as those of ONNX.
-    storage |= {onnx_ir.DataType.UINT8: np.uint8, onnx_ir.DataType.INT8: np.int8, onnx_ir.DataType.INT32: np.int32}
+    storage: dict[object, Any] = {torch.uint8: np.uint8, torch.int8: np.int8}
+    storage |= {onnx_ir.DataType.UINT8: np.uint8, onnx_ir.DataType.INT8: np.int8}  # as which torch hands dtypes over
 
     def constant(value: Any) -> Any:
         return op.Constant(value=onnx_ir.tensor(value))
@@ -128,7 +126,15 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize_groups(codes: Any, scale: Any, zero_point: Any, axis: int, size: int, dtype: Any) -> Any:  # noqa: ARG001 - of the codes
         return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=size)
 
+    def reduced(kind: Any) -> Callable[..., Any]:
+        def reduce(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+            return kind(x, constant(np.array(dim, np.int64)), keepdims=keepdim) if dim else kind(x, keepdims=keepdim)
+
+        return reduce
+
     return {
+        torch.ops.aten.amin.default: reduced(op.ReduceMin),  # torch translates these with axes only
+        torch.ops.aten.amax.default: reduced(op.ReduceMax),
         quantize_per_tensor: quantize,
         dequantize_per_tensor: dequantize,
         dequantize_per_channel: dequantize_channels,

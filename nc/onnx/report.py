@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nc.onnx.runtime import Kernel
-from nc.plan import Decision
+from nc.plan import INPUTS, OUTPUTS, Decision, Plan
 
 #: Kernels that multiply or add codes, beside those of names with "QLinear".
 _INT8 = frozenset({"MatMulIntegerToFloat", "MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul", "QGemm"})
@@ -71,11 +71,11 @@ class OnnxReport:
         return "\n".join([head, *(["Not in int8:", *others] if others else [])])
 
 
-def operators(decisions: Sequence[Decision], kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:
-    """How each operator ran.
+def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:
+    """How each quantized operator ran.
 
     Args:
-        decisions: of the quantized operators.
+        plan: of the graph.
         kernels: that ran.
         nodes: name of a node of the file → operator.
     """
@@ -84,7 +84,7 @@ def operators(decisions: Sequence[Decision], kernels: Sequence[Kernel], nodes: M
         operator = _operator_of(kernel.name, nodes)
         if operator:
             found.setdefault(operator, []).append(kernel.kind)
-    return tuple(_operator(d, found.get(d.operator, [])) for d in decisions)
+    return tuple(_operator(d, found.get(d.operator, []), plan.placement) for d in plan.quantized)
 
 
 def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
@@ -93,25 +93,26 @@ def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
     return nodes[max(fits, key=len)] if fits else ""
 
 
-def _operator(decision: Decision, kinds: Sequence[str]) -> OnnxOperator:
+def _operator(decision: Decision, kinds: Sequence[str], placement: str) -> OnnxOperator:
     name, kind = decision.operator, decision.kind
     fast = next((k for k in kinds if k.startswith("QLinear") or k in _INT8), "")
     if fast:
         return OnnxOperator(name, kind, True, fast)
     kernel = next((k for k in kinds if k in _PRODUCTS), kinds[0] if kinds else "")
-    return OnnxOperator(name, kind, False, kernel, _why(decision, kernel))
+    return OnnxOperator(name, kind, False, kernel, _why(decision, kernel, placement))
 
 
-def _why(decision: Decision, kernel: str) -> str:
-    """Why an operator did not run in int8."""
+def _why(decision: Decision, kernel: str, placement: str) -> str:
+    """Why an operator did not run in int8, as far as is known."""
+    activation = decision.spec.activation
     if decision.spec.mode == "dynamic":
         return "ranges of each call are computed in fp32"
-    if not kernel:
-        return "it is a part of another kernel, or computes values that are known before"
     if decision.kind.startswith("conv_transpose"):
         return "ONNX Runtime has no int8 kernel for it"
-    if decision.kind.startswith("conv"):
-        return 'its output is not quantized; placement="outputs" of prepare() quantizes it'
-    if decision.kind == "add":
-        return "one of its inputs or its output is not quantized"
+    if placement == INPUTS and (decision.kind.startswith("conv") or decision.kind == "add"):
+        return f'not all that it reads and gives is quantized, but is with prepare(placement="{OUTPUTS}")'
+    if activation is not None and activation.dtype.signed:
+        return 'ONNX Runtime fuses int8 activations on x86 only where one operator reads them; act_dtype="uint8" has no such limit'
+    if not kernel:
+        return "it became a part of another kernel, or is computed once for several operators"
     return ""

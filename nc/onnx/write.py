@@ -94,7 +94,7 @@ def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> 
     outputs = converted.program.together(outputs, graph.example)
     first = functools.partial(first_disagreement, graph.module, graph.example, _run_part)
     sqnr = verify_outputs(graph, outputs, verify, "ONNX Runtime", first)
-    ran = operators(graph.plan.quantized, kernels, converted.nodes)
+    ran = operators(graph.plan, kernels, converted.nodes)
     return OnnxReport(runtime=f"ONNX Runtime {version()}", operators=ran, sqnr_db=sqnr)
 
 
