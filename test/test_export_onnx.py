@@ -1,0 +1,370 @@
+"""`export_onnx`: the file itself, what ONNX Runtime computes from it, and what is left where it fails.
+
+The tests of the placement that it needs are in test_qdq.py.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import nets
+import numpy as np
+import pytest
+import torch
+from models import MLP, Attention, Function, ResidualCNN, call, prepared_for, quantized, worst_db
+from torch import nn
+from torch.nn import functional as F
+
+import nc
+from nc import BackendError, BackendUnavailableError, ConfigError, StateError, UnsupportedError, VerificationError, export_onnx
+from nc.backends.passes import Pass
+from nc.backends.verify import required_db
+from nc.onnx import program
+from nc.ops import quantize_per_tensor
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+needs_packages = pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in PACKAGES), reason="needs nc-quant[onnx]")
+
+
+def converted(model, x, config=None, placement="inputs", backend="reference"):
+    return nc.convert(prepared_for(model, x, config, placement=placement, backend=backend), measure=False)
+
+
+def net(name):
+    model, shape, _ = nets.NETS[name]
+    return model, torch.randn(*shape)
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    ids = torch.randint(0, 50, (2, 7))
+    return BertModel(config).eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def as_it_is(path, inputs):
+    """Outputs without any optimization: each operator as the file has it."""
+    from nc.onnx.runtime import run
+
+    return run(path, inputs, optimize=False)[0]
+
+
+def weights(model):
+    """Codes of constant weights by the name of the node that reads them."""
+    constants = {c.name: c for c in model.graph.initializer}
+    made = {name: node for node in model.graph.node for name in node.output}
+    found = {}
+    for node in model.graph.node:
+        source = made.get(node.input[1]) if node.op_type in ("Conv", "ConvTranspose", "MatMul") else None
+        if source is not None and source.op_type == "DequantizeLinear" and source.input[0] in constants:
+            found[node.name] = constants[source.input[0]]
+    return found
+
+
+MODELS = {
+    "residual": lambda: (ResidualCNN(), torch.randn(2, 3, 8, 8)),
+    "linears": lambda: (MLP(), torch.randn(4, 16)),
+    "depthwise": lambda: net("depthwise"),
+    "conv1d": lambda: net("conv1d"),
+    "transposed": lambda: net("conv_transpose2d"),
+    "attention": lambda: (Attention(), torch.randn(2, 6, 32)),
+    "squeeze_excite": lambda: net("squeeze_excite"),
+    "joined": lambda: net("cat"),
+    "bert": bert,
+}
+#: What runs in int8 of what is quantized, with codes as outputs.
+ALL_BUT = {"transposed": 1}
+
+
+@needs_packages
+@pytest.mark.parametrize("name", MODELS)
+def test_the_file_computes_what_the_graph_does(name, tmp_path):
+    import onnx
+
+    model, x = MODELS[name]()
+    q = converted(model, x)
+    report = export_onnx(q, tmp_path / "m.onnx")
+    file = onnx.load(tmp_path / "m.onnx")
+    onnx.checker.check_model(file, full_check=True)
+    assert [(o.domain, o.version) for o in file.opset_import if not o.domain] == [("", 21)]
+    codes = weights(file)
+    asked = [d.operator for d in q.graph.plan.quantized if d.spec.weight is not None]
+    assert {node.partition(":")[0] for node in codes} == set(asked)
+    assert {c.data_type for c in codes.values()} == {onnx.TensorProto.INT8}
+    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 110
+    assert report.sqnr_db >= required_db(q.graph)
+    assert [op.operator for op in report.operators] == [d.operator for d in q.graph.plan.quantized]
+
+
+@needs_packages
+@pytest.mark.parametrize("name", MODELS)
+def test_codes_as_outputs_run_in_int8(name, tmp_path):
+    model, x = MODELS[name]()
+    q = converted(model, x, placement="outputs")
+    report = export_onnx(q, tmp_path / "m.onnx")
+    assert len(report.operators) - report.int8 == ALL_BUT.get(name, 0), str(report)
+    assert report.sqnr_db >= required_db(q.graph)
+    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 40  # int32 biases
+
+
+@needs_packages
+def test_the_report_says_what_runs_and_why_not(tmp_path):
+    model, x = MODELS["residual"]()
+    report = export_onnx(converted(model, x), tmp_path / "m.onnx")
+    ran = {op.operator: (op.int8, op.kernel) for op in report.operators}
+    assert ran == {
+        "stem": (True, "QLinearConv"),
+        "conv1": (True, "QLinearConv"),
+        "conv2": (False, "FusedConv"),
+        "add": (False, ""),
+        "fc": (True, "MatMulIntegerToFloat"),
+    }
+    first, *rest = str(report).splitlines()
+    assert first.startswith("3 of 5 quantized operators run in int8 on ONNX Runtime 1.")
+    assert first.endswith(": 2 QLinearConv, 1 MatMulIntegerToFloat.")
+    assert rest[1] == '  conv2: FusedConv (not all that it reads and gives is quantized, but is with prepare(placement="outputs"))'
+
+
+@needs_packages
+def test_biases_of_convolutions_are_int32_where_outputs_are_codes(tmp_path):
+    import onnx
+    from onnx import numpy_helper
+
+    model, x = MODELS["residual"]()
+    q = converted(model, x, placement="outputs")
+    export_onnx(q, tmp_path / "m.onnx")
+    file = onnx.load(tmp_path / "m.onnx")
+    value = {c.name: numpy_helper.to_array(c) for c in file.graph.initializer}
+    made = {name: node for node in file.graph.node for name in node.output}
+    convolutions = [node for node in file.graph.node if node.op_type == "Conv"]
+    assert len(convolutions) == 3
+    constants = dict(q.graph.module.named_buffers())
+    for node, name in zip(convolutions, ("conv2d_bias", "conv2d_1_bias", "conv2d_2_bias"), strict=True):
+        scales = [value[made[source].input[1]] for source in node.input[:2]]
+        codes, scale = (value[part] for part in made[node.input[2]].input)
+        assert codes.dtype == np.int32
+        assert np.array_equal(scale, scales[0] * scales[1])
+        bias = constants[name].double().numpy()
+        assert np.abs(codes * scale.astype(np.float64) - bias).max() <= 0.51 * scale.max()
+
+
+@needs_packages
+def test_a_bias_that_does_not_fit_int32_stays_fp32(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with torch.no_grad():
+        model[0].weight[1] = 1e-12
+        model[0].bias[1] = 3.0
+    q = converted(model, torch.randn(2, 3, 5, 5), placement="outputs")
+    export_onnx(q, tmp_path / "m.onnx", verify="off")
+    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 40
+
+
+@needs_packages
+def test_free_sizes_names_and_no_need_of_torch_and_nc(tmp_path):
+    model, x = MODELS["bert"]()
+    q = converted(model, x)
+    export_onnx(q, tmp_path / "new" / "m.onnx")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["m.onnx"]
+    ids = torch.randint(0, 50, (3, 11))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    np.savez(tmp_path / "x.npz", input_ids=ids.numpy(), attention_mask=mask.numpy())
+    code = (
+        "import sys, numpy, onnxruntime\n"
+        "session = onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])\n"
+        "numpy.save(sys.argv[3], session.run(['output_0'], dict(numpy.load(sys.argv[2])))[0])\n"
+        "assert not {'torch', 'nc'} & set(sys.modules)\n"
+    )
+    files = [str(tmp_path / name) for name in ("new/m.onnx", "x.npz", "y.npy")]
+    subprocess.run([sys.executable, "-c", code, *files], timeout=120, check=True)
+    expected = call(q, {"input_ids": ids, "attention_mask": mask}).last_hidden_state
+    assert worst_db([expected], [torch.from_numpy(np.load(tmp_path / "y.npy"))]) > 30
+
+
+@needs_packages
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 16)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_linears_are_products_in_int8_whatever_their_rank(shape, fixed, tmp_path):
+    x = torch.randn(*shape)
+    prepared = nc.prepare(
+        MLP().eval(), nc.StaticQuantConfig(), example_inputs=x, backend="reference", dynamic_shapes={"x": {}} if fixed else None
+    )
+    prepared(x)
+    report = export_onnx(nc.convert(prepared), tmp_path / "m.onnx")
+    assert [op.kernel for op in report.operators] == ["MatMulIntegerToFloat"] * 2
+
+
+@needs_packages
+def test_codes_of_fewer_bits_than_their_type():
+    from nc.onnx.convert import convert
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    codes = graph.call_function(quantize_per_tensor, (x, 0.1, 20, 3, 60, torch.uint8))
+    graph.output((codes,))
+    module = torch.fx.GraphModule({}, graph)
+    value = torch.linspace(-9, 9, 181)
+    model = convert(program.program(module, (value,)), (value,)).model
+    assert np.array_equal(model(value)[0].numpy(), module(value)[0].numpy())
+
+
+@needs_packages
+@pytest.mark.parametrize(("dtype", "kind"), [("int4", "UINT4"), ("int2", "UINT4"), ("int8", "UINT8"), ("nf4", None)])
+def test_low_bit_weights_keep_their_codes(dtype, kind, tmp_path):
+    import onnx
+
+    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), nc.WeightOnlyConfig(dtype, group_size=16))
+    q = converted(layer, torch.randn(4, 64))
+    export_onnx(q, tmp_path / "m.onnx")
+    found = {c.data_type for c in weights(onnx.load(tmp_path / "m.onnx")).values()}
+    assert found == ({getattr(onnx.TensorProto, kind)} if kind else set())
+    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 110
+
+
+@needs_packages
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+def test_ranges_of_each_call(granularity, tmp_path):
+    config = nc.DynamicQuantConfig(skip_slow=False, act_granularity=granularity)
+    q = converted(MLP(), torch.randn(4, 16), config)
+    report = export_onnx(q, tmp_path / "m.onnx")
+    assert {op.reason for op in report.operators} == {"ranges of each call are computed in fp32"}
+    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 110
+
+
+@needs_packages
+def test_outputs_that_are_no_tensors_are_left_out(tmp_path):
+    import onnx
+
+    x = torch.randn(2, 8)
+    q = converted(Function(lambda self, x: (self.fc(x), x.shape[0] * 2, None, x + 1), fc=nn.Linear(8, 4)), x)
+    export_onnx(q, tmp_path / "m.onnx")
+    file = onnx.load(tmp_path / "m.onnx")
+    assert [value.name for value in (*file.graph.input, *file.graph.output)] == ["x", "output_0", "output_1"]
+    assert worst_db(q(x), as_it_is(tmp_path / "m.onnx", [x])) > 110
+
+
+@needs_packages
+def test_the_file_tells_nothing_of_this_machine(tmp_path):
+    model, x = MODELS["residual"]()
+    export_onnx(converted(model, x), tmp_path / "m.onnx")
+    content = (tmp_path / "m.onnx").read_bytes()
+    assert b".py" not in content
+    assert str(Path.home()).encode() not in content
+
+
+@needs_packages
+def test_many_constants_go_into_a_second_file(tmp_path, monkeypatch):
+    from torch.onnx._internal.exporter import _onnx_program
+
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 1000)
+    x = torch.randn(2, 64)
+    q = converted(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), x)
+    export_onnx(q, tmp_path / "m.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+    assert worst_db([q(x)], as_it_is(tmp_path / "m.onnx", [x])) > 110
+
+
+@needs_packages
+def test_an_operator_without_a_translation_is_named(tmp_path):
+    q = converted(Function(lambda self, x: torch.igamma(self.fc(x).abs(), x.abs()), fc=nn.Linear(8, 8)), torch.randn(4, 8))
+    with pytest.raises(BackendError, match=r"conversion of the quantized graph to ONNX failed: .*igamma"):
+        export_onnx(q, tmp_path / "new" / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_packages
+@pytest.mark.parametrize("verify", ["raise", "warn", "off"])
+def test_wrong_numbers_are_noticed_and_named(verify, tmp_path, monkeypatch):
+    real = program._spell_linears
+
+    def wrong(module):
+        real(module)
+        name = next(name for name, _ in module.named_buffers() if name.startswith("fc1") and "scale" in name)
+        setattr(module, name, getattr(module, name) * 3)
+
+    passes = tuple(Pass("linears", wrong) if each.name == "linears" else each for each in program._PASSES)
+    monkeypatch.setattr(program, "_PASSES", passes)
+    q = converted(MLP(), torch.randn(4, 16))
+    message = "ONNX Runtime computes something else than the quantized graph.*operator that differs is 'fc1'"
+    if verify == "raise":
+        with pytest.raises(VerificationError, match=message):
+            export_onnx(q, tmp_path / "m.onnx")
+        assert list(tmp_path.iterdir()) == []
+    elif verify == "warn":
+        with pytest.warns(nc.NCWarning, match=message):
+            export_onnx(q, tmp_path / "m.onnx", verify="warn")
+        assert (tmp_path / "m.onnx").exists()
+    else:
+        assert export_onnx(q, tmp_path / "m.onnx", verify="off").sqnr_db is None
+        assert (tmp_path / "m.onnx").exists()
+
+
+@needs_packages
+def test_a_failure_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    import shutil
+
+    model, x = MODELS["linears"]()
+    q = converted(model, x)
+    (tmp_path / "m.onnx").write_text("old")
+
+    def full(source, target):
+        Path(target).write_text("half")
+        msg = "the disk is full"
+        raise OSError(msg)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        export_onnx(q, tmp_path / "m.onnx")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.onnx", "old")]
+
+
+@needs_packages
+def test_an_artefact_of_any_backend_is_exported(tmp_path):
+    model, x = MODELS["residual"]()
+    q = converted(model, x, placement="outputs", backend="native" if not nc.available_backends()["native"] else "reference")
+    q.save(tmp_path / "q")
+    loaded = nc.load(tmp_path / "q")
+    report = export_onnx(loaded, tmp_path / "m.onnx")
+    assert report.int8 == len(report.operators) == 5
+
+
+@needs_packages
+def test_inputs_in_bf16_are_refused(tmp_path):
+    x = torch.randn(2, 8).bfloat16()
+    q = quantized(Function(lambda self, x: self.fc(x.float()), fc=nn.Linear(8, 4)), x)
+    with pytest.raises(UnsupportedError, match="no inputs in bf16, as 'x' is"):
+        export_onnx(q, tmp_path / "m.onnx")
+
+
+def test_what_is_no_quantized_model_and_other_names(tmp_path):
+    with pytest.raises(StateError, match=r"export_onnx\(\) expects the result of convert"):
+        export_onnx(MLP(), tmp_path / "m.onnx")
+    q = quantized(MLP(), torch.randn(4, 16))
+    with pytest.raises(ConfigError, match=r"ends in '\.onnx'"):
+        export_onnx(q, tmp_path / "m.pt2")
+    with pytest.raises(ConfigError, match="verify to be one of"):
+        export_onnx(q, tmp_path / "m.onnx", verify="no")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_reads_values_is_refused(tmp_path):
+    def forward(self, x):
+        return F.relu(self.fc(x)) if x.sum().item() > 0 else self.fc(x)
+
+    x = torch.ones(2, 8)
+    q = quantized(Function(forward, fc=nn.Linear(8, 4)), x)
+    with pytest.raises(UnsupportedError, match="reads values of its inputs in Python"):
+        export_onnx(q, tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("missing", [("onnxruntime",), PACKAGES])
+def test_without_the_packages(missing, tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in missing else name in PACKAGES or real(name, *rest))
+    q = quantized(MLP(), torch.randn(4, 16))
+    with pytest.raises(BackendUnavailableError, match=r"export_onnx\(\) needs .*onnxruntime: pip install 'nc-quant\[onnx\]'") as error:
+        export_onnx(q, tmp_path / "m.onnx")
+    assert ('verify="off"' in str(error.value)) == (missing == ("onnxruntime",))
+    assert list(tmp_path.iterdir()) == []
