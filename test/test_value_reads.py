@@ -187,6 +187,8 @@ def test_no_other_format_holds_a_model_that_reads_values(tmp_path):
     q = quantized(Branching(), X, FULL, backend="native")
     with pytest.raises(nc.UnsupportedError, match=r"test_value_reads.py:\d+"):
         nc.export_pt2(q, tmp_path / "model.pt2")
+    with pytest.raises(nc.UnsupportedError, match=r"test_value_reads.py:\d+"):
+        nc.export_onnx(q, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 

@@ -87,24 +87,19 @@ def _transposed(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
         assert isinstance(axis, int)
         arguments[3] = 1 - axis % 2
     with module.graph.inserting_before(weight):
-        new = call_operator(module.graph, weight.target, *arguments)  # type: ignore[arg-type] # arguments of a node, as they were
-    new.meta["val"] = weight.meta["val"].t()
-    return new
+        return call_operator(module.graph, weight.target, *arguments)  # type: ignore[arg-type] # arguments of a node, as they were
 
 
 def _in_groups(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
     """A low-bit weight as codes with scales and zero points for each group."""
-    rows, groups = weight.params.scale.shape
-    size = weight.shape[1] // groups
+    size = weight.shape[1] // weight.params.scale.shape[1]
     parts = {"codes": weight.unpacked(), "scales": weight.params.scale, "zeros": zero_codes(weight)}
     bits = 4 if weight.form.bits <= 4 else 8
     codes, scales, zeros = (
         add_constant(module, node, f"{node.name}_{name}_{bits}bit", value, f"{node.name}.{name}") for name, value in parts.items()
     )
     with module.graph.inserting_before(node):
-        values = call_operator(module.graph, dequantize_per_group, codes, scales, zeros, 1, size, torch.uint8)
-    values.meta["val"] = torch.empty(rows, weight.shape[1], device="meta")
-    return values
+        return call_operator(module.graph, dequantize_per_group, codes, scales, zeros, 1, size, torch.uint8)
 
 
 _PASSES = (
