@@ -219,8 +219,9 @@ def describe(
     *,
     backend: str = "auto",
     strict: bool = True,
+    placement: str = INPUTS,
 ) -> Plan | WeightPlan:
-    """The plan: for each operator how it will be quantized, and by which rule. Needs no calibration data.
+    """The plan: for each operator how it will be quantized, and by which rule. Needs no calibration data. Arguments as for `prepare`.
 
     Returns:
         A `Plan`, of weight-only quantization a `WeightPlan`; `print` shows a table, `.to_dict()` gives plain values.
@@ -228,6 +229,7 @@ def describe(
     Raises:
         NCError: as `prepare`.
     """
+    check_option("placement", placement, PLACEMENTS)
     config = config_from(quant_config)
     _check_model(model)
     if weight_only(config):
@@ -235,7 +237,7 @@ def describe(
     engine: Backend = choose_backend(backend)
     graph = _capture(model, example_inputs, None, share_weights=True)
     check_rules(config, with_low_bit(graph, model), strict=strict)
-    plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities()))
+    plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities(), placement))
     if has_weight_only(config) and not has_low_bit(model):
         plan = name_low_bit(plan, plan_layers(config, model, check=False))
     return _with_algorithms(plan, config)[0]

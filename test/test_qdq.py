@@ -577,3 +577,83 @@ def test_the_prepared_model_is_not_changed_by_converting():
     assert torch.equal(prepared(x), expected)
     assert list(before) == [k for k, _ in prepared.graph.module.named_buffers()]
     assert all(torch.equal(before[k], v) for k, v in prepared.graph.module.named_buffers())
+
+
+def with_outputs(model, x, config=None, backend="reference"):
+    return convert(prepared_for(model, x, config, backend, placement="outputs"), measure=False)
+
+
+def read_otherwise(q, operator):
+    """What reads an operator's result, behind a relu, as something else than codes."""
+    node = next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == operator)
+    if [op_name(user) for user in node.users] == ["relu"]:
+        (node,) = node.users
+    return [op_name(user) or user.op for user in node.users if user.target is not quantize_per_tensor]
+
+
+def test_codes_as_outputs():
+    x = torch.randn(2, 3, 8, 8)
+    q = with_outputs(ResidualCNN(), x)
+    assert [read_otherwise(q, name) for name in ("stem", "conv1", "conv2", "add")] == [[]] * 4
+    assert read_otherwise(q, "fc") == ["output"]  # linears give fp32
+    assert reads(q, "add") == ["q", "q"]
+    assert read_otherwise(quantized(ResidualCNN(), x), "conv2") == ["add"]
+    assert q.graph.sqnr_vs_fp32_db > 30
+
+
+def test_codes_as_outputs_reach_every_reader():
+    """A join, a slice and the model's own output read the codes of one output."""
+
+    def forward(self, x):
+        a, b = self.a(x), F.relu(self.b(x))
+        return self.c(torch.cat([a, b], 1)), a, b[:, 1:]
+
+    x = torch.randn(2, 3, 6, 6)
+    q = with_outputs(Function(forward, a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1), c=nn.Conv2d(8, 2, 1)), x, BARE)
+    assert [read_otherwise(q, name) for name in "abc"] == [[], [], []]
+    module, outputs = q.graph.module, q(x)
+    made = {n.meta["operator"]: n for n in module.graph.nodes if n.meta.get("operator") in ("a", "b", "c")}
+    for output, name in zip(outputs[:2], "ca", strict=True):
+        users = [n for n in made[name].users if n.target is quantize_per_tensor]
+        scales = {float(n.args[1]) for n in users}
+        assert len(scales) == 1
+        quanta = output.double() / scales.pop()
+        assert (quanta - quanta.round()).abs().max() < 1e-4
+    (codes,) = [n for n in made["a"].users if n.target is quantize_per_tensor]
+    low, high = min(0.0, float(outputs[1].min())), float(outputs[1].max())
+    assert abs(codes.args[1] - (high - low) / 255) < 2 * codes.args[1] / 255
+
+
+@pytest.mark.parametrize("algorithm", ["minmax", "auto", "percentile", "kl"])
+def test_codes_as_outputs_have_ranges_of_every_algorithm(algorithm):
+    x = torch.randn(4, 3, 8, 8)
+    q = with_outputs(ResidualCNN(), x, StaticQuantConfig(act_algo=algorithm))
+    assert read_otherwise(q, "conv2") == []
+    assert q.graph.sqnr_vs_fp32_db > 15
+
+
+def test_signed_codes_as_outputs_stand_in_front_of_a_relu():
+    """Codes from -128 do not cut at 0, so an engine can't leave out the relu."""
+    q = with_outputs(ResidualCNN(), torch.randn(2, 3, 8, 8), StaticQuantConfig(act_dtype="int8"))
+    node = next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == "conv1")
+    assert [n.target for n in node.users] == [quantize_per_tensor]
+
+
+def test_codes_as_outputs_are_kept_with_the_model_and_on_other_backends(tmp_path):
+    from nc import available_backends, load
+
+    x = torch.randn(2, 3, 8, 8)
+    q = with_outputs(ResidualCNN(), x)
+    q.save(tmp_path / "q")
+    again = load(tmp_path / "q", backend="reference")
+    assert again.graph.plan.placement == "outputs"
+    assert torch.equal(again(x), q(x))
+    if not available_backends()["native"]:
+        assert worst_db(q(x), load(tmp_path / "q", backend="native")(x)) > 30
+
+
+def test_a_placement_that_does_not_exist():
+    from nc import ConfigError, prepare
+
+    with pytest.raises(ConfigError, match="Expected placement to be one of 'inputs', 'outputs', but got 'every_output'"):
+        prepare(MLP(), BARE, example_inputs=torch.randn(2, 16), placement="every_output")

@@ -16,7 +16,8 @@ from nc.errors import ConfigError, NCError, UnsupportedError
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
-from nc.plan import INPUTS, Decision, Plan
+from nc.graph.placement import works_in_place
+from nc.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
@@ -51,9 +52,13 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placemen
         placement: see `Plan`.
 
     Raises:
-        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values.
+        UnsupportedError: a rule asks an operator for what the backend has no kernel for; names operator, field and legal values. Or outputs
+            should be codes in a model that changes tensors in place.
         ConfigError: fields of several levels contradict each other.
     """
+    if placement == OUTPUTS and works_in_place(graph.module):
+        msg = 'The model changes tensors in place, so placement="outputs" has no one place for the codes of an output. Use "inputs".'
+        raise UnsupportedError(msg)
     sizes = Sizes(graph)
     modules = frozenset(graph.submodules)
     decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
