@@ -91,7 +91,7 @@ test-judges: setup-judges
 	.venv-judges/bin/python -m pytest -q -rs test/judges
 
 test-onnx: setup-onnx
-	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py
+	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py "test/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/onnx.md]"
 
 test-exhaustive: setup
 	.venv/bin/python $(PYTEST) -m exhaustive

@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,6 +171,7 @@ DOCUMENTS = [
     "docs/extending.md",
     "docs/artefact.md",
     "docs/parity.md",
+    pytest.param("docs/onnx.md", marks=pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs nc-quant[onnx]")),
 ]
 
 
