@@ -120,10 +120,13 @@ def test_the_report_says_what_runs_and_why_not(tmp_path):
         "add": (False, ""),
         "fc": (True, "MatMulIntegerToFloat"),
     }
-    first, *rest = str(report).splitlines()
+    first, second = str(report).splitlines()
     assert first.startswith("3 of 5 quantized operators run in int8 on ONNX Runtime 1.")
     assert first.endswith(": 2 QLinearConv, 1 MatMulIntegerToFloat.")
-    assert rest[1] == '  conv2: FusedConv (not all that it reads and gives is quantized, but is with prepare(placement="outputs"))'
+    assert second == (
+        'Not in int8, as not all inputs and outputs are codes, which prepare(placement="outputs") makes them: '
+        "conv2 (FusedConv), add (no kernel of its own)."
+    )
 
 
 @needs_packages
@@ -228,7 +231,7 @@ def test_ranges_of_each_call(granularity, tmp_path):
     config = nc.DynamicQuantConfig(skip_slow=False, act_granularity=granularity)
     q = converted(MLP(), torch.randn(4, 16), config)
     report = export_onnx(q, tmp_path / "m.onnx")
-    assert {op.reason for op in report.operators} == {"ranges of each call are computed in fp32"}
+    assert {op.reason for op in report.operators} == {"as ranges of each call are computed in fp32"}
     assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > 110
 
 

@@ -15,6 +15,7 @@ from nc._version import __version__
 from nc.backends.program import Exportable, Program, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
+from nc.graph.catalogue import schema_arguments
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.onnx.integers import pack_4_bits
@@ -77,6 +78,7 @@ def convert(
     try:
         with LOCK, torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # torch prints what it is at
             exported = torch.export.export(Exportable(source.module).eval(), example, dynamic_shapes=shapes)
+            _name_axes(exported)
             model = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -95,6 +97,15 @@ def convert(
     pack_4_bits(model.model)
     _forget_origin(model.model)
     return Converted(model, source, nodes)
+
+
+def _name_axes(exported: torch.export.ExportedProgram) -> None:
+    """Give minima and maxima of whole tensors all axes by number: torch.onnx does not know them without."""
+    for node in exported.graph.nodes:
+        if node.target in (torch.ops.aten.amin.default, torch.ops.aten.amax.default):
+            values = schema_arguments(node)
+            if not values["dim"]:
+                node.args, node.kwargs = (values["self"], list(range(values["self"].meta["val"].dim())), values["keepdim"]), {}
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -126,15 +137,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def dequantize_groups(codes: Any, scale: Any, zero_point: Any, axis: int, size: int, dtype: Any) -> Any:  # noqa: ARG001 - of the codes
         return op.DequantizeLinear(codes, scale, zero_point, axis=axis, block_size=size)
 
-    def reduced(kind: Any) -> Callable[..., Any]:
-        def reduce(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-            return kind(x, constant(np.array(dim, np.int64)), keepdims=keepdim) if dim else kind(x, keepdims=keepdim)
-
-        return reduce
-
     return {
-        torch.ops.aten.amin.default: reduced(op.ReduceMin),  # torch translates these with axes only
-        torch.ops.aten.amax.default: reduced(op.ReduceMax),
         quantize_per_tensor: quantize,
         dequantize_per_tensor: dequantize,
         dequantize_per_channel: dequantize_channels,

@@ -33,10 +33,6 @@ class OnnxOperator:
     kernel: str
     reason: str = ""
 
-    def __str__(self) -> str:
-        """For reports."""
-        return f"{self.operator}: {self.kernel or 'no kernel of its own'}" + f" ({self.reason})" * bool(self.reason)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OnnxReport:
@@ -59,7 +55,7 @@ class OnnxReport:
         return sum(op.int8 for op in self.operators)
 
     def __str__(self) -> str:
-        """A sentence, and a line for each operator that did not run in int8."""
+        """A sentence, and a line for each reason why operators did not run in int8."""
         if not self.runtime:
             return "The file was not run."
         kernels = Counter(op.kernel for op in self.operators if op.int8)
@@ -67,8 +63,12 @@ class OnnxReport:
         head = (
             f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}" + f": {listed}" * bool(listed) + "."
         )
-        others = [f"  {op}" for op in self.operators if not op.int8]
-        return "\n".join([head, *(["Not in int8:", *others] if others else [])])
+        others: dict[str, list[str]] = {}
+        for op in (op for op in self.operators if not op.int8):
+            others.setdefault(op.reason or "for a reason that is not known", []).append(
+                f"{op.operator} ({op.kernel or 'no kernel of its own'})"
+            )
+        return "\n".join([head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())])
 
 
 def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:
@@ -106,13 +106,13 @@ def _why(decision: Decision, kernel: str, placement: str) -> str:
     """Why an operator did not run in int8, as far as is known."""
     activation = decision.spec.activation
     if decision.spec.mode == "dynamic":
-        return "ranges of each call are computed in fp32"
+        return "as ranges of each call are computed in fp32"
     if decision.kind.startswith("conv_transpose"):
-        return "ONNX Runtime has no int8 kernel for it"
+        return "as ONNX Runtime has no int8 kernel for it"
     if placement == INPUTS and (decision.kind.startswith("conv") or decision.kind == "add"):
-        return f'not all that it reads and gives is quantized, but is with prepare(placement="{OUTPUTS}")'
+        return f'as not all inputs and outputs are codes, which prepare(placement="{OUTPUTS}") makes them'
     if activation is not None and activation.dtype.signed:
-        return 'ONNX Runtime fuses int8 activations on x86 only where one operator reads them; act_dtype="uint8" has no such limit'
+        return 'as ONNX Runtime on x86 fuses int8 activations only where one operator reads them, but act_dtype="uint8" everywhere'
     if not kernel:
-        return "it became a part of another kernel, or is computed once for several operators"
+        return "as it became a part of another kernel, or is computed once for several operators"
     return ""
