@@ -15,7 +15,6 @@ from nc._version import __version__
 from nc.backends.program import Exportable, Program, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
-from nc.graph.catalogue import schema_arguments
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.onnx.integers import pack_4_bits
@@ -100,12 +99,13 @@ def convert(
 
 
 def _name_axes(exported: torch.export.ExportedProgram) -> None:
-    """Give minima and maxima of whole tensors all axes by number: torch.onnx does not know them without."""
-    for node in exported.graph.nodes:
-        if node.target in (torch.ops.aten.amin.default, torch.ops.aten.amax.default):
-            values = schema_arguments(node)
-            if not values["dim"]:
-                node.args, node.kwargs = (values["self"], list(range(values["self"].meta["val"].dim())), values["keepdim"]), {}
+    """Give the smallest and largest value of a whole tensor all axes by number: `torch.onnx` does not know them without."""
+    operators = (torch.ops.aten.amin.default, torch.ops.aten.amax.default)
+    for node in [n for n in exported.graph.nodes if n.target is torch.ops.aten.aminmax.default and not n.kwargs]:
+        (x,) = node.args
+        for user in list(node.users):
+            user.target, user.args = operators[user.args[1]], (x, list(range(x.meta["val"].dim())))
+    exported.graph_module.recompile()
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
