@@ -60,14 +60,11 @@ class OnnxReport:
             return "The file was not run."
         kernels = Counter(op.kernel for op in self.operators if op.int8)
         listed = ", ".join(f"{count} {name}" for name, count in kernels.most_common())
-        head = (
-            f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}" + f": {listed}" * bool(listed) + "."
-        )
+        head = f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}{': ' * bool(listed)}{listed}."
         others: dict[str, list[str]] = {}
         for op in (op for op in self.operators if not op.int8):
-            others.setdefault(op.reason or "for a reason that is not known", []).append(
-                f"{op.operator} ({op.kernel or 'no kernel of its own'})"
-            )
+            name = f"{op.operator} ({op.kernel or 'no kernel of its own'})"
+            others.setdefault(op.reason or "for a reason that is not known", []).append(name)
         return "\n".join([head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())])
 
 
