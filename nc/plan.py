@@ -174,8 +174,9 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of all operators, then the algorithms."""
-        return "\n".join([self.table(), *algorithm_lines(self.algorithms)])
+        """A table of all operators, then the algorithms, and where codes are if not at inputs only."""
+        outputs = ["", "What int8 convolutions and additions give becomes codes, whoever reads it."] if self.placement == OUTPUTS else []
+        return "\n".join([self.table(), *algorithm_lines(self.algorithms), *outputs])
 
     def table(self) -> str:
         """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""

@@ -657,3 +657,14 @@ def test_a_placement_that_does_not_exist():
 
     with pytest.raises(ConfigError, match="Expected placement to be one of 'inputs', 'outputs', but got 'every_output'"):
         prepare(MLP(), BARE, example_inputs=torch.randn(2, 16), placement="every_output")
+
+
+def test_an_output_has_the_codes_that_its_reader_asks_for():
+    """One quantize behind the convolution, also for the reader that asks for nothing."""
+    config = StaticQuantConfig().set_local("b", StaticQuantConfig(act_dtype="int8", act_algo="kl"))
+    model = Function(lambda self, x: (self.b(y := self.a(x)), y), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 2, 1))
+    q = with_outputs(model, torch.randn(2, 3, 6, 6), config)
+    (codes,) = next(n for n in q.graph.module.graph.nodes if n.meta.get("operator") == "a").users
+    assert codes.target is quantize_per_tensor
+    assert codes.args[5] is torch.int8
+    assert len(codes.users) == 2

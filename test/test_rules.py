@@ -359,6 +359,12 @@ def test_plan_survives_plain_values(ten):
     assert Plan.from_dict(document) == plan
 
 
+def test_codes_as_outputs_are_a_part_of_the_text(ten):
+    text = "becomes codes, whoever reads it"
+    assert text in str(dataclasses.replace(plan_for(ten), placement="outputs"))
+    assert text not in str(plan_for(ten))
+
+
 def test_the_table_has_a_row_per_operator(ten):
     plan = plan_for(ten, ("fc1", FP32))
     head, _, *rows = str(plan).splitlines()

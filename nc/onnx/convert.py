@@ -104,7 +104,8 @@ def _name_axes(exported: torch.export.ExportedProgram) -> None:
     for node in [n for n in exported.graph.nodes if n.target is torch.ops.aten.aminmax.default and not n.kwargs]:
         (x,) = node.args
         for user in list(node.users):
-            user.target, user.args = operators[user.args[1]], (x, list(range(x.meta["val"].dim())))
+            _, index = user.args
+            user.target, user.args = operators[index], (x, list(range(x.meta["val"].dim())))
     exported.graph_module.recompile()
 
 
