@@ -17,7 +17,7 @@ from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, StateError, UnsupportedError
-from nc.graph.qdq import QDQGraph
+from nc.graph.qdq import QDQGraph, in_memory
 from nc.graph.saturation import named, narrow
 from nc.lowbit import artefact as low_bit
 from nc.lowbit.layers import has_low_bit
@@ -112,8 +112,9 @@ def load(
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
-    content = folder.read(model_name_or_path)
+    content = folder.read(model_name_or_path, wait=False)
     if content.format == low_bit.FORMAT:
+        content.check()
         low_bit_engine(backend)  # refused before the work, not after it
         given = original_model if model is None else model
         if given is not None and not isinstance(given, torch.nn.Module):
@@ -124,11 +125,10 @@ def load(
     first = choose_backend(backend).name
     if first != REFERENCE:  # which computes in fp32, alike on every CPU
         _check_cpu(stored.plan.isa, stored.directory)
-    graph, directory = stored.graph(), stored.directory
-    del stored, content  # they hold the weights once more
+    graph, directory, weights = stored.graph(), stored.directory, content.weights
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
-        narrowed = _narrowed(graph, engine, frames=2)
+        narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
         return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
     def check() -> None:
@@ -139,7 +139,8 @@ def load(
         check()  # torch's kernels of these do not look at the sizes of what they read
     try:
         (lowered_graph, lowered), name, failed = first_that_can(backend, first, attempt)
-        _run(lowered_graph, lowered.run)
+        if not (lowered.verified and _fits(lowered_graph)):
+            _run(lowered_graph, lowered.run)
     except Exception as error:
         check()  # a graph that can't run at all is the fault of the artefact
         if isinstance(error, NCError):
@@ -149,7 +150,16 @@ def load(
             'or save the model again. backend="reference" runs it.'
         )
         raise ArtefactError(msg) from error
+    weights.release()  # engines have packed them
     return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed))
+
+
+def _fits(graph: QDQGraph) -> bool:
+    """Whether the outputs that the graph expects for its example are known, and have the captured structure; raises as `_run`."""
+    if graph.expected is None:
+        return False
+    graph.signature.unflatten(graph.expected)
+    return True
 
 
 def _run(graph: QDQGraph, run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]) -> None:

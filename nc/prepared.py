@@ -25,7 +25,7 @@ from nc.errors import CalibrationError, InputError, NCError, StateError
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
 from nc.graph.placement import Edge, place
-from nc.graph.qdq import QDQGraph, insert_qdq
+from nc.graph.qdq import QDQGraph, expected_outputs, insert_qdq
 from nc.graph.signature import call_error
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
@@ -140,7 +140,8 @@ class PreparedModel(torch.nn.Module):
         insert_fake_quant(context.quantized, context.plan, find_fake_ranges(static_sites(context.module, context.plan), context.found))
         applied += run(self._algorithms, Stage.CODES, context, example)
         with torch.no_grad():
-            sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), context.quantized(*example))
+            outputs = context.quantized(*example)
+            sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), outputs)
         return QDQGraph(
             module=context.quantized,
             signature=self.graph.signature,
@@ -151,6 +152,7 @@ class PreparedModel(torch.nn.Module):
             sqnr_vs_fp32_db=sqnr_vs_fp32_db,
             health=examine(context.plan, context.edges, context.qparams, context.found, context.findings),
             applied=tuple(applied),
+            expected=expected_outputs(outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())),
         )
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:

@@ -37,8 +37,10 @@ class ReferenceModule(torch.nn.Module):
 
         Raises:
             InputError: the inputs do not fit the captured model.
+            ArtefactCorruptError: the file of the artefact was written into since it was loaded.
         """
         graph = self.graph
+        graph.intact()
         tensors = graph.signature.bind(args, kwargs)
         try:
             with torch.no_grad(), without_autocast():
@@ -52,7 +54,6 @@ class QuantizedModel(torch.nn.Module):
     """The result of `convert` and `load`: runs on the chosen engine, thread-safe.
 
     Attributes:
-        graph: the QDQ graph that was lowered.
         engine: the lowered model.
         backend: name of the backend.
         chosen: why "auto" chose this engine; "" if the user named it.
@@ -61,12 +62,26 @@ class QuantizedModel(torch.nn.Module):
 
     def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "", verdict: Verdict | None = None) -> None:
         super().__init__()
-        self.graph = graph
+        self._graph = graph
         self.engine = engine
         self.backend = backend
         self.chosen = chosen
         self.verdict = verdict
         self.eval()
+
+    @property
+    def graph(self) -> QDQGraph:
+        """The QDQ graph that was lowered.
+
+        Raises:
+            ArtefactCorruptError: its artefact's file was written into since it was loaded.
+        """
+        self._graph.intact()
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: QDQGraph) -> None:
+        self._graph = graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs in the user's structure.
@@ -75,7 +90,7 @@ class QuantizedModel(torch.nn.Module):
             InputError: the inputs do not fit the captured model.
             BackendError: the engine fails on inputs of the example's sizes.
         """
-        graph = self.graph
+        graph = self._graph
         tensors = graph.signature.bind(args, kwargs)
         try:
             with without_autocast():
@@ -88,7 +103,7 @@ class QuantizedModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         """A new model with the same engine, which never changes."""
-        return QuantizedModel(self.graph, self.engine, self.backend, self.chosen, self.verdict)
+        return QuantizedModel(self._graph, self.engine, self.backend, self.chosen, self.verdict)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stays in eval mode: there is nothing to train."""

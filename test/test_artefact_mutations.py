@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from nc import ArtefactError, load
 from nc.storage import store
 
-OLD = Path(__file__).parent / "data" / "schema1"
+DATA = Path(__file__).parent / "data"
+OLD = DATA / "schema1"
 #: `NC_MUTATIONS=1000` tries that many of each model.
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
 FILES = ("model.json", "weights.safetensors")
@@ -31,10 +32,11 @@ def outputs(model, x):
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_schema_1_is_read_and_computes_what_it_did(name, backend):
+@pytest.mark.parametrize("schema", [1, 2])
+def test_an_old_schema_is_read_and_computes_what_it_did(schema, name, backend):
     if backend == "native" and not torch.backends.mkldnn.is_available():
         pytest.skip("no oneDNN")
-    model = load(OLD / name, backend=backend)
+    model = load(DATA / f"schema{schema}" / name, backend=backend)
     expected = load_file(OLD / f"{name}.outputs.safetensors")
     for i, value in enumerate(outputs(model, *model.graph.example)):
         # bit for bit on the torch and the kind of CPU that wrote them; fp32 kernels of others may add in another order
@@ -44,10 +46,10 @@ def test_schema_1_is_read_and_computes_what_it_did(name, backend):
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_what_schema_1_was_is_saved_as_schema_2(name, tmp_path):
+def test_what_schema_1_was_is_saved_as_schema_3(name, tmp_path):
     load(OLD / name, backend="reference").save(tmp_path / "new")
     document = json.loads((tmp_path / "new" / "model.json").read_text())
-    assert document["schema"] == store.SCHEMA == 2
+    assert document["schema"] == store.SCHEMA == 3
     targets = {entry["target"] for entry in document["nodes"]}
     assert not any(target.startswith("qdq.") for target in targets)
     assert {"static": "nc.quantize_per_tensor.default", "dynamic": "nc.lstm_dynamic.default"}[name] in targets

@@ -119,6 +119,7 @@ INSIDE = {
     "nc.storage": (
         (
             "nc.storage.atomic",
+            "nc.storage.mapped",
             "nc.storage.json_values",
             "nc.storage.allowlist",
             "nc.storage.schema_1",

@@ -1,6 +1,7 @@
 """Files of safetensors written piece by piece: the bytes are those of the safetensors library."""
 
 import hashlib
+import json
 
 import pytest
 import torch
@@ -44,6 +45,26 @@ def test_the_bytes_are_those_of_the_library(tmp_path):
     raw = (tmp_path / "ours").read_bytes()
     assert raw == (tmp_path / "theirs").read_bytes()
     assert hashed.hexdigest() == hashlib.sha256(raw).hexdigest()
+
+
+def test_tensors_are_read_where_they_lie(tmp_path):
+    save_file(tensors(), tmp_path / "file", metadata={"format": "pt"})
+    raw = bytearray((tmp_path / "file").read_bytes())
+    found = tensor_file.views(raw)
+    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {name: (t.dtype, t.shape) for name, t in tensors().items()}
+    assert all(torch.equal(t.reshape(-1).view(torch.uint8), tensors()[n].reshape(-1).view(torch.uint8)) for n, t in found.items())
+    before = found["b"].clone()
+    raw[:] = bytes(len(raw))
+    assert not torch.equal(found["b"], before)
+
+
+@pytest.mark.parametrize("begin", [-1, 1, 4])
+def test_tensors_that_overlap_or_leave_gaps_are_refused(begin, tmp_path):
+    header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    header["b"] = {"dtype": "U8", "shape": [4], "data_offsets": [8 + begin, 12 + begin]}
+    text = json.dumps(header).encode()
+    with pytest.raises(ValueError, match="the tensor 'b' does not begin where the one before it ends"):
+        tensor_file.views(bytearray(len(text).to_bytes(8, "little") + text + bytes(20)))
 
 
 def test_tensors_come_from_other_files(tmp_path, monkeypatch):

@@ -79,6 +79,7 @@ class EngineModel:
             called in one of its own, on a model lowered there; None: the engine can't be profiled.
         steps: flat input tensors → the calls that the engine makes, each with the time that it took this once. It runs in this process, and
             its steps have no kernels; None: the engine can't be taken apart here.
+        verified: it has computed its example, and the outputs have the shapes that the graph's have.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
@@ -86,6 +87,7 @@ class EngineModel:
     script: torch.jit.ScriptModule | None = None
     profile: Callable[[Sequence[torch.Tensor]], Profile] | None = None
     steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]] | None = None
+    verified: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +137,9 @@ class Backend(Protocol):
 
     A backend with kernels for low-bit weights has a method `low_bit_kernels()`, which gives rows of
     `nc.backends.low_bit.kernel.LowBitKernel`, the preferred ones first.
+
+    A backend whose models do not read the graph's codes of weights again, or only after a call of `QDQGraph.intact`, has a true attribute
+    `packs_weights`: `load` then leaves them in the artefact's file instead of in memory.
 
     An engine whose import changes torch's kernels in the whole process has two more attributes:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from nc.plan import Plan, format_table
 from nc.spec import WeightFormat
 from nc.storage import folder as folders
 from nc.storage import store
+
+_KINDS = {"example": "example inputs", "expected": "example outputs"}
 
 
 def show(folder: Path, *, as_json: bool) -> None:
@@ -62,7 +65,7 @@ def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, 
         "class": document["class"],
         "needs_class": document["transformers"] is None,
         "layers": layers,
-        "bytes_by_dtype": _bytes_by_dtype(content.weights),
+        "bytes_by_dtype": _bytes_by_dtype(content.weights.buffer),
         "files": sizes,
     }
     rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "activations", "solver")]
@@ -123,7 +126,7 @@ def _contents(folder: Path) -> dict[str, Any]:
             }
             for d in plan.decisions
         ],
-        "bytes_by_dtype": _bytes_by_dtype(stored.content.weights),
+        "bytes_by_dtype": _bytes_by_dtype(stored.content.weights.buffer),
         "fp32_bytes": document["float_bytes"],
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "sqnr_vs_fp32_db": round(float(document["sqnr_vs_fp32_db"]), 1),
@@ -136,13 +139,13 @@ def _input_text(leaf: dict[str, Any]) -> str:
     return f"{leaf['path']} {leaf['dtype']}[{', '.join(map(str, leaf['dims']))}]"
 
 
-def _bytes_by_dtype(safetensors: bytes) -> dict[str, int]:
-    """Bytes of the tensors of each dtype, example inputs apart, from the header of a safetensors file."""
+def _bytes_by_dtype(safetensors: mmap.mmap | bytearray) -> dict[str, int]:
+    """Bytes of the tensors of each dtype, example inputs and outputs apart, from the header of a safetensors file."""
     length = int.from_bytes(safetensors[:8], "little")
     sizes: dict[str, int] = {}
     for name, entry in json.loads(safetensors[8 : 8 + length]).items():
         if name != "__metadata__":
-            kind = "example inputs" if name.startswith("example.") else entry["dtype"]
+            kind = _KINDS.get(name.partition(".")[0], entry["dtype"])
             start, end = entry["data_offsets"]
             sizes[kind] = sizes.get(kind, 0) + end - start
     return dict(sorted(sizes.items()))

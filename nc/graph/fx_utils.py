@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from nc.graph.catalogue import schema_arguments
 from nc.graph.views import called_with, set_argument
@@ -15,12 +16,17 @@ from nc.ops import REFERENCE
 Hook = Callable[[fx.Node, Any, Mapping[fx.Node, Any]], Any]
 
 
-def copy_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy whose nodes can be changed, and the copy of each node; constants are shared."""
+def copy_module(module: fx.GraphModule, *, lazy: bool = False) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy whose nodes can be changed, and the copy of each node; constants are shared. `lazy`: see `lazy_module`."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, mapping))
-    return fx.GraphModule(module, graph), mapping
+    return lazy_module(module, graph) if lazy else fx.GraphModule(module, graph), mapping
+
+
+def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module whose Python code is written when it is called first: that takes 30 ms for BERT-base, and not every module is called."""
+    return _LazyGraphModule(root, graph)
 
 
 def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: fx.node.Argument) -> fx.Node:

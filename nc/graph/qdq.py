@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,6 +48,10 @@ class Finding:
     text: str
 
 
+def _nothing() -> None:
+    """In memory of this process constants are always what they were."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class QDQGraph:
     """A quantized model, independent of engines: what backends lower, artefacts store and the reference runs.
@@ -62,6 +67,9 @@ class QDQGraph:
         health: problems that calibration found, the worst of each kind first.
         applied: what each algorithm did, in the order of the plan.
         changes: what `saturation.py` did to this graph, one line each.
+        expected: what `module` gives for the example, where that is known already; see `expected_outputs`.
+        intact: raises NCError when the constants are no longer what they were: codes may lie in a file that is mapped. To be called before
+            they are read again after the graph was lowered.
     """
 
     module: fx.GraphModule
@@ -74,6 +82,28 @@ class QDQGraph:
     health: tuple[Finding, ...] = ()
     applied: tuple[Applied, ...] = ()
     changes: tuple[str, ...] = ()
+    expected: tuple[Any, ...] | None = None
+    intact: Callable[[], None] = dataclasses.field(default=_nothing, compare=False)
+
+
+def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:
+    """Outputs for the example as a graph keeps them, so that nobody has to run it again to know what an engine should give.
+
+    None where that is not worth the memory: where they take more than a quarter of the bytes of the `constants`, and more than a megabyte.
+    """
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > max(constants // 4, 1 << 20):
+        return None
+    return tuple(value.detach().clone() if isinstance(value, torch.Tensor) else value for value in outputs)
+
+
+def in_memory(graph: QDQGraph) -> QDQGraph:
+    """The same graph with all codes in memory of their own, so that nothing can happen to them."""
+    module, _ = copy_module(graph.module, lazy=True)
+    for name, value in list(module.named_buffers()):
+        if value.dtype in (torch.int8, torch.uint8):
+            module.register_buffer(name, value.clone())
+    return dataclasses.replace(graph, module=module, intact=_nothing)
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:

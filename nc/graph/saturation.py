@@ -71,7 +71,7 @@ def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple
         elif spec.right is not None:
             _requantize_input(node, spec.right, done)
     _drop_unused(module)
-    changed = dataclasses.replace(graph, module=module, plan=plan)
+    changed = dataclasses.replace(graph, module=module, plan=plan, expected=None)
     return dataclasses.replace(changed, changes=(*graph.changes, _account(graph, changed, names))), names
 
 

@@ -12,25 +12,27 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from nc._version import __version__
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
 from nc.storage import tensor_file
 from nc.storage.atomic import staging_path
+from nc.storage.mapped import MappedFile
 from nc.storage.tensor_file import Stored
 
 #: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
 #: the files; docs/artefact.md has the policy.
-FORMATS = {"nc-model": 2, "nc-weights": 1}
+FORMATS = {"nc-model": 3, "nc-weights": 1}
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
 _FILES = (MODEL, WEIGHTS)
@@ -45,25 +47,31 @@ class Content:
         directory: where they lie.
         document: the content of model.json.
         weights: the bytes of weights.safetensors.
+        check: raises ArtefactCorruptError when these bytes are not those that were written; waits until that is known.
     """
 
     directory: Path
     document: dict[str, Any]
-    weights: bytes
+    weights: MappedFile
+    check: Callable[[], None]
 
     @property
     def format(self) -> str:
         """Which of `FORMATS` it is."""
         return str(self.document["format"])
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; raises ArtefactCorruptError."""
+    def tensors(self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False) -> dict[str, torch.Tensor]:
+        """The tensors by name.
+
+        Args:
+            in_file: (name, tensor) → whether it may stay in the memory of the file; see `nc.storage.mapped` for what that means.
+
+        Raises:
+            ArtefactCorruptError: the file is not what it should be.
+        """
         with malformed(self.directory / WEIGHTS):
-            tensors = safetensors.torch.load(self.weights)
-            for name, tensor in tensors.items():
-                # into torch's own, aligned memory: matrix kernels round differently where it isn't
-                tensors[name] = tensor.clone()
-            return tensors
+            # into torch's own, aligned memory: matrix kernels round differently where it isn't
+            return {n: t if in_file(n, t) else t.clone() for n, t in tensor_file.views(self.weights.buffer).items()}
 
 
 def replaceable(directory: str | os.PathLike[str]) -> Path:
@@ -109,12 +117,13 @@ def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Te
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS)) -> Content:
+def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FORMATS), *, wait: bool = True) -> Content:
     """Read and check an artefact.
 
     Args:
         directory: where it lies.
         formats: those that are expected, out of `FORMATS`.
+        wait: until the weights are checked. False: the caller works on them meanwhile, and calls `Content.check`.
 
     Raises:
         ArtefactMissingError: the directory or a file of it is not there.
@@ -138,8 +147,26 @@ def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FOR
         found = ", ".join(sums)
         msg = f"{path}: expected the checksums of {', '.join(_FILES)}, but got those of {found}. {_ADVICE}"
         raise ArtefactCorruptError(msg)
-    weights = _checked(folder, WEIGHTS, sums)
-    return Content(folder, document, weights)
+    content = Content(folder, document, *_weights(folder, sums))
+    if wait:
+        content.check()
+    return content
+
+
+def _weights(folder: Path, sums: dict[str, Any]) -> tuple[MappedFile, Callable[[], None]]:
+    """The weights, and what raises ArtefactCorruptError when they are altered; a thread computes their checksum."""
+    path = folder / WEIGHTS
+    _check_is_there(path)
+    weights = MappedFile.of(path)
+    got: list[dict[str, Any]] = []
+    worker = threading.Thread(target=lambda: got.append(_checksum(weights.buffer)), daemon=True)
+    worker.start()
+
+    def check() -> None:
+        worker.join()
+        _compare(path, sums[WEIGHTS], got[0])
+
+    return weights, check
 
 
 def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> dict[str, Any]:
@@ -170,20 +197,27 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
 def _checked(folder: Path, name: str, sums: dict[str, Any]) -> bytes:
     """A file's bytes, read once: what was checked is what is used."""
     raw = _bytes(folder / name)
-    expected, got = sums[name], _checksum(raw)
-    if expected != got:
-        size = expected.get("size") if isinstance(expected, dict) else None
-        what = "its SHA-256 differs" if size == got["size"] else f"it has {got['size']} bytes instead of {size}"
-        msg = f"{folder / name}: damaged, or {CHECKSUMS} beside it is: {what}. {_ADVICE}"
-        raise ArtefactCorruptError(msg)
+    _compare(folder / name, sums[name], _checksum(raw))
     return raw
 
 
+def _compare(path: Path, expected: Any, got: dict[str, Any]) -> None:
+    if expected != got:
+        size = expected.get("size") if isinstance(expected, dict) else None
+        what = "its SHA-256 differs" if size == got["size"] else f"it has {got['size']} bytes instead of {size}"
+        msg = f"{path}: damaged, or {CHECKSUMS} beside it is: {what}. {_ADVICE}"
+        raise ArtefactCorruptError(msg)
+
+
 def _bytes(path: Path) -> bytes:
+    _check_is_there(path)
+    return path.read_bytes()
+
+
+def _check_is_there(path: Path) -> None:
     if not path.is_file():
         msg = f"{path} is missing; an artefact consists of {', '.join((*_FILES, CHECKSUMS))}. {_ADVICE}"
         raise ArtefactMissingError(msg)
-    return path.read_bytes()
 
 
 @contextlib.contextmanager
@@ -198,7 +232,7 @@ def malformed(path: Path) -> Iterator[None]:
         raise ArtefactCorruptError(msg) from error
 
 
-def _checksum(raw: bytes) -> dict[str, Any]:
+def _checksum(raw: bytes | bytearray | mmap.mmap) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph.catalogue import decide_kinds
+from nc.graph.fx_utils import lazy_module
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
@@ -38,8 +39,8 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     Returns:
         Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes, health, nodes,
-        sizes and memory_order; and contiguous tensors named "constant.<name>" and "example.<index>", none of
-        which share memory.
+        sizes and memory_order; and contiguous tensors named "constant.<name>", "example.<index>" and, where the graph knows them,
+        "expected.<index>" for outputs that are tensors; none of them share memory.
 
     Raises:
         ArtefactOperatorError: an operator is not on the allow-list.
@@ -51,7 +52,8 @@ def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     constants = {f"constant.{n.target}": getattr(module, n.target) for n in module.graph.nodes if n.op == "get_attr"}
     examples = {f"example.{i}": tensor for i, tensor in enumerate(graph.example)}
-    for name, tensor in {**constants, **examples}.items():
+    expected = {f"expected.{i}": tensor for i, tensor in _storable(graph.expected).items()}
+    for name, tensor in {**constants, **examples, **expected}.items():
         tensors[name] = _flat(name, tensor, order)
     _unshare(tensors)
     document = {
@@ -87,7 +89,7 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     order = document["memory_order"]
     tensors = {name: _in_order(tensor, order.get(name)) for name, tensor in tensors.items()}
     constants = {n.removeprefix("constant."): t for n, t in tensors.items() if n.startswith("constant.")}
-    example = tuple(tensors[f"example.{i}"] for i in range(len(tensors) - len(constants)))
+    example = tuple(tensors[f"example.{i}"] for i in range(sum(n.startswith("example.") for n in tensors)))
     signature = _decode_signature(document["signature"])
     sizes = {name: Size(name, hint) for name, hint in document["sizes"].items()}
     module = _decode_module(document["nodes"], constants, sizes)
@@ -105,8 +107,25 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         sqnr_vs_fp32_db=float(document["sqnr_vs_fp32_db"]),
         applied=_applied(document),
         changes=tuple(map(str, document.get("changes", ()))),
+        expected=_expected(module, tensors),
         health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
     )
+
+
+def _storable(outputs: tuple[Any, ...] | None) -> dict[int, torch.Tensor]:
+    """The outputs that are tensors, by number; nothing where one of them can't be stored."""
+    tensors = {i: value for i, value in enumerate(outputs or ()) if isinstance(value, torch.Tensor)}
+    return {} if any(_is_unstorable(tensor) for tensor in tensors.values()) else tensors
+
+
+def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...] | None:
+    """What the graph gives for its example; None where nobody stored it."""
+    outputs = {int(name.removeprefix("expected.")): tensor for name, tensor in tensors.items() if name.startswith("expected.")}
+    count = len(returned(module))
+    if any(i >= count for i in outputs):
+        msg = f"there are {count} outputs, but an expected value for number {max(outputs)}"
+        raise ValueError(msg)
+    return tuple(outputs.get(i) for i in range(count)) if outputs else None
 
 
 def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
@@ -169,7 +188,7 @@ def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan
 
 def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
     """A tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _STORABLE:
+    if _is_unstorable(tensor):
         msg = (
             f"Tensor {name!r} ({tensor.dtype}, {tensor.layout}) can't be stored: artefacts hold plain dense "
             "tensors. Convert it to one in the model."
@@ -182,6 +201,10 @@ def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch
         order[name] = dims  # kernels are chosen by layout and round differently, so it is part of the model
         return tensor.permute(dims)
     return tensor.contiguous()
+
+
+def _is_unstorable(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _STORABLE
 
 
 def _in_order(tensor: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
@@ -299,7 +322,7 @@ def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.
         msg = "a graph has one output, at its end"
         raise ValueError(msg)
     graph.lint()
-    module = fx.GraphModule(root, graph)
+    module = lazy_module(root, graph)
     decide_kinds(module)
     return module
 

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
 from nc.storage import folder, graph_json, schema_1
@@ -52,12 +54,21 @@ class Stored:
         """Build the graph.
 
         Raises:
-            ArtefactCorruptError: the files agree with their checksums, but are not what `write` writes.
+            ArtefactCorruptError: the weights are altered, or agree with their checksum but are not what `write` writes.
             ArtefactOperatorError: this version of torch lacks an operator.
         """
-        tensors = self.content.tensors()
-        with malformed(self.directory / MODEL):
-            return graph_json.decode(self.document, tensors)
+        try:
+            tensors = self.content.tensors(_stays_in_file)
+            with malformed(self.directory / MODEL):
+                graph = graph_json.decode(self.document, tensors)
+        finally:
+            self.content.check()  # weights that are damaged are the cause of whatever else is found
+        return dataclasses.replace(graph, intact=self.content.weights.identity.check)
+
+
+def _stays_in_file(name: str, tensor: torch.Tensor) -> bool:
+    """Codes of weights, which engines copy anyway when they pack them."""
+    return name.startswith("constant.") and tensor.dtype in (torch.int8, torch.uint8)
 
 
 def write(graph: QDQGraph, backend: str, directory: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,6 +91,30 @@ def stored_in(path: Path) -> dict[str, Stored]:
     except KeyError as error:
         msg = f"{path} cannot be read: it has a tensor of dtype {error}; dtypes that can be read: {', '.join(_DTYPES)}."
         raise ArtefactCorruptError(msg) from error
+
+
+def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, in the memory of its content. They may lie at any address.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not a safetensors file, or is cut.
+    """
+    length = int.from_bytes(content[:8], "little")
+    entries = {name: entry for name, entry in json.loads(content[8 : 8 + length]).items() if name != "__metadata__"}
+    found, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, count = end, math.prod(shape)
+        end += count * dtype.itemsize
+        if entry["data_offsets"] != [begin, end] or min(shape, default=0) < 0:
+            msg = f"the tensor {name!r} does not begin where the one before it ends, or has another size"
+            raise ValueError(msg)
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=8 + length + begin) if count else torch.empty(0, dtype=dtype)
+        found[name] = flat.view(shape)
+    if 8 + length + end != len(content):
+        msg = f"{end} bytes of tensors were expected, but there are {len(content) - 8 - length}"
+        raise ValueError(msg)
+    return found
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor | Stored], told: Callable[[bytes | memoryview], object] = len) -> None:

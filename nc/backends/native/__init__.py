@@ -45,6 +45,7 @@ class NativeBackend:
     """See the module text."""
 
     name = NAME
+    packs_weights = True
     options: Mapping[str, Option] = {"compile": Option((False, True))}
     exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
 

@@ -61,6 +61,7 @@ class Running:
         details: what the report says of it, beside its name.
         products: whether it runs the graph with kernels for products of two activations.
         multiplied: names of the products that such kernels compute.
+        forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes the lowered graph again.
     """
 
     call: Call
@@ -71,6 +72,7 @@ class Running:
     details: Callable[[], Mapping[str, str]] = dict
     products: bool = False
     multiplied: Callable[[], Collection[str]] = tuple
+    forget: Callable[[Callable[[], fx.GraphModule]], None] = lambda _: None
 
 
 class Executor(Protocol):
@@ -114,9 +116,8 @@ class PlanExecutor:
             unplanned = model.unplanned()
             return {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
 
-        return Running(
-            model, model.weight_bytes, model.profile, model.steps, model.kernels, details, products=True, multiplied=model.multiplied
-        )
+        ways = model.weight_bytes, model.profile, model.steps, model.kernels
+        return Running(model, *ways, details, products=True, multiplied=model.multiplied, forget=model.forget)
 
 
 class TorchScriptExecutor:

@@ -19,10 +19,9 @@ from nc.backends.native.fuse import is_kernel, packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
-from nc.backends.verify import check_option, first_disagreement, reference_outputs, required_db, shapes, verify_outputs
+from nc.backends.verify import agreement_db, check_option, first_disagreement, reference_outputs, required_db, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
-from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
 from nc.plan import Decision
 
@@ -40,7 +39,12 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
         BackendError, BackendUnavailableError: the graph can't be compiled here.
     """
     check_option("verify", verify, ("raise", "warn", "off"))
-    lowered = functools.cache(functools.partial(_lowered, graph.module, graph.example))
+
+    def again(products: bool) -> tuple[fx.GraphModule, Outcome]:
+        graph.intact()
+        return _lowered(graph.module, graph.example, products)
+
+    lowered = functools.cache(again)
     expected = functools.cache(functools.partial(reference_outputs, graph))
     judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph, expected)
     running, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
@@ -56,6 +60,8 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first, expected)
     dynamic = packed_bytes(graph.module)
+
+    running.forget(lambda: again(running.products)[0])
 
     def report() -> EngineReport:
         module, outcome = lowered(running.products)
@@ -76,20 +82,20 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
 
     # of compiled code nothing says which part of it computes which operator
     profile, steps = (None, None) if compile else (running.profile, running.steps)
-    return EngineModel(run=run, report=report, profile=profile, steps=steps)
+    return EngineModel(run=run, report=report, profile=profile, steps=steps, verified=verify != "off")
 
 
 def _why_unlike(graph: QDQGraph, expected: Callable[[], Sequence[Any]], outputs: Sequence[Any]) -> str:
     """Why outputs for the example are not what the graph computes; "" when they are."""
-    if shapes(expected()) != shapes(outputs):
+    found, required = agreement_db(graph, outputs, expected), required_db(graph)
+    if found is None:
         return "gives outputs of other shapes"
-    found, required = worst_sqnr_db(expected(), outputs), required_db(graph)
     return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
 
 
 def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool) -> tuple[fx.GraphModule, Outcome]:
     """The graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
-    module, _ = copy_module(part)
+    module, _ = copy_module(part, lazy=True)
     return module, run_passes(module, (*kernels(example, products=products), *finish()))
 
 

@@ -127,6 +127,16 @@ class PlannedModel:
         values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
         return sum(value.numel() * value.element_size() for value in values) + self._weights.size()
 
+    def forget(self, again: Callable[[], fx.GraphModule]) -> None:
+        """Give back the memory of codes that are packed; nobody may run the model meanwhile.
+
+        Args:
+            again: makes the lowered graph again, for inputs that want other layouts.
+        """
+        self._weights.again = again
+        for name in _packed_only(self._module):
+            setattr(self._module, name, getattr(self._module, name).to("meta"))
+
     def how(self) -> str:
         """Who calls what, in words."""
         return f"{self._source}, called by {self._runner.name}"
@@ -173,6 +183,13 @@ class PlannedModel:
                 memory.arena = torch.empty(needed, dtype=torch.uint8)
             found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
         return found
+
+
+def _packed_only(module: fx.GraphModule) -> set[str]:
+    """Names of the constants that are weights of primitives, and nothing else."""
+    reads = [node for node in module.graph.nodes if node.op == "get_attr"]
+    others = {str(node.target) for node in reads if any(user.target not in products.PREPACKS for user in node.users)}
+    return {str(node.target) for node in reads} - others
 
 
 def _timed_steps(plan: Plan, times: Sequence[float]) -> tuple[Step, ...]:

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import prepack, transposed_convolution
-from nc.backends.native.plans.recorder import Handler, Later, Recorder, Traced
+from nc.backends.native.plans.recorder import Codes, Handler, Later, Recorder, Traced
 from nc.errors import BackendError
+from nc.graph.catalogue import schema_arguments
 from nc.onednn.primitives import (
     BIAS,
     DST,
@@ -46,7 +47,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     post = _unary(a, "post_op_name", "unary_post_op")
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None) or x.tensor.dim() < 1:
         return None
-    outputs, inputs = weight.shape
+    outputs, inputs = weight.tensor.shape
     sizes = *x.tensor.shape[:-1], outputs
     if not x.tensor.numel():
         return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
@@ -91,8 +92,8 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
     post = _unary(a, "attr", "unary_attr")
     if weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
         return None
-    dims = weight.dim() - 2
-    if x.tensor.dim() != weight.dim():
+    dims = weight.tensor.dim() - 2
+    if x.tensor.dim() != weight.tensor.dim():
         return None
     x = channels_last(recorder, x, node)
     pads = _each(a["padding"], dims)
@@ -102,7 +103,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
         _each(a["dilation"], dims),
     )
-    sizes = x.tensor.shape[0], weight.shape[0], *_output_sizes(x.tensor.shape[2:], weight.shape[2:], geometry)
+    sizes = x.tensor.shape[0], weight.tensor.shape[0], *_output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
     dtype = a["output_dtype"] or torch.uint8
     accumulator = recorder.read(a.get("qaccum"))
     if accumulator is not None:
@@ -115,10 +116,10 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
     else:
         result = recorder.new(sizes, channels_last_strides(sizes), dtype)
     groups = a["groups"]
-    shape = (groups, weight.shape[0] // groups, *weight.shape[1:]) if groups > 1 else tuple(weight.shape)
+    shape = (groups, weight.tensor.shape[0] // groups, *weight.tensor.shape[1:]) if groups > 1 else tuple(weight.tensor.shape)
     tensors: dict[int, Any] = {SRC: x, DST: result}
     attributes = _attributes(a, tensors, scales, 3 if groups > 1 else 1, dtype, post)
-    bias_desc = None if bias is None else Desc.dense((weight.shape[0],), torch.float32)
+    bias_desc = None if bias is None else Desc.dense((weight.tensor.shape[0],), torch.float32)
     if bias is not None:
         tensors[BIAS] = bias
 
@@ -163,7 +164,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     def make(weights: Desc | Layout) -> Primitive:
         return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
 
-    primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.of(by_groups))
+    primitive, tensors[WEIGHTS] = recorder.packed(make, _named(schema_arguments(node)["qw"], weight), Desc.of(by_groups))
     recorder.call(primitive, tensors, node)
     return result
 
@@ -206,12 +207,16 @@ def _rows(x: Traced) -> Traced | None:
         return None
 
 
-def _codes(recorder: Recorder, value: Any) -> torch.Tensor | None:
-    """The codes of a weight that the graph would pack."""
+def _codes(recorder: Recorder, value: Any) -> Codes | None:
+    """The weight that the graph would pack."""
     if not isinstance(value, Later) or value.node.target not in PREPACKS:
         return None
     codes = recorder.constant(value.named["weight"])
-    return None if codes is None else codes.contiguous()
+    return None if codes is None else _named(value.node.all_input_nodes[0], codes.contiguous())
+
+
+def _named(source: fx.Node, codes: torch.Tensor) -> Codes:
+    return Codes(str(source.target) if source.op == "get_attr" else source.name, codes)
 
 
 def _bias(recorder: Recorder, value: Any) -> torch.Tensor | None:

@@ -68,15 +68,30 @@ class Later:
 Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """A weight that kernels want packed.
+
+    Attributes:
+        name: of the constant, or of the node that computes it.
+        tensor: the codes; on torch's device "meta", which has shapes only, where the memory was given back.
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+
 class Weights:
     """Packed weights of a model, shared by its plans."""
 
     def __init__(self) -> None:
-        self._packed: dict[tuple[int, Desc], list[tuple[Layout, torch.Tensor]]] = {}
+        self._packed: dict[tuple[str, Desc], list[tuple[Layout, torch.Tensor]]] = {}
+        #: Makes the lowered graph again, with the codes that `forget` gave back.
+        self.again: Callable[[], fx.GraphModule] | None = None
 
-    def known(self, tensor: torch.Tensor, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
+    def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
         """The layouts that there are of a weight."""
-        return self._packed.setdefault((tensor.data_ptr(), desc), [])
+        return self._packed.setdefault((weight.name, desc), [])
 
     def size(self) -> int:
         """Bytes."""
@@ -108,6 +123,7 @@ class Recorder:
         self._blocks: list[Block] = []
         self._slots = 0
         self._env: dict[fx.Node, Any] = {}
+        self._restored: fx.GraphModule | None = None
 
     def record(self, inputs: Sequence[torch.Tensor]) -> tuple[Plan, list[Any]]:
         """The plan for inputs of these sizes, and the outputs for these inputs.
@@ -196,7 +212,7 @@ class Recorder:
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
 
     def packed(
-        self, make: Callable[[Desc | Layout], Primitive], tensor: torch.Tensor, desc: Desc
+        self, make: Callable[[Desc | Layout], Primitive], weight: Codes, desc: Desc
     ) -> tuple[Primitive, tuple[Layout, torch.Tensor]]:
         """A primitive with a constant weight, and the weight in its layout.
 
@@ -204,10 +220,10 @@ class Recorder:
 
         Args:
             make: makes the primitive for a weight's layout; for a `Desc` it chooses one.
-            tensor: the weight.
+            weight: its codes.
             desc: how the primitive is to read it.
         """
-        known = self.weights.known(tensor, desc)
+        known = self.weights.known(weight, desc)
         for layout, bytes_ in known:
             try:
                 primitive = make(layout)
@@ -217,8 +233,17 @@ class Recorder:
                 return primitive, (layout, bytes_)
         primitive = make(desc)
         layout = primitive.layouts[WEIGHTS]
-        known.append((layout, packed(self.maker, tensor, desc, layout)))
+        known.append((layout, packed(self.maker, self._in_memory(weight), desc, layout)))
         return primitive, known[-1]
+
+    def _in_memory(self, weight: Codes) -> torch.Tensor:
+        if not weight.tensor.is_meta:
+            return weight.tensor
+        if self._restored is None:
+            assert self.weights.again is not None
+            self._restored = self.weights.again()
+        tensor: torch.Tensor = getattr(self._restored, weight.name)
+        return tensor.contiguous()
 
     def _evaluate(self, node: fx.Node) -> Any:
         args, kwargs = called_with(node)
