@@ -113,45 +113,45 @@ def load(
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
     content = folder.read(model_name_or_path, wait=False)
-    if content.format == low_bit.FORMAT:
-        content.check()
-        low_bit_engine(backend)  # refused before the work, not after it
-        given = original_model if model is None else model
-        if given is not None and not isinstance(given, torch.nn.Module):
-            msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
-            raise InputError(msg)
-        return set_backend(low_bit.read(content, given), backend)
-    stored = store.checked(content)
-    first = choose_backend(backend).name
-    if first != REFERENCE:  # which computes in fp32, alike on every CPU
-        _check_cpu(stored.plan.isa, stored.directory)
-    graph, directory, weights = stored.graph(), stored.directory, content.weights
+    with content.checked():  # another thread computes the checksum of the weights meanwhile
+        if content.format == low_bit.FORMAT:
+            low_bit_engine(backend)  # refused before the work, not after it
+            given = original_model if model is None else model
+            if given is not None and not isinstance(given, torch.nn.Module):
+                msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
+                raise InputError(msg)
+            return set_backend(low_bit.read(content, given), backend)
+        stored = store.checked(content)
+        first = choose_backend(backend).name
+        if first != REFERENCE:  # which computes in fp32, alike on every CPU
+            _check_cpu(stored.plan.isa, stored.directory)
+        graph, directory, weights = stored.graph(wait=False), stored.directory, content.weights
 
-    def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
-        narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
-        return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
+        def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
+            narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
+            return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
-    def check() -> None:
-        with folder.malformed(directory / folder.MODEL):
-            _run(graph, lambda inputs: graph.module(*inputs))
+        def check() -> None:
+            with folder.malformed(directory / folder.MODEL):
+                _run(graph, lambda inputs: graph.module(*inputs))
 
-    if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
-        check()  # torch's kernels of these do not look at the sizes of what they read
-    try:
-        (lowered_graph, lowered), name, failed = first_that_can(backend, first, attempt)
-        if not (lowered.verified and _fits(lowered_graph)):
-            _run(lowered_graph, lowered.run)
-    except Exception as error:
-        check()  # a graph that can't run at all is the fault of the artefact
-        if isinstance(error, NCError):
-            raise
-        msg = (
-            f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
-            'or save the model again. backend="reference" runs it.'
-        )
-        raise ArtefactError(msg) from error
-    weights.release()  # engines have packed them
-    return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed))
+        if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
+            check()  # torch's kernels of these do not look at the sizes of what they read
+        try:
+            (lowered_graph, lowered), name, failed = first_that_can(backend, first, attempt)
+            if not (lowered.verified and _fits(lowered_graph)):
+                _run(lowered_graph, lowered.run)
+        except Exception as error:
+            check()  # a graph that can't run at all is the fault of the artefact
+            if isinstance(error, NCError):
+                raise
+            msg = (
+                f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
+                'or save the model again. backend="reference" runs it.'
+            )
+            raise ArtefactError(msg) from error
+        weights.release()  # engines have packed them
+        return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed))
 
 
 def _fits(graph: QDQGraph) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nc.onednn.execute import packed, run_once
+from nc.onednn.execute import Scratch, packed, run_once
 from nc.onednn.primitives import BIAS, DST, SCALES, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Geometry, Maker, Primitive
 
 _onednn = torch.ops.onednn
@@ -33,7 +33,7 @@ def _why_product_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scal
     desc = Desc((_INPUTS, _OUTPUTS), (1, _INPUTS), torch.int8)
     attributes = Attributes({SRC: 0, WEIGHTS: 2}, {SRC: 0})
     primitive = maker.matmul(Desc.of(x), desc, Desc.dense((1, _OUTPUTS), torch.float32), Desc.of(result), attributes)
-    tensors = {SRC: x, WEIGHTS: packed(maker, weight, desc, primitive.layouts[WEIGHTS]), BIAS: bias, DST: result}
+    tensors = {SRC: x, WEIGHTS: packed(maker, weight, desc, primitive.layouts[WEIGHTS], Scratch()), BIAS: bias, DST: result}
     run_once(maker, primitive, tensors | _numbers(scales))
     none = torch.zeros(_OUTPUTS, dtype=torch.int64)
     own = _onednn.qlinear_prepack(weight, None)
@@ -48,7 +48,12 @@ def _why_convolution_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, 
     bias_desc = Desc.dense((_OUTPUTS,), torch.float32)
     attributes = Attributes({SRC: 0, WEIGHTS: 1}, {SRC: 0})
     primitive = maker.convolution(Desc.of(x), Desc.of(kernel), bias_desc, Desc.of(result), geometry, attributes)
-    tensors = {SRC: x, WEIGHTS: packed(maker, kernel, Desc.of(kernel), primitive.layouts[WEIGHTS]), BIAS: bias, DST: result}
+    tensors = {
+        SRC: x,
+        WEIGHTS: packed(maker, kernel, Desc.of(kernel), primitive.layouts[WEIGHTS], Scratch()),
+        BIAS: bias,
+        DST: result,
+    }
     run_once(maker, primitive, tensors | _numbers(scales))
     none = torch.zeros(_OUTPUTS, dtype=torch.int64)
     sizes = [1, 1], [1, 1], [1, 1], 1

@@ -55,6 +55,14 @@ class Content:
     weights: MappedFile
     check: Callable[[], None]
 
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Check the weights at the end of a block: if they are damaged, that is the cause of whatever fails in it."""
+        try:
+            yield
+        finally:
+            self.check()
+
     @property
     def format(self) -> str:
         """Which of `FORMATS` it is."""

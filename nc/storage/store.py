@@ -7,6 +7,7 @@ Untrusted files are safe because of what is never done with them, see `nc.storag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -50,19 +51,20 @@ class Stored:
         with malformed(self.directory / MODEL):
             return Plan.from_dict(self.document["plan"])
 
-    def graph(self) -> QDQGraph:
+    def graph(self, *, wait: bool = True) -> QDQGraph:
         """Build the graph.
+
+        Args:
+            wait: until the weights are checked. False: see `folder.read`.
 
         Raises:
             ArtefactCorruptError: the weights are altered, or agree with their checksum but are not what `write` writes.
             ArtefactOperatorError: this version of torch lacks an operator.
         """
-        try:
+        with contextlib.nullcontext() if not wait else self.content.checked():
             tensors = self.content.tensors(_stays_in_file)
             with malformed(self.directory / MODEL):
                 graph = graph_json.decode(self.document, tensors)
-        finally:
-            self.content.check()  # weights that are damaged are the cause of whatever else is found
         return dataclasses.replace(graph, intact=self.content.weights.identity.check)
 
 

@@ -23,7 +23,7 @@ from nc.backends.profiling.profile import Step
 from nc.errors import BackendError
 from nc.graph.views import called_with, returned
 from nc.onednn.api import Unimplemented
-from nc.onednn.execute import packed, run_once
+from nc.onednn.execute import Scratch, packed, run_once
 from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc, Layout, Maker, Primitive
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
@@ -123,6 +123,7 @@ class Recorder:
         self._blocks: list[Block] = []
         self._slots = 0
         self._env: dict[fx.Node, Any] = {}
+        self._scratch = Scratch()
         self._restored: fx.GraphModule | None = None
 
     def record(self, inputs: Sequence[torch.Tensor]) -> tuple[Plan, list[Any]]:
@@ -233,7 +234,7 @@ class Recorder:
                 return primitive, (layout, bytes_)
         primitive = make(desc)
         layout = primitive.layouts[WEIGHTS]
-        known.append((layout, packed(self.maker, self._in_memory(weight), desc, layout)))
+        known.append((layout, packed(self.maker, self._in_memory(weight), desc, layout, self._scratch)))
         return primitive, known[-1]
 
     def _in_memory(self, weight: Codes) -> torch.Tensor:
