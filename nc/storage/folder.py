@@ -79,7 +79,7 @@ class Content:
         """
         with malformed(self.directory / WEIGHTS):
             # into torch's own, aligned memory: matrix kernels round differently where it isn't
-            return {n: t if in_file(n, t) else t.clone() for n, t in tensor_file.views(self.weights.buffer).items()}
+            return {n: t if in_file(n, t) else tensor_file.copy(t) for n, t in tensor_file.views(self.weights.buffer).items()}
 
 
 def replaceable(directory: str | os.PathLike[str]) -> Path:

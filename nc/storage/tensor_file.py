@@ -117,6 +117,13 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
     return found
 
 
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in memory of its own, copied by this thread alone: torch's threads would wait for the one that hashes."""
+    result = torch.empty_like(tensor)
+    _bytes(result)[:] = _bytes(tensor)
+    return result
+
+
 def write(path: Path, tensors: Mapping[str, torch.Tensor | Stored], told: Callable[[bytes | memoryview], object] = len) -> None:
     """Write a file.
 
