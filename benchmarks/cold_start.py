@@ -1,4 +1,7 @@
-"""From a saved model to its first answer, each time in a new process: seconds for imports, `load` and the first call.
+"""From a saved model to its first answer, each time in a new process: seconds for imports, `load` and the first call, and what it holds.
+
+Imports are those of torch, nc and the engine. Memory is that of the process after the call without what it had after the imports, as
+multiple of the constants: of the bytes of weights.safetensors.
 
 python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native]
 """
@@ -15,7 +18,7 @@ import warnings
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = ("imports", "load", "first call", "load and first call")
+PARTS = ("imports s", "load s", "first call s", "load and first call s", "memory")
 
 
 def save(name: str, backend: str, folder: Path) -> None:
@@ -33,20 +36,29 @@ def save(name: str, backend: str, folder: Path) -> None:
 
 
 def start(folder: Path, backend: str) -> list[float]:
-    """In a new process: seconds of each part."""
+    """In a new process: seconds of each part, and memory."""
     ticks = [time.perf_counter()]
     import torch
 
     import nc
+    from nc.backends import choose_backend
 
+    choose_backend(backend).start()
+    inputs = torch.load(folder / "inputs.pt", weights_only=True)
+    before = resident()
     ticks.append(time.perf_counter())
     model = nc.load(folder / "model", backend=backend)
     ticks.append(time.perf_counter())
-    inputs = torch.load(folder / "inputs.pt", weights_only=True)
-    ticks.append(time.perf_counter())
     model(**inputs)
     ticks.append(time.perf_counter())
-    return [ticks[1] - ticks[0], ticks[2] - ticks[1], ticks[4] - ticks[3], ticks[2] - ticks[1] + ticks[4] - ticks[3]]
+    memory = (resident() - before) / (folder / "model" / "weights.safetensors").stat().st_size
+    return [ticks[1] - ticks[0], ticks[2] - ticks[1], ticks[3] - ticks[2], ticks[3] - ticks[1], memory]
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return 1024 * int(line.split()[1])
 
 
 def main() -> None:
@@ -61,7 +73,7 @@ def main() -> None:
     if options.start:
         print(*start(options.start, options.backend))
         return
-    print(f"backend {options.backend}, medians of {options.rounds} processes, seconds\n")
+    print(f"backend {options.backend}, medians of {options.rounds} processes\n")
     print(f"| model | {' | '.join(PARTS)} |\n{'|---' * (len(PARTS) + 1)}|")
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,8 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
         return None
     dims = max(left.tensor.dim(), right.tensor.dim())
     left, right, *others = (_of_dims(value, dims) for value in (left, right, *others))
-    batch = torch.broadcast_shapes(left.tensor.shape[:-2], right.tensor.shape[:-2])
+    # torch.broadcast_shapes imports sympy, which takes longer than all else here
+    batch = [b if a == 1 else a for a, b in zip(left.tensor.shape[:-2], right.tensor.shape[:-2], strict=True)]
     sizes = *batch, left.tensor.shape[-2], right.tensor.shape[-1]
     if not math.prod(sizes):
         return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"])
