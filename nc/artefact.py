@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
+from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, StateError, UnsupportedError
+from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.graph.saturation import named, narrow
 from nc.lowbit import artefact as low_bit
@@ -122,10 +124,11 @@ def load(
                 raise InputError(msg)
             return set_backend(low_bit.read(content, given), backend)
         stored = store.checked(content)
-        first = choose_backend(backend).name
-        if first != REFERENCE:  # which computes in fp32, alike on every CPU
+        if choose_backend(backend).name != REFERENCE:  # which computes in fp32, alike on every CPU
             _check_cpu(stored.plan.isa, stored.directory)
         graph, directory, weights = stored.graph(wait=False), stored.directory, content.weights
+
+        kind = kind_of_model(map(kind_of_node, graph.module.graph.nodes))
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
@@ -138,7 +141,7 @@ def load(
         if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
             check()  # torch's kernels of these do not look at the sizes of what they read
         try:
-            (lowered_graph, lowered), name, failed = first_that_can(backend, first, attempt)
+            (lowered_graph, lowered), name, failed = first_that_can(backend, choose_backend(backend, kind).name, attempt, model=kind)
             if not (lowered.verified and _fits(lowered_graph)):
                 _run(lowered_graph, lowered.run)
         except Exception as error:
@@ -151,7 +154,7 @@ def load(
             )
             raise ArtefactError(msg) from error
         weights.release()  # engines have packed them
-        return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed))
+        return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed, kind))
 
 
 def _fits(graph: QDQGraph) -> bool:

@@ -14,6 +14,7 @@ import torch
 from nc.algorithms import in_order, steps
 from nc.algorithms.base import Algorithm
 from nc.backends import choose_backend, engine_options, first_that_can, get_backend, precautions, why_chosen
+from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
@@ -25,6 +26,7 @@ from nc.config import AnyConfig, WeightOnlyConfig, config_from, outer_field, par
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
+from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph
 from nc.lowbit.blocks import Progress
 from nc.lowbit.layers import has_low_bit
@@ -102,8 +104,10 @@ def prepare(
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     check_rules(config, with_low_bit(graph, model), strict=strict)
-    plan, name, failed = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities(), placement))
-    if failed:
+    kind = _kind_of(graph)
+    first = choose_backend(backend, kind).name
+    plan, name, failed = first_that_can(backend, first, lambda e: decide(config, graph, e.capabilities(), placement), model=kind)
+    if name != engine.name:
         engine = get_backend(name)
         engine.start()
     plan, algorithms = _with_algorithms(plan, config)
@@ -168,16 +172,19 @@ def convert(
     if isinstance(model, PreparedMixed):
         prepared = model.calibrated(progress)
         return convert(prepared, backend=backend, verify=verify, isolate=isolate, compile=compile, measure=measure)
-    asked, first, before = (model.asked, model.backend, model.failed) if backend is None else (backend, choose_backend(backend).name, {})
+    kind = _kind_of(model.graph)
+    asked, first, before = model.asked, model.backend, model.failed
+    if backend is not None:
+        asked, first, before = backend, choose_backend(backend, kind).name, {}
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         engine.start()
         graph = model.quantized_graph(engine.capabilities())
         return graph, lower(engine, graph, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
-    (graph, lowered), name, failed = first_that_can(asked, first, attempt, before)
+    (graph, lowered), name, failed = first_that_can(asked, first, attempt, before, kind)
     verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None
-    return QuantizedModel(graph, lowered, name, why_chosen(asked, name, failed), verdict)
+    return QuantizedModel(graph, lowered, name, why_chosen(asked, name, failed, kind), verdict)
 
 
 def quantize(
@@ -212,6 +219,11 @@ def quantize(
     return convert(prepared, measure=measure, progress=progress)
 
 
+def _kind_of(graph: Graph) -> str:
+    """What kind of model it is, for the order of engines."""
+    return kind_of_model(map(kind_of_node, graph.module.graph.nodes))
+
+
 def describe(
     model: torch.nn.Module,
     quant_config: AnyConfig | dict[str, Any],
@@ -234,10 +246,12 @@ def describe(
     _check_model(model)
     if weight_only(config):
         return plan_layers(config, model, strict=strict)
-    engine: Backend = choose_backend(backend)
+    choose_backend(backend)  # refused before the work, not after it
     graph = _capture(model, example_inputs, None, share_weights=True)
     check_rules(config, with_low_bit(graph, model), strict=strict)
-    plan, _, _ = first_that_can(backend, engine.name, lambda e: decide(config, graph, e.capabilities(), placement))
+    kind = _kind_of(graph)
+    first = choose_backend(backend, kind).name
+    plan, _, _ = first_that_can(backend, first, lambda e: decide(config, graph, e.capabilities(), placement), model=kind)
     if has_weight_only(config) and not has_low_bit(model):
         plan = name_low_bit(plan, plan_layers(config, model, check=False))
     return _with_algorithms(plan, config)[0]

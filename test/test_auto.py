@@ -27,7 +27,8 @@ from nc import (
     prepare,
     quantize,
 )
-from nc.backends import get_backend
+from nc.backends import AUTO, auto_order, get_backend
+from nc.backends.auto_order import CONVOLUTIONS, LINEARS, Race
 from nc.backends.reference import ReferenceBackend
 
 X = torch.randn(4, 16)
@@ -267,6 +268,128 @@ def test_the_plan_is_fitted_to_the_next_engine(engines, monkeypatch):
     assert {op.operator: op.ran for op in q.report().ops}.items() >= {"a": "int8", "b": "int8", "matmul": "fp32"}.items()
     assert q.report().chosen.endswith("first: 3 dB")
     assert worst_db(q.reference(X), q(X)) > 40
+
+
+# --- the order ---
+
+
+def conv():
+    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 4)).eval()
+
+
+IMAGE = torch.randn(4, 4, 2, 2)
+
+
+def races(cpu):
+    """The second engine was faster with convolutions, the first one with linears."""
+    return Race(cpu, CONVOLUTIONS, "second", "first", 2.444, ("a", "b")), Race(cpu, LINEARS, "first", "second", 3, ("c",))
+
+
+@pytest.fixture
+def raced(engines, monkeypatch):
+    """Registers two engines that were measured on every CPU; this one has AVX2."""
+
+    def register(**errors):
+        made = engines(*(Engine(name, errors.get(name)) for name in ("first", "second")), order=("first", "second"))
+        monkeypatch.setattr(auto_order, "RACES", tuple(race for cpu in auto_order.CPUS for race in races(cpu)))
+        monkeypatch.setattr("nc.backends.cpu.features", lambda: ("avx2",))
+        return made
+
+    return register
+
+
+def test_what_was_measured_names_engines_that_auto_tries_once_for_each_kind():
+    assert len({(race.cpu, race.model) for race in auto_order.RACES}) == len(auto_order.RACES)
+    for race in auto_order.RACES:
+        assert race.cpu in auto_order.CPUS
+        assert race.model in (CONVOLUTIONS, LINEARS)
+        assert {race.faster, race.slower} == set(AUTO)
+        assert race.times >= 1
+        assert race.models
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8"), "AMX"),
+        (("avx2", "avx512f", "avx512_vnni", "avx512_bf16"), "AVX512-VNNI"),
+        (("avx2", "avx_vnni"), "AVX-VNNI"),
+        (("avx2", "avx512f"), "AVX-512"),
+        (("avx2",), "AVX2"),
+        ((), None),
+    ],
+)
+def test_the_kind_of_cpu_decides(features, expected, monkeypatch):
+    monkeypatch.setattr(auto_order, "RACES", tuple(race for cpu in auto_order.CPUS for race in races(cpu)))
+    for model in (CONVOLUTIONS, LINEARS):
+        race = auto_order.race_for(features, model)
+        assert (None if race is None else (race.cpu, race.model)) == (expected and (expected, model))
+
+
+def test_the_kind_of_model_is_what_most_products_are():
+    assert auto_order.kind_of_model(["conv2d", "conv1d", None, "linear", "add"]) == CONVOLUTIONS
+    assert auto_order.kind_of_model(["conv2d", "linear", "linear", "matmul"]) == LINEARS  # a vision transformer
+    assert auto_order.kind_of_model([]) == LINEARS
+
+
+def test_the_faster_one_changes_places_with_the_slower_one():
+    race = Race("AMX", LINEARS, "b", "d", 2, ("m",))
+    assert auto_order.in_order("abcd", race) == tuple("abcd")
+    assert auto_order.in_order("adcb", race) == tuple("abcd")
+    assert auto_order.in_order("adc", race) == tuple("adc")
+    assert auto_order.in_order("ad", None) == tuple("ad")
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "chosen", "text"),
+    [
+        (
+            conv(),
+            IMAGE,
+            "second",
+            "second was 2.4 times as fast as first on a CPU with AVX2, for models that consist of convolutions (a, b)",
+        ),
+        (mlp(), X, "first", "first was 3 times as fast as second on a CPU with AVX2, for models that consist of linears (c)"),
+    ],
+)
+def test_models_of_each_kind_get_the_engine_that_was_faster_and_the_report_says_so(model, x, chosen, text, raced, monkeypatch, tmp_path):
+    raced()
+    assert describe(model, StaticQuantConfig(), x).quantized
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=x)
+    assert prepared.backend == chosen
+    prepared(x)
+    q = convert(prepared)
+    q.save(tmp_path / chosen)
+    other = convert(prepared_for(model, x, StaticQuantConfig(), "reference"), backend="auto")
+    for found in (q, other, load(tmp_path / chosen)):
+        assert found.backend == chosen
+        assert f"that can run here ({text.format(CONVOLUTIONS if chosen == 'second' else LINEARS)})" in found.report().chosen
+    monkeypatch.setattr("nc.backends.cpu.features", lambda: ())
+    assert prepare(model, StaticQuantConfig(), example_inputs=x).backend == "first"
+
+
+def test_the_faster_one_that_fails_makes_room_for_the_other(raced):
+    raced(second=WRONG)
+    q = quantize(conv(), StaticQuantConfig(), lambda m: m(IMAGE), example_inputs=IMAGE)
+    assert q.backend == "first"
+    assert q.report().chosen.endswith("; second: 3 dB")
+
+
+def test_what_can_not_run_is_not_compared(raced):
+    _, second = raced()
+    second.why_unavailable = lambda: "not installed."
+    q = quantize(conv(), StaticQuantConfig(), lambda m: m(IMAGE), example_inputs=IMAGE)
+    assert q.report().chosen.startswith('"auto" takes the first of second, first, ')
+    assert "times as fast" not in q.report().chosen
+    assert q.report().chosen.endswith("; second: not installed.")
+
+
+@pytest.mark.ipex
+def test_auto_begins_with_what_was_measured_to_be_faster_here():
+    for model, x, kind in ((conv(), IMAGE, CONVOLUTIONS), (mlp(), X, LINEARS)):
+        race = auto_order.race_for(nc.backends.cpu.features(), kind)
+        expected = AUTO[0] if race is None else race.faster
+        assert prepare(model, StaticQuantConfig(), example_inputs=x).backend == expected
 
 
 class Attention(nn.Module):

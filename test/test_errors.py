@@ -209,6 +209,8 @@ def test_auto_takes_the_next_engine_and_says_why(monkeypatch):
     versions(monkeypatch, intel_extension_for_pytorch=None)
     if available_backends()["native"]:
         pytest.skip(available_backends()["native"])
+    monkeypatch.setattr("nc.backends.AUTO", ("ipex", "native"))
+    monkeypatch.setattr("nc.backends.auto_order.RACES", ())
     prepared = prepare(MLP().eval(), CONFIG, example_inputs=X)
     prepared(X)
     q = convert(prepared)

@@ -217,6 +217,7 @@ INSIDE = {
     ),
     "nc.backends": (
         (
+            "nc.backends.auto_order",
             "nc.backends.cpu",
             "nc.backends.dynamic",
             "nc.backends.passes",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from nc.backends import cpu
+from nc.backends.auto_order import Race, in_order, race_for
 from nc.backends.base import Backend, Option, check_available, exports_of, options_of, precautions_for
 from nc.backends.reference import ReferenceBackend
 from nc.capture.precautions import Precautions
@@ -13,8 +15,9 @@ from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCErro
 _T = TypeVar("_T")
 
 BUILT_IN = ("ipex", "native", "openvino", "reference")
-#: What "auto" tries, in this order; not the reference, which computes in fp32, and not OpenVINO, which is asked for by name.
-AUTO = ("ipex", "native")
+#: What "auto" tries, in this order unless another one was measured to be faster (`nc.backends.auto_order`); not the reference, which
+#: computes in fp32, and not OpenVINO, which is asked for by name.
+AUTO = ("native", "ipex")
 
 #: Options that one engine or another has, as `convert` and `load` take them when nobody says anything.
 DEFAULTS: dict[str, object] = {"isolate": "auto", "compile": False}
@@ -78,11 +81,21 @@ def get_backend(name: str) -> Backend:
             raise UnknownBackendError(msg)
 
 
-def choose_backend(name: str = "auto") -> Backend:
+def candidates(model: str | None = None) -> tuple[str, ...]:
+    """What "auto" tries, in this order, for a kind of model; None: before it is known."""
+    return (*in_order(AUTO, _race(model)), *_REGISTERED)
+
+
+def _race(model: str | None) -> Race | None:
+    return race_for(cpu.features(), model) if model is not None else None
+
+
+def choose_backend(name: str = "auto", model: str | None = None) -> Backend:
     """The backend to use.
 
     Args:
         name: one of `backend_names()`, or "auto" for the first int8 engine that can run here.
+        model: kind of the model, see `nc.backends.auto_order`; None: before it is known.
 
     Raises:
         UnknownBackendError: no backend has that name.
@@ -92,20 +105,20 @@ def choose_backend(name: str = "auto") -> Backend:
         backend = get_backend(name)
         check_available(backend)
         return backend
-    for candidate in (*AUTO, *_REGISTERED):
+    for candidate in candidates(model):
         backend = get_backend(candidate)
         if not backend.why_unavailable():
             return backend
     msg = (
         "No int8 engine can run here. "
-        + _why_not((*AUTO, *_REGISTERED))
+        + _why_not(candidates(model))
         + ' To compute the quantized model without an engine, slowly and in fp32, say backend="reference".'
     )
     raise BackendUnavailableError(msg)
 
 
 def first_that_can(
-    name: str, first: str, attempt: Callable[[Backend], _T], failed: Mapping[str, str] | None = None
+    name: str, first: str, attempt: Callable[[Backend], _T], failed: Mapping[str, str] | None = None, model: str | None = None
 ) -> tuple[_T, str, dict[str, str]]:
     """Plan or lower a model on a backend; for "auto" on the next one when that backend can't.
 
@@ -114,6 +127,7 @@ def first_that_can(
         first: name of the backend to begin with.
         attempt: what to do with a backend.
         failed: backends that could not compute the model in an earlier step, and why.
+        model: its kind, as for `choose_backend`.
 
     Returns:
         What `attempt` returned, the name of the backend that it returned for, and all backends that could not, with the reason.
@@ -122,11 +136,11 @@ def first_that_can(
         BackendError, UnsupportedError: the backend that was asked for fails, or for "auto" every backend from the first on that can run
             here; the message has all reasons, and the type is that of the failures where they share one, else BackendError.
     """
-    candidates = (*AUTO, *_REGISTERED)
+    order = candidates(model)
     if name != "auto":
         return attempt(get_backend(first)), first, {}
     errors: dict[str, NCError] = {}
-    for candidate in candidates[candidates.index(first) :]:
+    for candidate in order[order.index(first) :]:
         backend = get_backend(candidate)
         if backend.why_unavailable():
             continue
@@ -191,20 +205,23 @@ def export_formats() -> tuple[str, ...]:
     return tuple(dict.fromkeys(format_ for name in backend_names() for format_ in exports_of(get_backend(name))))
 
 
-def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None) -> str:
+def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None, model: str | None = None) -> str:
     """Why `name` leads to the backend called `chosen`; "" when it was asked for.
 
     Args:
         name: what the user asked for.
         chosen: the backend that was taken.
         failed: backends that can run here, but could not compute the model, and why; None or empty: no model was tried.
+        model: its kind, as for `choose_backend`.
     """
     if name != "auto":
         return ""
-    candidates = (*AUTO, *_REGISTERED)
-    before = candidates[: candidates.index(chosen)]
+    order, race = candidates(model), _race(model)
+    before = order[: order.index(chosen)]
     what = "can run here and computes this model" if failed else "can run here"
-    return f'"auto" takes the first of {", ".join(candidates)} that {what}' + (f"; {_why_not(before, failed)}" if before else "")
+    both = race is not None and all(side in order and not get_backend(side).why_unavailable() for side in (race.faster, race.slower))
+    measured = f" ({race})" if both else ""
+    return f'"auto" takes the first of {", ".join(order)} that {what}{measured}' + (f"; {_why_not(before, failed)}" if before else "")
 
 
 def _why_not(names: Sequence[str], failed: Mapping[str, str] | None = None) -> str:

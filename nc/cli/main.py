@@ -261,6 +261,7 @@ def doctor(folder: Path | None) -> None:
     `load` quantizes again because 16-bit sums could overflow here.
     """
     from nc.backends import available_backends, choose_backend, why_chosen
+    from nc.backends.auto_order import CONVOLUTIONS, LINEARS
     from nc.cli.doctor import tell_whether_it_runs_here
     from nc.errors import BackendUnavailableError
 
@@ -282,8 +283,13 @@ def doctor(folder: Path | None) -> None:
         click.echo(why)
     healthy = not problems
     try:
-        chosen = choose_backend("auto").name
-        click.echo(f'backend="auto" begins with {chosen}. {why_chosen("auto", chosen)}')
+        chosen = {kind: choose_backend("auto", kind).name for kind in (CONVOLUTIONS, LINEARS)}
+        told = {kind: why_chosen("auto", name, model=kind) for kind, name in chosen.items()}
+        if len(set(told.values())) == 1:
+            click.echo(f'backend="auto" begins with {chosen[LINEARS]}. {told[LINEARS]}')
+        else:
+            for kind, name in chosen.items():
+                click.echo(f'backend="auto" begins with {name} for models that consist of {kind}. {told[kind]}')
     except BackendUnavailableError as error:
         healthy = False
         click.echo(f'backend="auto" finds no engine. {error}')

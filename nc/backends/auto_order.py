@@ -1,0 +1,72 @@
+"""Which engine `backend="auto"` tries first: the faster one, by what was measured on this kind of CPU with this kind of model.
+
+`RACES` is what was measured, in docs/benchmarks.md. To change the order of engines, measure (`benchmarks/run.py`) and change a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+#: Kinds of CPU: the name in messages, and the feature that tells it; a CPU is of the first kind whose feature it has.
+CPUS = {"AMX": "amx_int8", "AVX512-VNNI": "avx512_vnni", "AVX-VNNI": "avx_vnni", "AVX-512": "avx512f", "AVX2": "avx2"}
+#: Kinds of model, by what most of its products are.
+CONVOLUTIONS, LINEARS = "convolutions", "linears"
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Race:
+    """Two engines that were measured in turns.
+
+    Attributes:
+        cpu: a kind of `CPUS`.
+        model: `CONVOLUTIONS` or `LINEARS`.
+        faster: name of a backend.
+        slower: of the other.
+        times: how many times as fast, the geometric mean over the models.
+        models: what was measured.
+    """
+
+    cpu: str
+    model: str
+    faster: str
+    slower: str
+    times: float
+    models: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.faster} was {self.times:.2g} times as fast as {self.slower} on a CPU with {self.cpu}, for models that consist of "
+            f"{self.model} ({', '.join(self.models)})"
+        )
+
+
+RACES: tuple[Race, ...] = ()
+
+
+def kind_of_model(kinds: Iterable[str | None]) -> str:
+    """The kind of a model with operators of these kinds."""
+    found = list(kinds)
+    convolutions = sum(kind in _CONVOLUTIONS for kind in found)
+    return CONVOLUTIONS if convolutions > found.count("linear") else LINEARS
+
+
+def race_for(features: Collection[str], model: str) -> Race | None:
+    """What was measured on this kind of CPU with this kind of model.
+
+    Args:
+        features: of the CPU, as `nc.backends.cpu.features` gives them.
+        model: `CONVOLUTIONS` or `LINEARS`.
+    """
+    cpu = next((name for name, feature in CPUS.items() if feature in features), "")
+    return next((race for race in RACES if (race.cpu, race.model) == (cpu, model)), None)
+
+
+def in_order(names: Sequence[str], race: Race | None) -> tuple[str, ...]:
+    """Names of backends, the faster one of a race in front of the slower one; the others stay where they are."""
+    found = list(names)
+    if race is not None and race.faster in found and race.slower in found:
+        first, second = sorted((found.index(race.faster), found.index(race.slower)))
+        found[first], found[second] = race.faster, race.slower
+    return tuple(found)
