@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -29,7 +30,8 @@ def load(name: str) -> ctypes.CDLL:
     """
     shipped = _HERE / f"{name}.so"
     if shipped.exists():
-        return ctypes.CDLL(str(shipped))
+        with contextlib.suppress(OSError):  # another C library than that of the machine that built the wheel
+            return ctypes.CDLL(str(shipped))
     source = _HERE / f"{name}.c"
     compiler = _compiler()
     identity = hashlib.sha256(source.read_bytes() + " ".join((*FLAGS, compiler)).encode()).hexdigest()[:16]
