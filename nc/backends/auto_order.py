@@ -42,7 +42,12 @@ class Race:
         )
 
 
-RACES: tuple[Race, ...] = ()
+RACES: tuple[Race, ...] = (
+    Race("AVX512-VNNI", CONVOLUTIONS, "native", "ipex", 1.56, ("MobileNetV2", "ResNet-50")),
+    Race("AVX512-VNNI", LINEARS, "native", "ipex", 1.13, ("MiniLM", "BERT-base")),
+    Race("AVX-512", CONVOLUTIONS, "native", "ipex", 1.81, ("MobileNetV2",)),
+    Race("AVX2", CONVOLUTIONS, "native", "ipex", 1.25, ("MobileNetV2", "ResNet-50")),
+)
 
 
 def kind_of_model(kinds: Iterable[str | None]) -> str:
