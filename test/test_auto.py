@@ -405,7 +405,9 @@ class Attention(nn.Module):
 
 @pytest.mark.ipex
 @pytest.mark.parametrize("isolate", [pytest.param("always", marks=pytest.mark.exhaustive), "never"])
-def test_multi_head_attention_is_computed_on_every_cpu(isolate):
+def test_multi_head_attention_is_computed_on_every_cpu(isolate, monkeypatch):
+    monkeypatch.setattr(nc.backends, "AUTO", ("ipex", "native"))
+    monkeypatch.setattr(auto_order, "RACES", ())
     x = torch.randn(2, 16, 32)
     prepared = prepared_for(Attention(), x, backend="auto")
     q = convert(prepared, isolate=isolate)
