@@ -43,7 +43,8 @@ def export(out: Path) -> None:
     torch.manual_seed(0)
     model = resnet18(weights=None).eval()
     images = torch.randn(4, 3, 224, 224)
-    q_model = nc.quantize(model, nc.StaticQuantConfig(), lambda prepared: prepared(images), example_inputs=images[:1])
+    config = nc.StaticQuantConfig()
+    q_model = nc.quantize(model, config, lambda prepared: prepared(images), example_inputs=images[:1], backend="ipex")
     nc.export_torchscript(q_model, out / "model.pt")
     torch.save({"input": images[:1], "output": q_model(images[:1])}, out / "expected.pt")
     megabytes = (out / "model.pt").stat().st_size / 1e6

@@ -47,7 +47,7 @@ def numbers(pattern, text):
 @pytest.mark.ipex
 def test_quickstart_prints_what_a_newcomer_wants_to_know(tmp_path):
     text = run(tmp_path, "quickstart.py", "--evaluate", "64")
-    asked, ran = numbers(r"backend ipex: (\d+) of (\d+) operators asked to run int8 do", text)
+    asked, ran = numbers(r"backend native: (\d+) of (\d+) operators asked to run int8 do", text)
     assert asked == ran >= 48  # six layers of six Linears and two matmuls
     assert re.search(r"layer_norm +fp32 +fp32 +normalisation stays fp32", text)
     assert "Accuracy on 64 paragraphs that were not used for calibration" in text
@@ -70,7 +70,7 @@ def test_resnet50_prints_which_rule_decided(tmp_path):
     assert re.search(r"^conv1 +conv2d +name 'conv1' +fp32", text, re.MULTILINE)
     assert re.search(r"^fc +linear +type 'Linear' +fp32", text, re.MULTILINE)
     assert re.search(r"^layer1\.0\.conv1 +conv2d +global +int8", text, re.MULTILINE)
-    ran, asked = numbers(r"backend ipex: (\d+) of (\d+) operators asked to run int8 do", text)
+    ran, asked = numbers(r"backend native: (\d+) of (\d+) operators asked to run int8 do", text)
     assert 0.95 * asked < ran <= asked
     before, after = numbers(r"fp32 safetensors (\S+) MB, int8 artefact (\S+) MB", text)
     assert after < 0.4 * before
