@@ -404,7 +404,7 @@ def test_bench_compares_the_engine_with_the_simulation(run):
     result = run("bench", "out", "--rounds", "3")
     assert result.exit_code == 0, result.output
     assert [line.split(" ms  ")[-1] for line in result.stdout.splitlines()[1:]] == [
-        "int8 on ipex",
+        "int8 on native",
         "simulation in eager PyTorch (not the fp32 model)",
     ]
     fits, none = run("doctor", "out").stdout.splitlines()[-2:]
