@@ -21,6 +21,7 @@ LAYERS = {
     "depthwise": lambda: nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, groups=8),
     "dilated": lambda: nn.ConvTranspose2d(8, 16, 3, dilation=2, padding=2),
     "of two sizes": lambda: nn.ConvTranspose2d(8, 16, (3, 2), stride=(2, 1), padding=(1, 0), output_padding=(1, 0)),
+    "channels last": lambda: nn.ConvTranspose2d(8, 16, 3, stride=2, groups=2).to(memory_format=torch.channels_last),
     "row": lambda: nn.ConvTranspose1d(8, 16, 4, stride=2, padding=1),
     "volume": lambda: nn.ConvTranspose3d(8, 16, 3, stride=2, padding=1, output_padding=1),
 }

@@ -350,7 +350,7 @@ def test_numbers_are_right_in_a_process_without_vnni(build, backend, isa, tmp_pa
     assert set(found["features"]) <= {"avx2", "avx512f"}
     assert found["paired"] == layers
     assert found["kept"] == ["safe_weight_int8"]
-    assert found["right"] == (["matmul"] if build is tokens and backend == "ipex" else [])
+    assert found["right"] == (["matmul"] if build is tokens and backend in ("ipex", "native") else [])
     assert len(found["warnings"]) == 1
     assert found["guarded"] > 60
     assert found["fp32"] > 25

@@ -147,8 +147,7 @@ def _stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dt
 
 
 def _product_like(left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any) -> torch.Tensor:
-    sizes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    return left.new_empty((*sizes, left.shape[-2], right.shape[-1]), dtype=rest[-1])
+    return torch.matmul(left.float(), right.float()).to(rest[-1])
 
 
 def _transposed(

@@ -241,7 +241,8 @@ def combine(
     if qparams is not None:
         scale, zero_point = qparams
         attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
-    primitive = recorder.maker.binary(name, *_flat(x, second, result), attributes)
+    left, right, written = _flat(x, second, result)
+    primitive = recorder.maker.binary(name, left, right, written, attributes)
     recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
     return result
 
@@ -315,7 +316,8 @@ def _flat(*tensors: Traced) -> list[Desc]:
     first = tensors[0].tensor
     if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and _is_dense(t.tensor) for t in tensors):
         return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
-    order = sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim))
+    strides = first.stride()
+    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
     return [Desc.of(t.tensor.permute(order)) for t in tensors]
 
 

@@ -142,7 +142,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     post = _unary(a, "attr")
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
         return None
-    x, groups = channels_last(recorder, x, node), a["groups"]
+    x, weight, groups = channels_last(recorder, x, node), weight.contiguous(), a["groups"]
     ends = [pad - more for pad, more in zip(a["padding"], a["output_padding"], strict=True)]
     geometry = Geometry(tuple(a["stride"]), tuple(a["padding"]), tuple(ends), tuple(a["dilation"]), transposed=True)
     how = zip(x.tensor.shape[2:], weight.shape[2:], geometry.strides, geometry.before, geometry.after, geometry.dilations, strict=True)
@@ -153,7 +153,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
         return None
     result = recorder.new(sizes, channels_last_strides(sizes), a["output_dtype"])
     # [in, out / groups, ...] as [groups, out / groups, in / groups, ...]
-    by_groups = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    by_groups = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
     by_groups = by_groups if groups > 1 else by_groups[0]
     tensors: dict[int, Any] = {SRC: x, DST: result}
     attributes = _attributes(a, tensors, scales, 3 if groups > 1 else 1, a["output_dtype"], post)
