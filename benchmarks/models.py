@@ -26,6 +26,11 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
             return hf.MobileNetV2Model(hf.MobileNetV2Config()).eval(), {"pixel_values": image}
         case "hf-vit-b16":
             return hf.ViTModel(hf.ViTConfig()).eval(), {"pixel_values": image}
+        case "hf-efficientnet_b0":
+            config = hf.EfficientNetConfig(image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280)
+            return hf.EfficientNetModel(config).eval(), {"pixel_values": image}
+        case "hf-convnext_tiny":
+            return hf.ConvNextModel(hf.ConvNextConfig()).eval(), {"pixel_values": image}
         case _:
             import torchvision
 
@@ -43,4 +48,6 @@ NAMES = (
     "tv-vit_b_16",
     "hf-vit-b16",
     "hf-mobilenet_v2",
+    "hf-efficientnet_b0",
+    "hf-convnext_tiny",
 )

@@ -253,7 +253,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
         field, value, legal = "act_granularity", str(spec.input(0).granularity), row.dynamic
         if row.affine_only and spec.input(0).symmetric:
             field, value, legal = "act_sym", True, ("False",)
-    elif row.symmetric and not spec.input(0).symmetric:
+    elif value in legal and row.symmetric and not spec.input(0).symmetric:
         field, value, legal = "act_sym", False, ("True",)
     if value not in legal:
         msg = (

@@ -55,6 +55,7 @@ def recompose(module: fx.GraphModule) -> None:
             arguments = (found.query, found.key, found.value, bias)
             call = module.graph.call_function(_aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
         take_over(call, node)
+        call.meta["operators"] = [n.meta["operator"] for n in (node, *found.inner) if "operator" in n.meta]
         node.replace_all_uses_with(call)
         for old in (node, *found.inner):
             module.graph.erase_node(old)

@@ -151,7 +151,7 @@ def fastest(runs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
 
 
 def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> tuple[OpCost, ...]:
-    """Times of the int8 operators in both, in execution order; operators that one step computes together are one entry.
+    """Times of the int8 operators in both, in execution order; operators that one step of either computes together are one entry.
 
     Args:
         fp32: steps of the fp32 graph.
@@ -160,7 +160,7 @@ def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> 
     """
     int8 = {decision.operator for decision in plan.quantized}
     groups: dict[str, frozenset[str]] = {}
-    for step in engine:
+    for step in (*engine, *fp32):
         together = frozenset().union(*(groups.get(name, {name}) for name in step.operators))
         groups.update(dict.fromkeys(together, together))
     order = [decision.operator for decision in plan.decisions]
