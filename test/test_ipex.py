@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import BackendError, DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, convert, prepare
-from nc.backends import cpu, verify
+from nc.backends import auto_order, cpu, verify
 from nc.backends.ipex import isolate, lower
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.workarounds import WORKAROUNDS
@@ -492,8 +492,13 @@ def test_another_backend_at_convert():
     assert worst_db(convert(prepared)(x), q(x)) > 30  # not equal: without VNNI the weights of one have 7 bits
 
 
-def test_auto_is_ipex():
+def test_auto_is_ipex_where_it_was_measured_to_be_faster(monkeypatch):
+    cpu_kind = next(name for name, feature in auto_order.CPUS.items() if feature in cpu.features())
+    race = auto_order.Race(cpu_kind, auto_order.LINEARS, "ipex", "native", 1.2, ("a model",))
+    monkeypatch.setattr(auto_order, "RACES", (race,))
     assert prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16)).backend == "ipex"
+    monkeypatch.setattr(auto_order, "RACES", ())
+    assert prepare(MLP().eval(), StaticQuantConfig(), example_inputs=torch.randn(2, 16)).backend == "native"
 
 
 def test_an_empty_batch_gives_an_empty_result():

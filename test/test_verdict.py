@@ -294,8 +294,13 @@ def test_every_int8_operator_of_native_has_its_times(build, shape, monkeypatch):
 
 @native
 def test_conversions_of_native_are_attributed(monkeypatch):
-    """quantize → fc1 → dequantize → tanh and sin → quantize → fc2: four conversions or less, none left over."""
-    model = Function(lambda m, x: m.fc2(torch.sin(torch.tanh(m.fc1(x)))), fc1=nn.Linear(16, 16), fc2=nn.Linear(16, 16))
+    """quantize → fc1 → dequantize → tanh and norm → quantize → fc2: four conversions or less, none left over."""
+    model = Function(
+        lambda m, x: (lambda y: (m.fc2(y), y))(m.norm(torch.tanh(m.fc1(x)))),  # y is an output too: the norm does not write codes
+        fc1=nn.Linear(16, 16),
+        norm=nn.LayerNorm(16),
+        fc2=nn.Linear(16, 16),
+    )
     q = quantized(model, ROWS, backend="native")
     served = [step.serves for step in q.engine.steps(q.graph.example) if step.converts]
     assert served[0] == "fc1"
