@@ -248,7 +248,7 @@ INSIDE = {
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.operators"),
         ("nc.backends.native.fuse",),
         ("nc.backends.native.plans", "nc.backends.native.plans.entries"),
-        ("nc.backends.native.plans.arena", "nc.backends.native.plans.context"),
+        ("nc.backends.native.plans.arena", "nc.backends.native.plans.context", "nc.backends.native.plans.values"),
         ("nc.backends.native.plans.recorder",),
         ("nc.backends.native.plans.products",),
         ("nc.backends.native.plans.others",),

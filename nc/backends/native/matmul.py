@@ -51,10 +51,10 @@ def signed(module: fx.GraphModule) -> None:
         shared = any(user.op != "output" and not _is_only_right(user, value) for value in codes.users for user in value.users)
         with module.graph.inserting_after(codes):
             new = _shifted(module, codes)
-        for value in list(codes.users):
-            if not shared:
-                _read(value, new)
-        if shared:
+        if not shared:
+            for value in list(codes.users):
+                value.args = (new, *Quantize.of(new).qparams, torch.int8)
+        else:
             with module.graph.inserting_after(new):
                 value = call_operator(module.graph, dequantize_per_tensor, new, *Quantize.of(new).qparams, torch.int8)
             value.meta.update(right_sides[0][1].meta)
@@ -79,11 +79,6 @@ def _shifted(module: fx.GraphModule, codes: fx.Node) -> fx.Node:
     new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8)
     new.meta.update(codes.meta)
     return new
-
-
-def _read(value: fx.Node, codes: fx.Node) -> None:
-    """Let a dequantize node read other codes."""
-    value.args = (codes, *Quantize.of(codes).qparams, torch.int8)
 
 
 def fuse_products(module: fx.GraphModule) -> None:

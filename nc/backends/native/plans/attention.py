@@ -13,7 +13,8 @@ from nc.backends.native.fuse import only_user
 from nc.backends.native.operators import product
 from nc.backends.native.plans.others import combine
 from nc.backends.native.plans.products import copy, with_qparams
-from nc.backends.native.plans.recorder import Handler, Recorder, Traced
+from nc.backends.native.plans.recorder import Handler, Recorder
+from nc.backends.native.plans.values import Traced
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
 from nc.onednn.primitives import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides

@@ -17,7 +17,8 @@ from nc.backends.native.operators import transposed_convolution
 from nc.backends.native.plans import attention, others, products
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Plan
-from nc.backends.native.plans.recorder import Recorder, Weights
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Weights
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
 from nc.errors import BackendError, BackendUnavailableError

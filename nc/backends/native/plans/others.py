@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
-from nc.backends.native.plans.recorder import Handler, Later, Recorder, Traced
+from nc.backends.native.plans.recorder import Handler, Recorder
+from nc.backends.native.plans.values import Later, Traced
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.onednn.primitives import (
     DST,

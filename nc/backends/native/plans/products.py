@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import prepack, transposed_convolution
-from nc.backends.native.plans.recorder import Codes, Handler, Later, Recorder, Traced
+from nc.backends.native.plans.recorder import Handler, Recorder
+from nc.backends.native.plans.values import Codes, Later, Traced
 from nc.errors import BackendError
 from nc.graph.catalogue import schema_arguments
 from nc.onednn.primitives import (

@@ -16,6 +16,7 @@ from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, Part, Plan, Ref, Slot
+from nc.backends.native.plans.values import Codes, Later, Traced, Weights, alias, by_name, is_about_sizes, is_gather, reads_inputs, tensors
 from nc.backends.native.qdq_rewrites import CONVERTERS
 from nc.backends.profiling.nodes import describe
 from nc.backends.profiling.onednn_verbose import Kernel
@@ -29,73 +30,9 @@ from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIG
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _SHORT = {torch.uint8: "u8", torch.int8: "s8", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "s32"}
-_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "numel"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Traced:
-    """A tensor of this run, and the memory that it will lie in: its block, its slot, or itself where it is constant."""
-
-    tensor: torch.Tensor
-    root: Block | Slot | None
-
-    @property
-    def desc(self) -> Desc:
-        """Its layout."""
-        return Desc.of(self.tensor)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Later:
-    """A node that its readers may take into their own kernels; computed where one does not.
-
-    Attributes:
-        node: the node.
-        args: its arguments by position, evaluated.
-        kwargs: those by name.
-    """
-
-    node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def named(self) -> Mapping[str, Any]:
-        """Its arguments by the names of the operator's schema."""
-        return _by_name(self.node, self.args, self.kwargs)
 
 
 Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Codes:
-    """A weight that kernels want packed.
-
-    Attributes:
-        name: of the constant, or of the node that computes it.
-        tensor: the codes; on torch's device "meta", which has shapes only, where the memory was given back.
-    """
-
-    name: str
-    tensor: torch.Tensor
-
-
-class Weights:
-    """Packed weights of a model, shared by its plans."""
-
-    def __init__(self) -> None:
-        self._packed: dict[tuple[str, Desc], list[tuple[Layout, torch.Tensor]]] = {}
-        #: Makes the lowered graph again, with the codes that `forget` gave back.
-        self.again: Callable[[], fx.GraphModule] | None = None
-
-    def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
-        """The layouts that there are of a weight."""
-        return self._packed.setdefault((weight.name, desc), [])
-
-    def size(self) -> int:
-        """Bytes."""
-        return sum(packed.numel() for layouts in self._packed.values() for _, packed in layouts)
 
 
 class Recorder:
@@ -259,8 +196,8 @@ class Recorder:
     def _now(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
-        if handler is not None and _reads_inputs((args, kwargs)):
-            result = self.first_possible(lambda: handler(self, node, _by_name(node, args, kwargs)))
+        if handler is not None and reads_inputs((args, kwargs)):
+            result = self.first_possible(lambda: handler(self, node, by_name(node, args, kwargs)))
             if result is not None:
                 return result
         return self._aten(node, args, kwargs)
@@ -284,23 +221,23 @@ class Recorder:
             msg = f"there is no primitive for {node.name} ({target}) here"  # torch's own may add in place, which its schema does not tell
             raise BackendError(msg)
         tags = getattr(target, "tags", ())
-        if any(tag in tags for tag in _UNPLANNABLE) and not _is_gather(target, args):
+        if any(tag in tags for tag in _UNPLANNABLE) and not is_gather(target, args):
             msg = f"the result of {node.name} depends on values in a way that a plan can't follow"
             raise BackendError(msg)
-        result = target(*_tensors(args), **{key: _tensors(value) for key, value in kwargs.items()})
+        result = target(*tensors(args), **{key: tensors(value) for key, value in kwargs.items()})
         found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
         if not found:
-            if isinstance(result, (list, tuple)) or _reads_inputs((args, kwargs)) and not _is_about_sizes(target):
+            if isinstance(result, (list, tuple)) or reads_inputs((args, kwargs)) and not is_about_sizes(target):
                 msg = f"{node.name} reads a value of a tensor, which a plan can't follow"
                 raise BackendError(msg)
             return result
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._append(node, args, kwargs, ())
-            return _alias(found[0], (args, kwargs)) or self._unknown(node)
-        if not _reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags:
+            return alias(found[0], (args, kwargs)) or self._unknown(node)
+        if not reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags:
             made: list[Traced | None] = [Traced(tensor, None) for tensor in found]
         else:
-            made = [_alias(tensor, (args, kwargs)) for tensor in found]
+            made = [alias(tensor, (args, kwargs)) for tensor in found]
             if any(alias is None or isinstance(alias.root, Slot) for alias in made):
                 slots = [self._slot(tensor) for tensor in found]
                 made = [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
@@ -370,61 +307,3 @@ class Recorder:
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
         refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
         return Plan(self._entries, inputs, refs, self._slots, size, offsets, aligned(max(scratchpads, default=0)))
-
-
-def _by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluated arguments by the names of the operator's schema, with its defaults."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    return values | {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-
-
-def _reads_inputs(value: Any) -> bool:
-    """Whether an argument depends on the inputs of the call."""
-    if isinstance(value, Traced):
-        return value.root is not None
-    if isinstance(value, Later):
-        return _reads_inputs((value.args, value.kwargs))
-    if isinstance(value, Mapping):
-        return any(_reads_inputs(v) for v in value.values())
-    return isinstance(value, (list, tuple)) and any(_reads_inputs(v) for v in value)
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, Traced):
-        return value.tensor
-    if isinstance(value, (list, tuple)):
-        return type(value)(_tensors(v) for v in value)
-    return value
-
-
-def _is_gather(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is indexing by positions; by a mask, the number of results depends on its values."""
-    if target is not torch.ops.aten.index.Tensor:
-        return False
-    return all(value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1])
-
-
-def _is_about_sizes(target: Any) -> bool:
-    """Whether an operator reads sizes of tensors only."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in _SIZES
-
-
-def _alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
-    """A result as a view of an argument; None when it has memory of its own."""
-    address = tensor.untyped_storage().data_ptr()
-    for value in _flat(arguments):
-        if value.tensor.layout is not torch.strided:
-            continue  # a packed weight, whose memory torch does not show
-        if tensor.numel() and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
-            return Traced(tensor, value.root)
-    return None
-
-
-def _flat(value: Any) -> list[Traced]:
-    if isinstance(value, Traced):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [found for v in values for found in _flat(v)]

@@ -1,0 +1,137 @@
+"""Values of a graph while a plan is recorded: tensors with the memory that they will lie in, nodes that wait, weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.entries import Block, Slot
+from nc.onednn.primitives import Desc, Layout
+
+_SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "numel"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A tensor of this run, and the memory that it will lie in: its block, its slot, or itself where it is constant."""
+
+    tensor: torch.Tensor
+    root: Block | Slot | None
+
+    @property
+    def desc(self) -> Desc:
+        """Its layout."""
+        return Desc.of(self.tensor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """A node that its readers may take into their own kernels; computed where one does not.
+
+    Attributes:
+        node: the node.
+        args: its arguments by position, evaluated.
+        kwargs: those by name.
+    """
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """Its arguments by the names of the operator's schema."""
+        return by_name(self.node, self.args, self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """A weight that kernels want packed.
+
+    Attributes:
+        name: of the constant, or of the node that computes it.
+        tensor: the codes; on torch's device "meta", which has shapes only, where the memory was given back.
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+
+class Weights:
+    """Packed weights of a model, shared by its plans."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[str, Desc], list[tuple[Layout, torch.Tensor]]] = {}
+        #: Makes the lowered graph again, with the codes that `forget` gave back.
+        self.again: Callable[[], fx.GraphModule] | None = None
+
+    def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
+        """The layouts that there are of a weight."""
+        return self._packed.setdefault((weight.name, desc), [])
+
+    def size(self) -> int:
+        """Bytes."""
+        return sum(packed.numel() for layouts in self._packed.values() for _, packed in layouts)
+
+
+def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluated arguments by the names of the operator's schema, with its defaults."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    return values | {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+
+
+def reads_inputs(value: Any) -> bool:
+    """Whether an argument depends on the inputs of the call."""
+    if isinstance(value, Traced):
+        return value.root is not None
+    if isinstance(value, Later):
+        return reads_inputs((value.args, value.kwargs))
+    if isinstance(value, Mapping):
+        return any(reads_inputs(v) for v in value.values())
+    return isinstance(value, (list, tuple)) and any(reads_inputs(v) for v in value)
+
+
+def tensors(value: Any) -> Any:
+    """Arguments with tensors in the place of values."""
+    if isinstance(value, Traced):
+        return value.tensor
+    if isinstance(value, (list, tuple)):
+        return type(value)(tensors(v) for v in value)
+    return value
+
+
+def is_gather(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is indexing by positions; by a mask, the number of results depends on its values."""
+    if target is not torch.ops.aten.index.Tensor:
+        return False
+    return all(value is None or value.tensor.dtype in (torch.int32, torch.int64) for value in args[1])
+
+
+def is_about_sizes(target: Any) -> bool:
+    """Whether an operator reads sizes of tensors only."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in _SIZES
+
+
+def alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
+    """A result as a view of an argument; None when it has memory of its own."""
+    address = tensor.untyped_storage().data_ptr()
+    for value in _flat(arguments):
+        if value.tensor.layout is not torch.strided:
+            continue  # a packed weight, whose memory torch does not show
+        if tensor.numel() and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
+            return Traced(tensor, value.root)
+    return None
+
+
+def _flat(value: Any) -> list[Traced]:
+    if isinstance(value, Traced):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [found for v in values for found in _flat(v)]
