@@ -226,14 +226,18 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
     last = region.nodes[-1]
     with module.graph.inserting_before(last):
         call = (_linear if _kind(region) == "linear" else _convolution)(module, region)
-    call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in operators_of(n)])
-    if region.codes is None and not region.bf16:
-        last.replace_all_uses_with(call)
-    else:
-        for user in list(last.users):
-            user.replace_all_uses_with(call)
-            module.graph.erase_node(user)
-    for node in reversed(region.nodes):
+    put(module, call, region.nodes, converted=region.codes is not None or region.bf16)
+
+
+def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, converted: bool) -> None:
+    """Let a call take the place of nodes, and of the conversions behind the last one if it gives what those give."""
+    last = nodes[-1]
+    call.meta.update(val=last.meta.get("val"), operators=[name for node in nodes for name in _operators(node)])
+    for old in list(last.users) if converted else [last]:
+        old.replace_all_uses_with(call)
+        if converted:
+            module.graph.erase_node(old)
+    for node in reversed(nodes):
         module.graph.erase_node(node)
 
 
@@ -244,7 +248,7 @@ def _kind(region: Region) -> str:
     return kind
 
 
-def operators_of(node: fx.Node) -> list[str]:
+def _operators(node: fx.Node) -> list[str]:
     """Names of the operators that a node computes."""
     return node.meta.get("operators") or [node.meta[key] for key in ("operator",) if key in node.meta]
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import codes_behind, only_user
+from nc.backends.native.fuse import codes_behind, only_user, put
 from nc.backends.native.operators import product
 from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator
@@ -146,12 +146,7 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
     with module.graph.inserting_before(last):
         arguments = left.codes, *left.numbers, right.codes, *right.numbers, region.factor, list(region.others), list(region.how), *output
         call = module.graph.call_function(product(), arguments)
-    call.meta.update(val=last.meta.get("val"), operators=[n.meta["operator"] for n in region.nodes if "operator" in n.meta])
-    for user in list(last.users) if codes is not None else [last]:
-        user.replace_all_uses_with(call)
-        module.graph.erase_node(user)
-    for node in reversed(region.nodes if codes is not None else region.nodes[:-1]):
-        module.graph.erase_node(node)
+    put(module, call, region.nodes, converted=codes is not None)
 
 
 def _drop_unread(module: fx.GraphModule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, operators_of, region_of, why_no_codes
+from nc.backends.native.fuse import constant, put, region_of, why_no_codes
 from nc.backends.native.operators import transposed_convolution
 from nc.graph.catalogue import is_transposed
 from nc.graph.fx_utils import constant_of
@@ -54,12 +54,7 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
             region.activation.algorithm,
         )
         call = module.graph.call_function(transposed_convolution(), arguments)
-    call.meta.update(val=last.meta.get("val"), operators=[name for n in region.nodes for name in operators_of(n)])
-    for user in list(last.users) if region.codes is not None else [last]:
-        user.replace_all_uses_with(call)
-        module.graph.erase_node(user)
-    for inner in reversed(region.nodes if region.codes is not None else region.nodes[:-1]):
-        module.graph.erase_node(inner)
+    put(module, call, region.nodes, converted=region.codes is not None)
     for side in (conv.input, conv.weight):
         if not side.users:
             module.graph.erase_node(side)
