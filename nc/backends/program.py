@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from nc.graph.fx_utils import add_constant, constant_value, copy_module
+from nc.graph.qdq import QDQGraph
+from nc.graph.signature import Leaf, at_least_two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,3 +133,15 @@ def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> fx.GraphModule:
     assert isinstance(results, Sequence)
     output.args = (tuple(r for r, take in zip(results, chosen, strict=True) if take),)
     return module
+
+
+def inputs_of(graph: QDQGraph) -> tuple[list[Leaf], tuple[torch.Tensor, ...], list[dict[int, Any]]]:
+    """What `torch.export` is to know of the inputs that a graph reads.
+
+    Returns:
+        Their leaves; example inputs, with 2 for each free size of 1, which tracing would take as fixed; for each input its free dimensions.
+    """
+    leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
+    dims = [leaf.dims for leaf in leaves]
+    free = [{i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
+    return leaves, tuple(at_least_two(graph.example, dims)), free

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from nc._version import __version__
-from nc.backends.program import Exportable, Program, operator_at
+from nc.backends.program import Exportable, Program, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
-from nc.graph.signature import at_least_two
 from nc.onnx.integers import pack_4_bits
 from nc.onnx.program import program
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
@@ -51,11 +50,9 @@ def of_graph(graph: QDQGraph) -> Converted:
     Raises:
         BackendError: an operator has no translation.
     """
-    leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
-    dims = [leaf.dims for leaf in leaves]
-    free = [{i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
+    leaves, example, free = inputs_of(graph)
     names = [leaf.path for leaf in leaves]
-    return convert(program(graph.module, graph.example), tuple(at_least_two(graph.example, dims)), free, names)
+    return convert(program(graph.module, graph.example), example, free, names)
 
 
 def convert(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from nc.backends.openvino.program import program
-from nc.backends.program import Exportable, Program, operator_at
+from nc.backends.program import Exportable, Program, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
-from nc.graph.signature import at_least_two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +36,8 @@ def of_graph(graph: QDQGraph) -> Converted:
     Raises:
         BackendError: an operator has no translation.
     """
-    leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
-    dims = [leaf.dims for leaf in leaves]
-    free = [{i: torch.export.Dim.AUTO for i, dim in enumerate(sizes) if isinstance(dim, str)} for sizes in dims]
-    converted = convert(program(graph.module, graph.example), tuple(at_least_two(graph.example, dims)), free)
+    leaves, example, free = inputs_of(graph)
+    converted = convert(program(graph.module, graph.example), example, free)
     for port, leaf in zip(converted.model.inputs, leaves, strict=True):
         port.get_tensor().set_names({leaf.path})
     for index, port in enumerate(converted.model.outputs):
