@@ -94,6 +94,8 @@ def test_affine_products_are_refused_where_a_rule_asks_for_them_and_stay_fp32_fr
     assert resolve(affine, graph, capabilities)["matmul"].spec.activation.symmetric  # a rule for all says nothing of this kernel
     plan = resolve(StaticQuantConfig(), graph, get_backend("reference").capabilities())
     assert (plan["matmul"].spec.precision, fit(plan, capabilities)["matmul"].spec.precision) == ("int8", "fp32")
+    other = resolve(StaticQuantConfig(act_dtype="uint8", act_sym=True), graph, get_backend("native").capabilities())
+    assert (other["matmul"].spec.precision, fit(other, capabilities)["matmul"].spec.precision) == ("int8", "fp32")
 
 
 @pytest.mark.parametrize("value", ["contiguous", "transposed"])

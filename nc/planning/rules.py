@@ -185,6 +185,11 @@ def _take_codes_of_kernel(values: dict[str, Any], sources: dict[str, str], row: 
             values[name], sources[name] = value, "kernel"
 
 
+def _are_codes_of_kernel(spec: OpSpec, row: OpSupport) -> bool:
+    """Whether a kernel that takes symmetric codes only takes these."""
+    return spec.input(0).symmetric and str(spec.input(0).dtype) in row.activations
+
+
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
     """The spec of an operator of some kind, for a strategy and the values of its fields."""
     weight = TensorSpec(
@@ -221,7 +226,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         row = capabilities.row(d.kind)
         if not d.spec.quantized:
             decisions.append(d)
-        elif row is None or not row.supports(d.spec.mode) or (row.symmetric and not d.spec.input(0).symmetric):
+        elif row is None or not row.supports(d.spec.mode) or (row.symmetric and not _are_codes_of_kernel(d.spec, row)):
             low = d.fallback == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
         else:
