@@ -312,8 +312,11 @@ def convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes:
     recorder.call(maker.reorder(maker.layout(source), maker.layout(target), attributes), tensors, node)
 
 
-def _scaled(recorder: Recorder, node: fx.Node, x: tuple[Traced, Desc], result: tuple[Traced, Desc], scale: float, zero_point: int) -> None:
-    """Quantize as a product with 1 and what follows it: two to four times as fast as oneDNN's reorder, and ties as torch rounds them."""
+def _scaled(recorder: Recorder, node: fx.Node, x: tuple[Traced, Desc], result: tuple[Traced, Desc], scale: float, zero_point: int) -> bool:
+    """True, after a call that quantizes as a product with 1 and what follows it.
+
+    Two to four times as fast as oneDNN's reorder, and ties are rounded as torch rounds them.
+    """
     one = torch.ones(1)
     attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
     primitive = recorder.maker.binary("mul", x[1], Desc.of(one), result[1], attributes)
