@@ -1,4 +1,4 @@
-"""Speed as ratios: every engine in its own process, all processes interleaved round by round, medians of the rounds' ratios.
+"""Speed as ratios: every engine in its own process, all processes interleaved in rounds of random order, medians of the rounds' ratios.
 
 python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15] [--out table.md]
 """
@@ -6,6 +6,7 @@ python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-in
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -56,9 +57,10 @@ def measure_model(model: str, engines: list[str], rounds: int, runs: int, thread
             print(f"  {model}: {engine} ready after {seconds:.1f} s", file=sys.stderr)
             workers[engine] = worker
         latencies: dict[str, list[float]] = {engine: [] for engine in workers}
+        order = random.Random(0)
         for _ in range(rounds):
-            for engine, worker in workers.items():
-                latencies[engine].append(worker.measure(runs))
+            for engine in order.sample(list(workers), len(workers)):  # whoever runs behind a slow engine starts with cold caches
+                latencies[engine].append(workers[engine].measure(runs))
     finally:
         for worker in workers.values():
             worker.stop()
