@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from nc.backends import available_backends
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans import model as planning
+from nc.backends.native.plans import recorder
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
 from nc.backends.passes import run_passes
@@ -115,6 +116,33 @@ def test_the_first_call_and_all_others_agree_whoever_calls_the_kernels(name):
             assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
 
 
+def _looked_up(self, x):
+    codes = torch.sigmoid(self.a(F.relu(self.b(x)))).mul(9).long()
+    return self.c(self.table(codes.sum(-1)))
+
+
+@pytest.mark.parametrize("most", [0, 2**29])
+@pytest.mark.parametrize("reads", [False, True])
+def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
+    """Positions of a look-up come from products, so they must be there when torch looks up; nothing else has to be."""
+    parts = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8), "table": nn.Embedding(73, 8)}
+    model = Function(_looked_up if reads else (lambda self, x: self.c(F.relu(self.a(F.relu(self.b(x)))))), **parts)
+    monkeypatch.setattr(recorder, "_MOST_HELD", most)
+    made = []
+    run_once = recorder.run_once
+    monkeypatch.setattr(recorder, "run_once", lambda maker, primitive, now: made.append(primitive) or run_once(maker, primitive, now))
+    x = torch.randn(5, 8)
+    _, module, call = planned(model, x)
+    made.clear()
+    with torch.no_grad():
+        assert worst_sqnr_db(module(x), call(x)) > 35
+    (plan,) = call._plans.values()
+    primitives = [entry.primitive for entry in plan.entries if isinstance(entry, Call)]
+    products = [primitive for primitive in primitives if primitive.kind == "matmul"]
+    assert len(products) == 3
+    assert [p for p in made if p.kind == "matmul"] == (products if not most else products[:2] if reads else [])
+
+
 def test_results_stay_what_they_are():
     """The next call writes neither to what a call returned nor to what it was given, nor does a caller write to constants."""
     model = Function(lambda self, x: (self.b(F.relu(self.a(x))), x + 0, torch.arange(3.0)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
@@ -205,7 +233,7 @@ def test_a_plan_that_goes_takes_its_contexts_with_it(monkeypatch):
         call(torch.randn(3, 8))
         gc.collect()
         assert gone() is None
-        assert len(call._memory.contexts) == 0
+        assert list(call._memory.contexts) == list(call._plans.values())
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])

@@ -175,7 +175,7 @@ Judge = Callable[[Sequence[Any]], str]
 
 def executable(
     lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge = lambda _: "", executors: Sequence[Executor] | None = None
-) -> tuple[Running, str]:
+) -> tuple[Running, Sequence[Any], str]:
     """What runs the graph: the first executor whose outputs for the example are right.
 
     Args:
@@ -185,7 +185,7 @@ def executable(
         executors: those to try; None: all.
 
     Returns:
-        What runs it, and, unless the first executor does, who and why not those before it; else "".
+        What runs it; its outputs for the example; and, unless the first executor runs it, who does and why not those before it, else "".
     """
     passed_over: list[str] = []
     for executor in EXECUTORS if executors is None else executors:
@@ -193,18 +193,25 @@ def executable(
         if not why:
             try:
                 running = executor.build(lowered, example)
-                with torch.no_grad():
-                    found = judge(running.call(*(t.clone() for t in example)))
+                outputs = called(running, example)
+                found = judge(outputs)
             except BackendError as error:
                 why = str(error).splitlines()[0]
             except RuntimeError as error:
                 why = f"{executor.name} fails: {str(error).strip().splitlines()[-1]}"
             else:
                 if not found:
-                    return running, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
+                    return running, outputs, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
                 why = f"{executor.name} {found}"
         passed_over.append(why)
-    return PYTHON.build(lowered, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+    running = PYTHON.build(lowered, example)
+    return running, called(running, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+
+
+def called(running: Running, example: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """The outputs for copies of the inputs, which a graph may work in."""
+    with torch.no_grad():
+        return running.call(*(t.clone() for t in example))
 
 
 def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:

@@ -14,7 +14,7 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import PYTHON, Judge, Lowered, Running, executable
+from nc.backends.native.execute import PYTHON, Judge, Lowered, Running, called, executable
 from nc.backends.native.fuse import is_kernel, packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
@@ -47,18 +47,17 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     lowered = functools.cache(again)
     expected = functools.cache(functools.partial(reference_outputs, graph))
     judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph, expected)
-    running, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
+    running, outputs, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         with torch.no_grad():
             return running.call(*inputs)
 
     def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
-        with torch.no_grad():
-            return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[0].call(*inputs)
+        return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[1]
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
-    sqnr = verify_outputs(graph, run(graph.example), verify, "The native backend", first, expected)
+    sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, expected)
     dynamic = packed_bytes(graph.module)
 
     running.forget(lambda: again(running.products)[0])
@@ -104,13 +103,14 @@ def _running(
     example: Sequence[torch.Tensor],
     compile: bool,  # noqa: A002
     judge: Judge = lambda _: "",
-) -> tuple[Running, str]:
-    """What runs a lowered graph, and what the report says of who does."""
+) -> tuple[Running, Sequence[Any], str]:
+    """What runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
     if not compile:
         return executable(lowered, example, judge)
     running = PYTHON.build(lowered, example)
     call = compiled(copy_module(packed(lowered(PYTHON.products), example))[0])
-    return dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"}), ""
+    running = dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"})
+    return running, called(running, example), ""
 
 
 def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome, primitives: Mapping[str, str]) -> OpRun:

@@ -69,10 +69,8 @@ class PlannedModel:
         self._used[key] = next(self._clock)
         plan = self._plans.get(key)
         if plan is None:
-            plan, outputs = self._record(inputs)
+            plan = self._record(inputs)
             self._keep(key, plan)
-            if isinstance(plan, Plan):
-                return outputs
         return self._otherwise()(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
 
     def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
@@ -159,13 +157,13 @@ class PlannedModel:
         arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8)
         return Context(plan, self._source.maker, self._runner, arena, together=False)
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Plan | str, Sequence[Any]]:
-        """A new plan with the outputs, or why there is none."""
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
+        """A new plan, or why there is none."""
         recorder = Recorder(self._module, self._source.maker, self._weights, _HANDLERS, _LATER)
         try:
             return recorder.record(inputs)
         except BackendError as error:
-            return str(error), ()
+            return str(error)
 
     def _keep(self, key: _Key, plan: Plan | str) -> None:
         self._plans[key] = plan

@@ -1,6 +1,7 @@
-"""Make a plan by running a lowered graph once: every node becomes a primitive, a view, a constant, or a call of its ATen operator.
+"""Make a plan by going through a lowered graph once: every node becomes a primitive, a view, a constant, or a call of its ATen operator.
 
-What is made is run at once on the inputs of this call, so sizes and strides are those of real tensors, and the first call has its result.
+ATen operators are called at once on the inputs of this call, so sizes and strides are those of real tensors. Calls of primitives are made
+only where an ATen operator reads what they give: most plans have none of these behind the first product.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, Part, Plan, Ref, Slot
-from nc.backends.native.plans.values import Codes, Later, Traced, Weights, alias, by_name, is_about_sizes, is_gather, reads_inputs, tensors
+from nc.backends.native.plans.values import (
+    Codes,
+    Later,
+    Traced,
+    Weights,
+    alias,
+    by_name,
+    is_about_sizes,
+    is_gather,
+    is_view,
+    reads_blocks,
+    reads_inputs,
+    tensors,
+)
 from nc.backends.native.qdq_rewrites import CONVERTERS
 from nc.backends.profiling.nodes import describe
 from nc.backends.profiling.onednn_verbose import Kernel
@@ -29,6 +43,8 @@ from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIG
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+#: Bytes that calls which wait may keep from being free.
+_MOST_HELD = 2**29
 _SHORT = {torch.uint8: "u8", torch.int8: "s8", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "s32"}
 
 
@@ -60,11 +76,14 @@ class Recorder:
         self._blocks: list[Block] = []
         self._slots = 0
         self._env: dict[fx.Node, Any] = {}
+        #: Calls that were recorded, but not made yet.
+        self._waiting: list[tuple[Primitive, dict[int, torch.Tensor]]] = []
+        self._held = 0
         self._scratch = Scratch()
         self._restored: fx.GraphModule | None = None
 
-    def record(self, inputs: Sequence[torch.Tensor]) -> tuple[Plan, list[Any]]:
-        """The plan for inputs of these sizes, and the outputs for these inputs.
+    def record(self, inputs: Sequence[torch.Tensor]) -> Plan:
+        """The plan for inputs of these sizes.
 
         Raises:
             BackendError: the graph can't be planned.
@@ -85,8 +104,7 @@ class Recorder:
             for source in ends.get(node, ()) if node.op != "output" else ():
                 del self._env[source]  # its memory is free for the next
         outputs = [self._output(value) for value in self._arguments(returned(self.module))]
-        values = [(o.tensor if o.root is not None else o.tensor.clone()) if isinstance(o, Traced) else o for o in outputs]
-        return self._plan([value.root for value in given], outputs), values
+        return self._plan([value.root for value in given], outputs)
 
     def read(self, value: Any) -> Traced | None:
         """A tensor argument of a handler, computed if it waits; None where there is none."""
@@ -102,14 +120,16 @@ class Recorder:
     def first_possible(self, *ways: Callable[[], Any]) -> Any:
         """What the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
         for way in ways:
-            before = len(self._entries)
+            before, waiting = len(self._entries), len(self._waiting)
             with contextlib.suppress(Unimplemented):
                 return way()
             del self._entries[before:]
+            del self._waiting[waiting:]
         return None
 
     def expanded(self, x: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
         """A tensor repeated to these sizes, by torch."""
+        self._make_calls(x)
         tensor = x.tensor.expand(tuple(sizes)).contiguous()
         if x.root is None:
             return Traced(tensor, None)
@@ -123,10 +143,11 @@ class Recorder:
         tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype)
         block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
         self._blocks.append(block)
+        self._held += block.size
         return Traced(tensor, block)
 
     def call(self, primitive: Primitive, tensors: Mapping[int, Traced | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node) -> None:
-        """Append a call and make it.
+        """Append a call, to be made when its result is read.
 
         Raises:
             Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than.
@@ -146,7 +167,9 @@ class Recorder:
             else:
                 now[key] = value
                 arguments[key] = (primitive.layouts.get(key) or self.maker.layout(Desc.of(value)), Constant(value))
-        run_once(self.maker, primitive, now)
+        self._waiting.append((primitive, now))
+        if self._held > _MOST_HELD:
+            self._make_waiting()
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
 
     def packed(
@@ -224,7 +247,13 @@ class Recorder:
         if any(tag in tags for tag in _UNPLANNABLE) and not is_gather(target, args):
             msg = f"the result of {node.name} depends on values in a way that a plan can't follow"
             raise BackendError(msg)
+        may_view = isinstance(target, torch._ops.OpOverload) and target.is_view
+        if not may_view:
+            self._make_calls((args, kwargs))
         result = target(*tensors(args), **{key: tensors(value) for key, value in kwargs.items()})
+        if may_view and self._waiting and not is_view(result, (args, kwargs)):
+            self._make_calls((args, kwargs))
+            result = target(*tensors(args), **{key: tensors(value) for key, value in kwargs.items()})
         found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
         if not found:
             if isinstance(result, (list, tuple)) or reads_inputs((args, kwargs)) and not is_about_sizes(target):
@@ -247,6 +276,17 @@ class Recorder:
                 self._unknown(node)
             return made
         return made[0]
+
+    def _make_calls(self, arguments: Any) -> None:
+        """Make the calls that wait, if one of them may write what these arguments read."""
+        if reads_blocks(arguments):
+            self._make_waiting()
+
+    def _make_waiting(self) -> None:
+        for primitive, now in self._waiting:
+            run_once(self.maker, primitive, now)
+        self._waiting.clear()
+        self._held = 0
 
     def _append(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...]) -> None:
         """Append a call of a node's own operator."""

@@ -98,6 +98,17 @@ def reads_inputs(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(reads_inputs(v) for v in value)
 
 
+def reads_blocks(arguments: Any) -> bool:
+    """Whether an argument is what a primitive writes."""
+    return any(isinstance(value.root, Block) for value in _flat(arguments))
+
+
+def is_view(result: Any, arguments: Any) -> bool:
+    """Whether a result has no memory of its own: it has tensors that are views of arguments, or is about sizes."""
+    found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
+    return all(alias(tensor, arguments) is not None for tensor in found)
+
+
 def tensors(value: Any) -> Any:
     """Arguments with tensors in the place of values."""
     if isinstance(value, Traced):
