@@ -5,6 +5,8 @@
 OpenVINO and ONNX Runtime (with `onnx`) have rows where they can be imported. Each engine goes through several copies of the layer, which
 together are larger than the caches, as a model is. Engines take turns; a row has the median over the rounds, and the median of its ratios
 to `ours` in the same round. `--copies 1` measures one layer again and again: it may stay in a cache.
+
+    .venv-native/bin/python benchmarks/lowbit_kernels.py --crossover --rows 32 128 512 2048 [--layers 2048x2048]
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch
 import nc
 from nc.backends.low_bit.aten import INT4PACK
 from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.blocks import BLOCKS
-from nc.backends.low_bit.compiled import C_FP32, C_INT8, KERNELS
+from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
+from nc.backends.low_bit.compiled import C_BF16, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.profiling.bandwidth import read_bandwidth
 from nc.nn import QuantLinear
@@ -56,8 +58,8 @@ def ours(act_dtype: str) -> Engine:
         nc.backends.low_bit.engine.set_backend(layer, "native")
         return layer
 
-    name = next(row.name for row in KERNELS if act_dtype in row.activations)
-    return Engine(f"ours, {name}", make)
+    name = next((row.name for row in KERNELS if act_dtype in row.activations), act_dtype)
+    return Engine(f"ours, {name}", make, torch.bfloat16 if act_dtype == "bf16" else torch.float32)
 
 
 def kernel(row: LowBitKernel, dtype: torch.dtype = torch.float32) -> Engine:
@@ -150,6 +152,7 @@ def engines(group: int) -> Iterator[Engine]:
     yield ours("int8")
     yield ours("int8_block32")
     yield ours("fp32")
+    yield ours("bf16")
     yield kernel(BAG)
     yield kernel(BLOCKS)
     if group in (INT4PACK.groups or ()):
@@ -209,6 +212,23 @@ def measure(weight: PackedWeight, group: int, rows: int, options: argparse.Names
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
+def crossover(weight: PackedWeight, group: int, options: argparse.Namespace) -> None:
+    """Print for each number of rows how much longer it takes to dequantize blocks for a GEMM: `max_rows` of a kernel is where that is 1."""
+    outputs, inputs = weight.shape
+    pairs = [(C_INT8, BLOCKS), (C_INT8_BLOCK32, BLOCKS), (C_FP32, BLOCKS), (C_BF16, BLOCKS_BF16), (C_BF16_IN_FP32, BLOCKS)]
+    pairs = [(row, other) for row, other in pairs if not any(r.why_not(weight.form, weight.shape, r.activations[-1]) for r in (row, other))]
+    print(f"\n{outputs} x {inputs}, groups of {group}, {options.threads} threads: time with blocks / time of the kernel\n")
+    print(f"| rows | {' | '.join(row.name for row, _ in pairs)} |\n{'|---' * (len(pairs) + 1)}|")
+    for rows in options.rows:
+        cells = []
+        for row, other in pairs:
+            x = torch.randn(rows, inputs).to(torch.bfloat16 if row.activations == ("bf16",) else torch.float32)
+            own, blocks = ([dataclasses.replace(kernel(r), most_rows=rows).make(weight)] for r in (row, other))
+            ratios = [seconds(blocks, x, options.seconds) / seconds(own, x, options.seconds) for _ in range(options.rounds)]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        print(f"| {rows} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Print Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,6 +240,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of an engine in a round, at least")
     parser.add_argument("--copies", type=int, help="of a layer; default: as many as are larger than the caches")
     parser.add_argument("--only", default="", help="engines with this in their names")
+    parser.add_argument("--crossover", action="store_true", help="our kernels against blocks that are dequantized for a GEMM, by rows")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
@@ -228,7 +249,9 @@ def main() -> None:
             outputs, inputs = map(int, size.split("x"))
             for group in options.groups:
                 weight = layer(outputs, inputs, group)
-                for rows in options.rows:
+                if options.crossover:
+                    crossover(weight, group, options)
+                for rows in () if options.crossover else options.rows:
                     measure(weight, group, rows, options)
 
 

@@ -16,7 +16,7 @@ import nc
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.compiled import C_BF16, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, ISAS, KERNELS
+from nc.backends.low_bit.compiled import C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, ISAS, KERNELS
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.c_code import build
 from nc.nn import QuantLinear
@@ -214,13 +214,12 @@ def test_bf16_activations_give_exact_products_and_fp32_sums(name, group, kind, b
 def test_bf16_activations_are_multiplied_by_weights_in_fp32():
     packed = weight(form("int4", 64, "zero point"), 24, 128)
     x = torch.randn(5, 128).bfloat16()
-    result = layer_with([C_BF16_IN_FP32], packed)(x)
+    row = C_BF16_FEW_ROWS if "avx512_bf16" in HERE else C_BF16_IN_FP32
+    result = layer_with([row], packed)(x)
     assert result.dtype == torch.bfloat16
     exactly = x.double() @ exact(packed).T
     assert ((result.double() - exactly).abs() <= 2**-8 * exactly.abs() + bound(x.double(), packed, torch.zeros(24))).all()
-    assert torch.equal(
-        layer_with([C_BF16_IN_FP32], packed, "bf16")(x.float()), C_BF16_IN_FP32.linear(x, C_BF16_IN_FP32.pack(packed), packed)
-    )
+    assert torch.equal(layer_with([row], packed, "bf16")(x.float()), row.linear(x, row.pack(packed), packed))
 
 
 @pytest.mark.parametrize("best", HERE)
@@ -266,7 +265,8 @@ def test_values_that_have_no_scale(value):
         (C_FP32, (form("fp8_e4m3", 32), (48, 128), "fp32"), "does not take fp8_e4m3"),
         (C_FP32, (form("nf4", 32), (48, 128), "fp32"), None),
         (C_FP32, (form(), (7, 128), "bf16"), "fp32 only"),
-        (C_BF16_IN_FP32, (form(), (7, 128), "bf16"), None),
+        (C_BF16_IN_FP32, (form(), (7, 128), "bf16"), "has instructions for bf16" if "avx512_bf16" in HERE else None),
+        (C_BF16_FEW_ROWS, (form(), (7, 128), "bf16"), "no avx512f, avx512_vnni, avx512_bf16"),
         (C_BF16, (form(), (7, 128), "bf16"), "no avx512f, avx512_vnni, avx512_bf16"),
         (C_BF16, (form("int8"), (7, 128), "bf16"), "no avx512f"),
         (C_INT8, (form(), (7, 128), "fp32"), 'int8 only; ask for act_dtype="int8"'),
@@ -314,7 +314,7 @@ def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch)
     q = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32, act_dtype=act), backend="native")
     x = torch.randn(3, 64)
     before = q(x)
-    bf16 = "c bf16 (M <= 512), blocks bf16" if "avx512_bf16" in HERE else "c bf16 in fp32 (M <= 64), blocks"
+    bf16 = "c bf16 (M <= 2048), blocks bf16" if "avx512_bf16" in HERE else "c bf16 in fp32"
     assert {layer.kernel for layer in nc.report(q).layers} == {bf16 if act == "bf16" else f"c {act}".replace("_", " ")}
     assert "quantized::embedding_bag_4bit_rowwise_offsets" not in ran(lambda: q(x))
     nc.save(q, tmp_path / "q")
@@ -331,7 +331,7 @@ def test_the_workflow_uses_it_and_the_report_says_so(act, tmp_path, monkeypatch)
 
 def test_it_comes_first_on_native():
     assert get_backend("native").low_bit_kernels()[: len(KERNELS)] == KERNELS
-    assert {kernel.name for kernel in KERNELS} == {"c fp32", "c bf16", "c bf16 in fp32", "c int8", "c int8 block32"}
+    assert {kernel.name for kernel in KERNELS} == {"c fp32", "c bf16", "c bf16 few rows", "c bf16 in fp32", "c int8", "c int8 block32"}
     assert str(LowBitEngine("x", KERNELS).kernels_of(QuantLinear(weight(form())), torch.float32)) == "c fp32"
 
 

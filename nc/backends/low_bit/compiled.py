@@ -1,7 +1,7 @@
 """Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
-`C_FP32`, `C_BF16` and `C_BF16_IN_FP32` have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"`
-and "int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly.
+`C_FP32` and those for bf16 have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"` and
+"int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     return result
 
 
-# `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16 (on AVX512-BF16).
+# `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16, on a CPU that has instructions for that. In
+# int8 and fp32 the kernels are the faster ones for any number of rows: `benchmarks/lowbit_kernels.py --crossover`.
 C_INT8 = LowBitKernel(
     name="c int8",
     what="C of nc: each token in int8, products with codes summed in int32 for each group (VNNI, or AVX2 in 16 bits that can't saturate)",
@@ -223,7 +224,13 @@ C_BF16 = dataclasses.replace(
     floats=(),
     activations=("bf16",),
     isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
-    max_rows=512,
+    max_rows=2048,
 )
-C_BF16_IN_FP32 = dataclasses.replace(C_FP32, name="c bf16 in fp32", activations=("bf16",), max_rows=64)
-KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16, C_BF16_IN_FP32)
+C_BF16_FEW_ROWS = dataclasses.replace(C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, max_rows=64)
+C_BF16_IN_FP32 = dataclasses.replace(
+    C_FP32,
+    name="c bf16 in fp32",
+    activations=("bf16",),
+    unavailable=lambda: "this CPU has instructions for bf16" if not cpu.missing(C_BF16.isa) else why_unavailable(),
+)
+KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32)
