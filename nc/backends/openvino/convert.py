@@ -64,7 +64,10 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
     try:
         with LOCK, torch.no_grad():
             exported = torch.export.export(Exportable(source.module).eval(), example, dynamic_shapes=shapes)
-            decoder = TorchFXPythonDecoder(exported.run_decompositions(_decompositions()).module(), dynamic_shapes=True)
+            module = exported.run_decompositions(_decompositions()).module()
+            _fix_squeezes(module.graph)
+            _separate_outputs(module.graph)
+            decoder = TorchFXPythonDecoder(module, dynamic_shapes=True)
             frontend = FrontEndManager().load_by_framework("pytorch")
             model = frontend.convert(frontend.load(decoder))
     except Exception as error:  # whatever a compiler may raise
@@ -86,6 +89,45 @@ def _decompositions() -> Any:
     for operator in [operator for operator in table if operator in known]:
         table.pop(operator)  # type: ignore[no-untyped-call] # torch does not annotate it
     return table
+
+
+def _fix_squeezes(graph: torch.fx.Graph) -> None:
+    """Let each squeeze name sizes that are 1 only: OpenVINO also removes a free size, and then its result has too little memory."""
+    aten = torch.ops.aten
+    for node in [n for n in graph.nodes if n.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)]:
+        x, *rest = node.args
+        shape = x.meta["val"].shape
+        named = rest[0] if rest else range(len(shape))
+        dims = [dim for dim in ([named] if isinstance(named, int) else named) if shape and isinstance(shape[dim], int) and shape[dim] == 1]
+        node.target, node.args = aten.squeeze.dims, (x, dims)
+        if not dims:
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+
+
+def _separate_outputs(graph: torch.fx.Graph) -> None:
+    """Give outputs that may be one value for the frontend an operation each: it fails where two outputs are the same.
+
+    A copy or a view of a value is that value for it. Equal outputs have the same type and number of dimensions. OpenVINO removes what is
+    not needed when it compiles.
+    """
+    output, found = graph.output_node(), set()
+    (results,) = output.args
+    assert isinstance(results, Sequence)
+    own = []
+    for result in results:
+        assert isinstance(result, torch.fx.Node)
+        value = result.meta["val"]
+        with graph.inserting_before(output):
+            if (value.dtype, value.dim()) not in found:
+                own.append(result)
+            elif value.dtype is torch.bool:
+                own.append(graph.call_function(torch.ops.aten.logical_or.default, (result, result)))
+            else:
+                own.append(graph.call_function(torch.ops.aten.mul.Tensor, (result, 1)))
+        own[-1].meta.setdefault("val", value)
+        found.add((value.dtype, value.dim()))
+    output.args = (tuple(own),)
 
 
 def _operator_of(node: torch.fx.Node, operators: dict[str, str]) -> str:
