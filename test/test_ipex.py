@@ -309,7 +309,7 @@ def test_the_prepared_model_survives_a_failed_conversion(broken, monkeypatch):
 
 def test_an_output_of_garbage_without_an_operator_to_blame(monkeypatch):
     """The last resort of the message: every prefix is right, the whole is not."""
-    monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs, run: "")
+    monkeypatch.setattr(lower, "first_disagreement", lambda module, inputs, run: verify.Search(""))
     monkeypatch.setattr(verify, "worst_sqnr_db", lambda expected, got: -3.0)
     with pytest.raises(VerificationError, match="No single operator differs"):
         convert(prepared_for(MLP(), torch.randn(4, 16), backend="ipex"), isolate="never")

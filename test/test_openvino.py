@@ -11,6 +11,7 @@ from models import MLP, Attention, Function, ResidualCNN, quantized, worst_db
 from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 import nc
 from nc import (
@@ -117,6 +118,45 @@ def test_outputs_that_are_no_tensors():
     for batch in (2, 5):
         y, size, nothing, text = q(torch.randn(batch, 8))
         assert (y.shape, size, nothing, text) == ((batch, 4), 2 * batch, None, "name")
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda self, x, y: (y, y),
+        lambda self, x, y: (y, y.clone(), y.detach(), y.view(-1), F.dropout(y, training=False)),
+        lambda self, x, y: (y > 0, y > 0, (y > 0).clone(), y.argmax(-1), y.argmax(-1).clone()),
+        lambda self, x, y: (x, y, x, x.clone()),
+        lambda self, x, y: (self.table, y, self.table, self.table.clone(), self.table.clone()),
+        lambda self, x, y: {"a": y, "b": None, "c": [y, y.shape[0]]},
+        lambda self, x, y: (self.b(y), self.b(y), y, y),
+        lambda self, x, y: y.chunk(2, -1) * 2,
+        lambda self, x, y: (x, x),
+    ],
+)
+def test_values_that_are_returned_more_than_once(outputs):
+    """OpenVINO's frontend fails where two outputs are the same value, and for it a copy is that value."""
+    model = Function(lambda self, x: outputs(self, x, self.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    model.register_buffer("table", torch.randn(3))
+    q = quantized(model, torch.randn(4, 8), None, "openvino")
+    for rows in (4, 7):
+        x = torch.randn(rows, 8)
+        expected, got = (tree_flatten(f(x))[0] for f in (q.reference, q))
+        assert [type(value) for value in got] == [type(value) for value in expected]
+        for one, other in zip(expected, got, strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+
+
+def test_a_squeeze_removes_no_free_size():
+    """OpenVINO removes a free size, and then writes past the end of its result."""
+    model = Function(
+        lambda self, x: (self.a(x).squeeze(0), self.a(x)[:, None].squeeze(), self.a(x)[None, :, None].squeeze((0, 1, 2))), a=nn.Linear(8, 8)
+    )
+    q = quantized(model, torch.randn(4, 8), None, "openvino")
+    for rows in (4, 7):
+        x = torch.randn(rows, 8)
+        for one, other in zip(q.reference(x), q(x), strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
 
 
 def test_a_pool_that_openvino_divides_otherwise_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,19 @@ CHANCE_DB = 5.0
 FLOOR_DB = 5.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """What a search for the first operator that differs found.
+
+    Attributes:
+        operator: its name; "" where none of those that were compared differs.
+        failed: operators that could not be compared, because the engine fails for the part of the graph that ends there.
+    """
+
+    operator: str
+    failed: tuple[str, ...] = ()
+
+
 def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError for a word that an option does not know."""
     if value not in allowed:
@@ -35,7 +50,7 @@ def verify_outputs(
     outputs: Sequence[Any],
     verify: str,
     engine: str,
-    first: Callable[[], str] | None = None,
+    first: Callable[[], Search] | None = None,
     reference: Callable[[], Sequence[Any]] | None = None,
 ) -> float | None:
     """Compare an engine's outputs on the example inputs with the graph's own.
@@ -46,7 +61,7 @@ def verify_outputs(
         verify: "raise" or "warn" when they are further apart than `TOLERANCE_DB`, or `CHANCE_DB` more than the graph is from fp32 where
             that is more; "off" measures nothing.
         engine: how it is called in messages.
-        first: finds the name of the first operator that differs, "" when none does; None: nobody looks for it.
+        first: looks for the first operator that differs; None: nobody looks for it.
         reference: gives the graph's own outputs, for those who have computed them already.
 
     Returns:
@@ -105,23 +120,32 @@ def shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
     return [value.shape if isinstance(value, torch.Tensor) else None for value in outputs]
 
 
-def _disagreement(engine: str, first: str | None, sqnr: float, required: float) -> str:
-    where = ""
-    if first is not None:
-        where = f"The first operator that differs is {first!r}" if first else "No single operator differs; the error accumulates"
-        where += f'; give it fp32: set_local({first!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")). ' if first else ". "
+def _disagreement(engine: str, found: Search | None, sqnr: float, required: float) -> str:
     return (
         f"{engine} computes something else than the quantized graph: {sqnr:.1f} dB on the example inputs, expected at least "
-        f'{required:.0f}. {where}verify="warn" keeps the model all the same; backend="reference" computes the graph itself.'
+        f'{required:.0f}. {"" if found is None else _where(found)}verify="warn" keeps the model all the same; backend="reference" computes '
+        "the graph itself."
     )
+
+
+def _where(found: Search) -> str:
+    """A sentence for the message."""
+    failed = f" (not compared, because the engine fails for a part of the graph that ends there: {', '.join(map(repr, found.failed))})"
+    noted = failed if found.failed else ""
+    if found.operator:
+        rule = f'set_local({found.operator!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))'
+        return f"The first operator that differs is {found.operator!r}{noted}; give it fp32: {rule}. "
+    if found.failed:
+        return f"No operator that was compared differs{noted}. "
+    return "No single operator differs; the error accumulates. "
 
 
 #: What an engine gives for a graph of its own and its inputs.
 RunGraph = Callable[[fx.GraphModule, tuple[torch.Tensor, ...]], Sequence[Any]]
 
 
-def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> str:
-    """Name of the first operator whose prefix graph an engine computes wrongly, by bisection; "" when every prefix is right.
+def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> Search:
+    """The first operator whose prefix graph an engine computes wrongly, by bisection.
 
     Args:
         module: QDQ graph.
@@ -129,18 +153,25 @@ def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...],
         run: lowers a part of the graph as the whole was lowered, and runs it; it must leave the part as it is.
     """
     nodes = [n for n in module.graph.nodes if "operator" in n.meta]
-    low, high = 0, len(nodes)
+    low, high, failed = 0, len(nodes), []
     while low < high:
         middle = (low + high) // 2
-        if _prefix_sqnr_db(module, nodes[middle], inputs, run) < TOLERANCE_DB:
+        sqnr = _prefix_sqnr_db(module, nodes[middle], inputs, run)
+        if sqnr is None:
+            failed.append(nodes.pop(middle).meta["operator"])
+            high -= 1
+        elif sqnr < TOLERANCE_DB:
             high = middle
         else:
             low = middle + 1
-    return nodes[low].meta["operator"] if low < len(nodes) else ""
+    return Search(nodes[low].meta["operator"] if low < len(nodes) else "", tuple(dict.fromkeys(failed)))
 
 
-def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> float:
-    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized."""
+def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> float | None:
+    """Engine against the graph itself, for what leads to one operator's result: to its codes, where it is quantized.
+
+    None where the engine fails for this part: the whole, which it can run, differs all the same.
+    """
     probes = _codes_of(last) or [last]
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -153,7 +184,11 @@ def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.T
     prefix = fx.GraphModule(module, graph)
     with torch.no_grad():
         expected = prefix(*inputs)
-    return worst_sqnr_db(expected, run(prefix, inputs))
+    try:
+        got = run(prefix, inputs)
+    except Exception:  # whatever an engine may raise: an error of a part must not take the place of the one that is being explained
+        return None
+    return worst_sqnr_db(expected, got) if shapes(expected) == shapes(got) else -math.inf
 
 
 def _codes_of(node: fx.Node) -> list[fx.Node]:
