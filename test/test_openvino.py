@@ -159,6 +159,31 @@ def test_a_squeeze_removes_no_free_size():
             torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda y: y.amax((2, 3), keepdim=True),
+        lambda y: y.amin((2, 3))[:, :, None, None],
+        lambda y: y.max(3, keepdim=True).values,
+        lambda y: -y.min(2).values[..., None],
+        lambda y: (y.relu().amax((2, 3), keepdim=True) * 2 - 0.3).relu().sigmoid(),
+        lambda y: F.silu(y.amax(-1, keepdim=True)),
+        lambda y: y / y.max(),
+        lambda y: y.amax(1, keepdim=True).expand(-1, 16, -1, -1),
+        lambda y: y - y[0, 0, 0, 0].amax(),
+    ],
+)
+def test_the_largest_and_the_smallest_value_are_quantized(reduce):
+    """OpenVINO's kernel for these gives 0 to 20 dB where it is fused with the quantization behind it."""
+    torch.manual_seed(0)
+    model = Function(lambda self, x: self.b(reduce(self.a(x))), a=nn.Conv2d(3, 16, 3, padding=1), b=nn.Conv2d(16, 8, 1))
+    q = quantized(model, torch.randn(2, 3, 16, 16), None, "openvino")
+    assert q.report().ran_int8 == 2
+    for shape in ((2, 3, 16, 16), (3, 3, 24, 20)):
+        x = torch.randn(shape)
+        assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
 def test_a_pool_that_openvino_divides_otherwise_is_refused():
     """Its frontend gives 25 dB where the last window leaves the padded input; other pools are right."""
 
