@@ -105,6 +105,9 @@ def peer(model: torch.nn.Module, inputs: dict[str, Any], name: str) -> Run:
     """An engine of peers.py, calibrated with the same batch."""
     import peers
 
+    if isinstance(getattr(model, "pooler", None), torch.nn.AvgPool2d):
+        # EfficientNet's window is larger than what it pools, which OpenVINO refuses when it compiles; this is the same mean
+        model.pooler = torch.nn.AdaptiveAvgPool2d(1)
     transformer = "input_ids" in inputs or "vit" in type(model).__name__.lower()
     task = SimpleNamespace(model=model, calibration=[inputs], free=(0,))
     candidates = {"NNCF": peers.nncf_int8(**({"model_type": "transformer"} if transformer else {})), "ONNX": peers.onnx_static}
