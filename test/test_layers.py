@@ -261,7 +261,7 @@ INSIDE = {
         ("nc.backends.native.lower",),
         ("nc.backends.native.package",),
         ("nc.backends.native",),
-        ("nc.backends.openvino.low_bit", "nc.backends.openvino.runtime"),
+        ("nc.backends.openvino.extremes", "nc.backends.openvino.low_bit", "nc.backends.openvino.runtime"),
         ("nc.backends.openvino.program",),
         ("nc.backends.openvino.convert", "nc.backends.openvino.layers"),
         ("nc.backends.openvino.lower",),
