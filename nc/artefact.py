@@ -30,6 +30,9 @@ from nc.quantized import QuantizedModel, without_autocast
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
 
+#: The one format of `export_model` that no backend declares.
+_ONNX = "onnx"
+
 
 def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved_results", format: str = "default") -> None:  # noqa: A002
     """Save a quantized model as a directory of three files: weights, graph (or how low-bit weights are read) and checksums.
@@ -242,7 +245,7 @@ def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, ve
     _export(q_model, path, "openvino", "export_openvino", verify=verify)
 
 
-def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise") -> OnnxReport:
+def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise", without_vnni: bool = False) -> OnnxReport:
     """Write an ONNX file (opset 21) with quantize and dequantize nodes and int8 weights, and say what ONNX Runtime computes in int8.
 
     Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat outputs that are tensors.
@@ -253,9 +256,12 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
         path: the file, `.onnx`; created with its parents, replaced as a whole. Constants of more than 2 GB go into a file beside it, whose
             name has `.data` at its end.
         verify: "raise" or "warn" if ONNX Runtime disagrees with the reference on the example inputs, or "off", which needs no ONNX Runtime.
+        without_vnni: make the file for CPUs without VNNI too: quantize again, from their codes, weights that could saturate the 16-bit sums
+            of ONNX Runtime's kernels there. A few of them are reduced, which costs some accuracy.
 
     Returns:
-        What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it.
+        What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it. Operators that can saturate on
+        CPUs without VNNI are in `saturating`, and in a warning that says what to do.
 
     Raises:
         ConfigError: the name does not end in `.onnx`.
@@ -265,9 +271,13 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
         BackendError: an operator has no translation, or ONNX Runtime fails.
         VerificationError: the results of ONNX Runtime differ from those of the reference.
     """
-    graph = _checked(q_model, "export_onnx").graph
+    return _export_onnx(q_model, path, "export_onnx", verify=verify, without_vnni=without_vnni)
+
+
+def _export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], step: str, **options: Any) -> OnnxReport:
+    graph = _checked(q_model, step).graph
     _check_reads(graph)
-    return write_onnx(graph, Path(path), verify=verify)
+    return write_onnx(graph, Path(path), frames=1, **options)
 
 
 def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:  # noqa: A002
@@ -276,8 +286,8 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
     Args:
         q_model: the result of `convert` or `load`.
         path: the file; created with its parents, replaced as a whole.
-        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see `export_openvino`), or one of a
-            registered backend.
+        format: "torchscript" (see `export_torchscript`), "pt2" (see `export_pt2`), "openvino" (see `export_openvino`), "onnx" (see
+            `export_onnx`, which also returns a report), or one of a registered backend.
         options: those of the format.
 
     Raises:
@@ -286,7 +296,10 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
             message names the backends that have the format.
         NCError: as the function that writes the format.
     """
-    _export(q_model, path, format, "export_model", **options)
+    if format == _ONNX:
+        _export_onnx(q_model, path, "export_model", **options)
+    else:
+        _export(q_model, path, format, "export_model", **options)
 
 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
@@ -304,7 +317,7 @@ def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, 
             others = " or ".join(f'backend="{name}"' for name in names)
             msg = f"Backend {q_model.backend!r} has no form {format!r}; load or convert with {others}."
         else:
-            msg = f"No backend writes the format {format!r}; there are {', '.join(map(repr, export_formats()))}."
+            msg = f"No backend writes the format {format!r}; there are {', '.join(map(repr, (*export_formats(), _ONNX)))}."
         raise UnsupportedError(msg)
     engine = choose_backend(name)
     check_bf16(engine, graph)

@@ -6,6 +6,7 @@ The tests of the placement that it needs are in test_qdq.py.
 import importlib.util
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import nets
@@ -19,7 +20,9 @@ import nc
 from nc import BackendError, BackendUnavailableError, ConfigError, StateError, UnsupportedError, VerificationError, export_onnx
 from nc.backends.passes import Pass
 from nc.backends.verify import required_db
-from nc.onnx import program
+from nc.graph import saturation
+from nc.numerics.int16_pairs import largest_pair
+from nc.onnx import program, sums
 from nc.ops import quantize_per_tensor
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -120,13 +123,14 @@ def test_the_report_says_what_runs_and_why_not(tmp_path):
         "add": (False, ""),
         "fc": (True, "MatMulIntegerToFloat"),
     }
-    first, second = str(report).splitlines()
+    first, second, third = str(report).splitlines()
     assert first.startswith("3 of 5 quantized operators run in int8 on ONNX Runtime 1.")
     assert first.endswith(": 2 QLinearConv, 1 MatMulIntegerToFloat.")
     assert second == (
         'Not in int8, as not all inputs and outputs are codes, which prepare(placement="outputs") makes them: '
         "conv2 (FusedConv), add (no kernel of its own)."
     )
+    assert third == f"Can saturate on CPUs without VNNI: {', '.join(report.saturating)}."
 
 
 @needs_packages
@@ -338,6 +342,117 @@ def test_inputs_in_bf16_are_refused(tmp_path):
     q = quantized(Function(lambda self, x: self.fc(x.float()), fc=nn.Linear(8, 4)), x)
     with pytest.raises(UnsupportedError, match="no inputs in bf16, as 'x' is"):
         export_onnx(q, tmp_path / "m.onnx")
+
+
+# --- CPUs without VNNI ---
+
+
+def a_pair_saturates(codes, groups):
+    """By trying the ends of all pairs: rows of the matrix as ONNX Runtime makes it, positions of the kernel outside, channels inside."""
+    rows = codes.flatten(2).transpose(1, 2).flatten(1).tolist()
+    if codes.shape[1] == 1 and len(rows) == groups and codes.dim() > 2:
+        return False  # depthwise: 32 bits
+    sums = [
+        first * a + second * b
+        for row in rows
+        for a, b in zip(row[::2], [*row[1::2], 0], strict=False)
+        for first in (0, 255)
+        for second in (0, 255)
+    ]
+    return not -(2**15) <= min(sums) <= max(sums) < 2**15
+
+
+@pytest.mark.parametrize("largest", [60, 64, 65, 70])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((4, 6, 1), 1), ((4, 5, 1), 1), ((2, 4, 3, 3), 1), ((2, 3, 2, 2), 1), ((4, 3, 3), 2), ((4, 1, 3, 3), 4), ((8, 1, 3, 3), 4)],
+)
+def test_what_can_saturate_by_brute_force(shape, groups, largest):
+    seen = set()
+    for seed in range(30):
+        codes = torch.randint(-largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+        if seed % 2:  # two neighbours of a row of the matrix: of one pair or of two
+            rows = torch.zeros(shape[0], codes[0].numel(), dtype=torch.int8)
+            at = seed // 2 % (rows.shape[1] - 1)
+            rows[0, at : at + 2] = largest
+            codes = rows.unflatten(1, (-1, shape[1])).transpose(1, 2).reshape(shape)
+        expected = a_pair_saturates(codes, groups)
+        seen.add(expected)
+        given = codes.flatten(1) if len(shape) == 3 and shape[-1] == 1 else codes  # a linear
+        assert sums._fit(given, 0, groups, (2**15 - 1) // 255) is not expected
+    assert seen == ({False} if largest <= 64 or shape[:2] == (groups, 1) else {False, True})
+
+
+def same_sign(model):
+    """Weights of one sign and size: all pairs are far above the limit."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = (0.9 + 0.1 * torch.rand(parameter.shape)) / parameter[0].numel()
+    return model.eval()
+
+
+def test_pairs_of_a_convolution_go_over_the_positions_of_its_kernel():
+    conv = nn.Conv2d(3, 2, (1, 2), bias=False).eval()
+    with torch.no_grad():  # third channel of the first position beside the first one of the second: no pair of neighbouring channels
+        conv.weight.zero_()[:, 2, 0, 0] = 1.0
+        conv.weight[:, 0, 0, 1] = 1.0
+    q = converted(conv, torch.rand(2, 3, 4, 4), nc.StaticQuantConfig(post=()))
+    assert len(sums.saturating(q.graph)) == 1
+    assert saturation.saturating(q.graph, sums.WITHOUT_VNNI) == ()
+
+
+@needs_packages
+@pytest.mark.parametrize("verify", ["raise", "off"])
+def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_path):
+    x = torch.rand(8, 16)
+    q = converted(same_sign(MLP()), x)
+    with pytest.warns(
+        nc.NCWarning, match=r'can saturate there.*: fc1, fc2\. Set the session option "session.x64quantprecision".*without_vnni'
+    ):
+        report = export_onnx(q, tmp_path / "a.onnx", verify=verify)
+    assert report.saturating == ("fc1", "fc2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nc.NCWarning)
+        reduced = export_onnx(q, tmp_path / "b.onnx", verify=verify, without_vnni=True)
+    assert reduced.saturating == ()
+    import onnx
+    from onnx import numpy_helper
+
+    codes = [torch.from_numpy(numpy_helper.to_array(c).copy()) for c in weights(onnx.load(tmp_path / "b.onnx")).values()]
+    assert [bool(largest_pair(c.T) <= 128) for c in codes] == [True, True]
+    assert worst_db(q.graph.module(x), as_it_is(tmp_path / "b.onnx", [x])) > 30
+
+
+@needs_packages
+def test_what_runs_in_fp32_does_not_saturate(tmp_path):
+    model, x = MODELS["residual"]()
+    report = export_onnx(converted(same_sign(model), x), tmp_path / "m.onnx")
+    fp32 = {op.operator for op in report.operators if not op.int8}
+    assert fp32 == {"conv2", "add"}
+    assert set(report.saturating) == {"stem", "conv1", "fc"}
+
+
+@needs_packages
+def test_the_session_option_of_the_advice_exists(tmp_path):
+    import onnxruntime
+
+    x = torch.rand(8, 16)
+    q = converted(same_sign(MLP()), x)
+    export_onnx(q, tmp_path / "m.onnx")
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(sums.OPTION, "1")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", options, providers=["CPUExecutionProvider"])
+    assert worst_db(q.graph.module(x), [torch.from_numpy(session.run(None, {"x": x.numpy()})[0])]) > 40
+
+
+@needs_packages
+def test_it_is_a_format_of_export_model(tmp_path):
+    q = converted(MLP(), torch.randn(4, 16))
+    export_onnx(q, tmp_path / "a.onnx")
+    nc.export_model(q, tmp_path / "b.onnx", "onnx", verify="off")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    with pytest.raises(StateError, match=r"export_model\(\) expects the result of convert"):
+        nc.export_model(MLP(), tmp_path / "c.onnx", "onnx")
 
 
 def test_what_is_no_quantized_model_and_other_names(tmp_path):

@@ -144,7 +144,7 @@ INSIDE = {
         ("nc.planning",),
     ),
     "nc.onnx": (
-        ("nc.onnx.integers", "nc.onnx.program", "nc.onnx.runtime"),
+        ("nc.onnx.integers", "nc.onnx.program", "nc.onnx.runtime", "nc.onnx.sums"),
         ("nc.onnx.convert", "nc.onnx.report"),
         ("nc.onnx.write",),
         ("nc.onnx",),

@@ -12,6 +12,7 @@ constant, gets 7 bits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +39,21 @@ _NAMED = 5
 _Done = dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
 
 
-def saturating(graph: QDQGraph, capabilities: Capabilities) -> tuple[str, ...]:
-    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run them."""
+#: (codes of a weight, output axis, groups, limit) → whether all its pairs fit.
+PairsFit = Callable[[torch.Tensor, int | None, int, int], bool]
+
+
+def saturating(graph: QDQGraph, capabilities: Capabilities, fit: PairsFit = pairs_fit) -> tuple[str, ...]:
+    """Names of the operators, in execution order, whose sums are not proven to fit the kernels that would run them.
+
+    Args:
+        graph: the quantized model.
+        capabilities: of the engine, with the operators whose sums count.
+        fit: which codes of a weight its kernels add as pairs; by default two neighbouring input channels.
+    """
     run_so = {d.operator for d in graph.plan.quantized if capabilities.sums_narrow(d.kind, d.spec)}
     nodes = (node for node in graph.module.graph.nodes if node.meta.get("operator") in run_so)
-    return tuple(dict.fromkeys(node.meta["operator"] for node in nodes if not _fits(graph.module, node)))
+    return tuple(dict.fromkeys(node.meta["operator"] for node in nodes if not _fits(graph.module, node, fit)))
 
 
 def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple[str, ...]]:
@@ -75,13 +86,13 @@ def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple
     return dataclasses.replace(changed, changes=(*graph.changes, _account(graph, changed, names))), names
 
 
-def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
+def _fits(module: fx.GraphModule, node: fx.Node, fit: PairsFit) -> bool:
     """Whether no input whatever can make the sums of an operator saturate."""
     weights = _weights(node)
     highest = _highest_code(first_input(node))
     if not weights:
         return kind_of_node(node) not in BINARY or 2 * highest * _largest_size(Binary.of(node).right) <= _LARGEST
-    return all(pairs_fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights)
+    return all(fit(constant_of(module, Dequantize.of(w).codes), *_layout(node), _LARGEST // highest) for w in weights)
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:

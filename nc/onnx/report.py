@@ -43,11 +43,14 @@ class OnnxReport:
         operators: how each quantized operator ran, in execution order; empty where the file was not run.
         sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the worst output); None where they
             were not compared.
+        saturating: names of the operators in int8 whose 16-bit sums some input can make saturate on CPUs without VNNI; where the file was
+            not run, all quantized operators count as in int8.
     """
 
     runtime: str = ""
     operators: tuple[OnnxOperator, ...] = ()
     sqnr_db: float | None = None
+    saturating: tuple[str, ...] = ()
 
     @property
     def int8(self) -> int:
@@ -55,9 +58,15 @@ class OnnxReport:
         return sum(op.int8 for op in self.operators)
 
     def __str__(self) -> str:
-        """A sentence, and a line for each reason why operators did not run in int8."""
+        """A sentence, a line for each reason why operators did not run in int8, and one for those that can saturate."""
+        lines = self._ran()
+        if self.saturating:
+            lines.append(f"Can saturate on CPUs without VNNI: {', '.join(self.saturating)}.")
+        return "\n".join(lines)
+
+    def _ran(self) -> list[str]:
         if not self.runtime:
-            return "The file was not run."
+            return ["The file was not run."]
         kernels = Counter(op.kernel for op in self.operators if op.int8)
         listed = ", ".join(f"{count} {name}" for name, count in kernels.most_common())
         head = f"{self.int8} of {len(self.operators)} quantized operators run in int8 on {self.runtime}{': ' * bool(listed)}{listed}."
@@ -65,7 +74,7 @@ class OnnxReport:
         for op in (op for op in self.operators if not op.int8):
             name = f"{op.operator} ({op.kernel or 'no kernel of its own'})"
             others.setdefault(op.reason or "for a reason that is not known", []).append(name)
-        return "\n".join([head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())])
+        return [head, *(f"Not in int8, {reason}: {', '.join(names)}." for reason, names in others.items())]
 
 
 def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -> tuple[OnnxOperator, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ import torch
 from torch import fx
 
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
-from nc.errors import BackendError, BackendUnavailableError, ConfigError, UnsupportedError
+from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCWarning, UnsupportedError
 from nc.graph.qdq import QDQGraph
+from nc.graph.saturation import named, narrow
 from nc.onnx.convert import Converted, convert, of_graph
 from nc.onnx.integers import int32_biases
 from nc.onnx.program import program
 from nc.onnx.report import OnnxReport, operators
 from nc.onnx.runtime import Kernel, run, version
+from nc.onnx.sums import OPTION, WITHOUT_VNNI, saturating
 from nc.plan import OUTPUTS
 from nc.storage.atomic import replaced
 
@@ -29,13 +33,15 @@ SUFFIX = ".onnx"
 _INSTALL = "pip install 'nc-quant[onnx]'"
 
 
-def write(graph: QDQGraph, path: Path, *, verify: str = "raise") -> OnnxReport:
+def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: bool = False, frames: int = 0) -> OnnxReport:
     """Write the file, and beside it `.data` with the constants where they are more than 2 GB; nothing is there if anything fails.
 
     Args:
         graph: the quantized model.
         path: the file.
         verify: see `nc.backends.verify`; "off" needs no ONNX Runtime.
+        without_vnni: quantize weights again that could saturate on CPUs without VNNI.
+        frames: calls between the public function and this one.
 
     Raises:
         ConfigError: the name does not end in `.onnx`.
@@ -50,15 +56,30 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise") -> OnnxReport:
         raise ConfigError(msg)
     _check_packages(verify)
     _check_inputs(graph)
+    if without_vnni:
+        graph, _ = narrow(graph, WITHOUT_VNNI)
     converted = of_graph(graph)
     if graph.plan.placement == OUTPUTS:
         int32_biases(converted.model.model)
     with _saved(converted, path.name) as file:
         report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
+        fp32 = {op.operator for op in report.operators if not op.int8}
+        report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
         with contextlib.ExitStack() as stack:
             for part in sorted(file.parent.iterdir()):
                 shutil.copyfile(part, stack.enter_context(replaced(path.with_name(part.name))))
+    if report.saturating:
+        warnings.warn(_advice(report.saturating, without_vnni), NCWarning, stacklevel=3 + frames)
     return report
+
+
+def _advice(names: tuple[str, ...], without_vnni: bool) -> str:
+    """What to do about operators that can saturate."""
+    again = "" if without_vnni else " Or export with without_vnni=True: a few weights are reduced."
+    return (
+        "ONNX Runtime adds products in 16 bits on CPUs without VNNI. Operators whose sums can saturate there, so that results are wrong: "
+        f'{named(names)}. Set the session option "{OPTION}" to "1": these CPUs then run slower kernels that can\'t saturate.{again}'
+    )
 
 
 def _check_packages(verify: str) -> None:
