@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nc import ops
+from nc import layer_calls, ops
 from nc.errors import StateError
 from nc.lowbit.quantized_tensor import QuantizedTensor
 from nc.lowbit.result import LayerResult
@@ -131,13 +131,18 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         self.act_dtype, self.result_dtype = act_dtype, result_dtype
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
         self._hold(weight, result)
+        self._number = layer_calls.number(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator."""
-        if self.engine is not None and not torch.compiler.is_compiling():
-            found = self.engine.linear(self, input)
-            if found is not None:
-                return found
+        if self.engine is not None:
+            if not torch.compiler.is_compiling():
+                found = self.engine.linear(self, input)
+                if found is not None:
+                    return found
+            elif not torch.compiler.is_exporting() and not (input.requires_grad and torch.is_grad_enabled()):
+                called: torch.Tensor = layer_calls.call_layer(input, self._number, self.out_features)
+                return called
         result: torch.Tensor = ops.quant_linear(input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype)
         return result
 
@@ -151,7 +156,12 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
 
     def __getstate__(self) -> dict[str, Any]:
         """What `pickle` and `copy.deepcopy` take."""
-        return {name: value for name, value in self.__dict__.items() if name != "packed_for_engine"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("packed_for_engine", "_number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch annotates it in part only
+        self._number = layer_calls.number(self)
 
     def extra_repr(self) -> str:
         """Sizes and format."""

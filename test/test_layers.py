@@ -25,6 +25,7 @@ LEVELS = (
         "nc.lowbit.result",
         "nc.lowbit.statistics",
     ),
+    ("nc.layer_calls",),
     ("nc.nn",),
     (
         "nc.graph.signature",

@@ -495,6 +495,45 @@ def test_a_compiled_model_gives_the_same_numbers(llama, compiler):
 
 
 @native
+def test_a_compiled_model_runs_on_kernels():
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).eval()
+    q = set_backend(nc.quantize(model, CONFIG), "native")
+    torch._dynamo.reset()
+    compiled, copied = torch.compile(q, backend="aot_eager", fullgraph=True), copy.deepcopy(q)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), q(x))
+        names = ran(lambda: compiled(x))
+        assert "nc_layers::call" in names
+        assert "nc::quant_linear" not in names
+        assert torch.equal(compiled(x[:, None]), q(x[:, None]))
+        set_backend(q, "reference")
+        assert "nc_layers::call" not in ran(lambda: compiled(x))
+    # a copy is a layer of its own
+    assert not {layer._number for layer in (q[0], q[2])} & {layer._number for layer in (copied[0], copied[2])}
+    with torch.no_grad():
+        copied[0].codes.zero_()
+        assert torch.equal(torch.compile(copied, backend="aot_eager")(x), copied(x))
+
+
+@native
+def test_gradients_go_through_a_compiled_model():
+    q = set_backend(nc.quantize(mlp(), CONFIG), "native")
+    torch._dynamo.reset()
+    x, y = (torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    torch.compile(q, backend="aot_eager")(x).sum().backward()
+    q(y).sum().backward()
+    assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_that_is_gone_is_an_error():
+    from nc.layer_calls import call_layer
+
+    with pytest.raises(nc.errors.StateError, match="Compile the model again"):
+        call_layer(torch.randn(1, 4), 1 << 40, 4)
+
+
+@native
 @pytest.mark.exhaustive
 def test_a_package_of_aot_inductor_gives_the_same_numbers(tmp_path):
     q = nc.quantize(mlp(), CONFIG)

@@ -26,12 +26,14 @@ class _Ready:
     Attributes:
         weight: the stored weight.
         stored: its tensors, each with its version.
+        on_cpu: whether they are on the CPU.
         packed: layouts, by name of the kernel.
         chosen: kernels in the order of preference, by the dtype of activations.
     """
 
     weight: PackedWeight
     stored: tuple[tuple[torch.Tensor, int], ...]
+    on_cpu: bool
     packed: dict[str, PackedLayout]
     chosen: dict[str, tuple[LowBitKernel, ...]]
 
@@ -56,18 +58,21 @@ class LowBitEngine:
         """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU."""
         if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
             return None
-        if (x.requires_grad and torch.is_grad_enabled()) or layer.codes.device.type != "cpu" or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        if (x.requires_grad and torch.is_grad_enabled()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            return None
+        ready = self._ready(layer)
+        if not ready.on_cpu:
             return None
         activations = computed_as(layer.act_dtype, x.dtype)
-        ready = self._ready(layer)
         kernels = ready.chosen.get(activations)
         if kernels is None:
             kernels = ready.chosen[activations] = able(self.kernels, layer.form, (layer.out_features, layer.in_features), activations)
         rows = x.numel() // x.shape[-1]
-        kernel = next((k for k in kernels if rows <= k.max_rows), None)
-        if kernel is None:
-            return None
-        return compute(x, ready.weight, layer.bias, layer.act_dtype, kernel, _layout(kernel, ready))
+        for kernel in kernels:  # `next` of a generator takes longer, and so does `layer.bias`
+            if rows <= kernel.max_rows:
+                bias = layer._parameters["bias"]  # noqa: SLF001
+                return compute(x, ready.weight, bias, layer.act_dtype, kernel, _layout(kernel, ready))
+        return None
 
     def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
         """See `nc.nn.LinearEngine`."""
@@ -80,7 +85,9 @@ class LowBitEngine:
         with _PACKING:
             ready = layer.packed_for_engine  # another thread may have been faster
             if not isinstance(ready, _Ready) or not _is_of(ready, layer):
-                ready = _Ready(layer.packed, tuple((t, _version(t)) for t in _stored(layer)), {}, {})
+                stored = _stored(layer)
+                on_cpu = all(tensor.device.type == "cpu" for tensor in stored)
+                ready = _Ready(layer.packed, tuple((t, _version(t)) for t in stored), on_cpu, {}, {})
                 layer.packed_for_engine = ready
         return ready
 
@@ -147,8 +154,8 @@ def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
     return layout
 
 
-def _stored(layer: QuantLinear) -> tuple[torch.Tensor, ...]:
-    return tuple(t for t in layer._buffers.values() if t is not None)  # noqa: SLF001 - `buffers()` takes longer than some kernels
+def _stored(layer: QuantLinear) -> list[torch.Tensor]:
+    return [t for t in layer._buffers.values() if t is not None]  # noqa: SLF001 - `buffers()` takes longer than some kernels
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -156,7 +163,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_of(ready: _Ready, layer: QuantLinear) -> bool:
+    """Whether nothing has changed. It is asked in each call: a loop takes half as long as `all` of a generator."""
     now = _stored(layer)
-    return len(now) == len(ready.stored) and all(
-        a is b and _version(a) == version for a, (b, version) in zip(now, ready.stored, strict=True)
-    )
+    if len(now) != len(ready.stored):
+        return False
+    for tensor, (before, version) in zip(now, ready.stored, strict=True):
+        if tensor is not before or (version >= 0 and tensor._version != version):  # noqa: SLF001 - as above
+            return False
+    return True
