@@ -134,7 +134,10 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         self._number = layer_calls.number(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator."""
+        """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator: in `torch.compile` one that calls the layer.
+
+        Torch 2.8 takes `is_exporting()` for true in `torch.compile` too, and so compiles the reference.
+        """
         if self.engine is not None:
             if not torch.compiler.is_compiling():
                 found = self.engine.linear(self, input)

