@@ -276,6 +276,14 @@ MUTATIONS = (
         ("plans",),
     ),
     Mutation(
+        "plan-waiting",
+        "what torch reads while a plan is made is computed",
+        "backends/native/plans/recorder.py",
+        "if reads_blocks(arguments):",
+        "if False:",
+        ("plans",),
+    ),
+    Mutation(
         "plan-results",
         "what a planned call returns is no memory of the plan",
         "backends/native/plans/recorder.py",
