@@ -16,6 +16,7 @@ from models import Function, quantized
 from torch import nn
 from torch.nn import functional as F
 
+import nc
 from nc.backends import available_backends
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans import model as planning
@@ -298,6 +299,30 @@ def test_what_depends_on_values_is_not_planned(name):
         for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (q.reference(x), q(x))), strict=True):
             assert a.shape == b.shape
             assert worst_sqnr_db([a], [b]) > 60
+
+
+@pytest.mark.parametrize("name", UNPLANNABLE)
+def test_a_model_without_a_plan_is_measured_too(name):
+    """By default `convert` times the operators of the example."""
+    model, x = Function(UNPLANNABLE[name], fc=nn.Linear(8, 8)).eval(), torch.randn(6, 8)
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x, backend="native")
+    prepared(x)
+    assert "ms against" in str(nc.convert(prepared).report())
+
+
+def test_linears_over_other_dimensions_are_planned():
+    """What they read does not lie row by row: token mixing."""
+
+    def forward(self, x):
+        y = self.a(x)
+        return y + self.c(F.gelu(self.b(y.transpose(1, 2)))).transpose(1, 2), self.b(y.mT) + y.mT[..., :4].tile(1, 1, 8)
+
+    inputs = [(torch.randn(*shape),) for shape in ((2, 12, 16), (1, 12, 16), (5, 12, 16))]
+    model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(12, 32), c=nn.Linear(32, 12))
+    _, module, call = planned(model, inputs[0])
+    with torch.no_grad():
+        for each in inputs:
+            assert worst_sqnr_db(module(*each), call(*each)) > 35
 
 
 def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatch):

@@ -111,6 +111,7 @@ class PlanExecutor:
         """See `Executor.build`."""
         rest = [each for each in EXECUTORS if each is not self]
         model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0].call)
+        model.check(example)
 
         def details() -> Mapping[str, str]:
             unplanned = model.unplanned()

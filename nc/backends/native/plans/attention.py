@@ -12,7 +12,7 @@ from torch import fx
 from nc.backends.native.fuse import only_user
 from nc.backends.native.operators import product
 from nc.backends.native.plans.others import combine
-from nc.backends.native.plans.products import copy, with_qparams
+from nc.backends.native.plans.products import in_rows, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced
 from nc.graph.catalogue import op_name, schema_arguments
@@ -79,10 +79,10 @@ def _multiply(
     target = Desc(tuple(sizes), _strides(node, sizes), dtype)
     left, right = sides
     if left.tensor.shape[-1] == 1:  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
-        right = _in_rows(recorder, right, node)
+        right = in_rows(recorder, right, node)
     primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
     if primitive.is_reference and not others:  # perhaps because of how the sides lie
-        left, right = _in_rows(recorder, left, node), _in_rows(recorder, right, node)
+        left, right = in_rows(recorder, left, node), in_rows(recorder, right, node)
         primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
     result = recorder.new(target.sizes, target.strides, dtype)
     recorder.call(primitive, tensors | {SRC: left, WEIGHTS: right, DST: result}, node)
@@ -111,15 +111,6 @@ def _shape(node: fx.Node) -> str:
     """Sizes as they were traced."""
     value = node.meta.get("val")
     return str(tuple(value.shape)) if isinstance(value, TENSORS) else node.name
-
-
-def _in_rows(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
-    """A tensor that lies row by row: itself, or a copy."""
-    if x.tensor.is_contiguous():
-        return x
-    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
-    copy(recorder, x, result, node)
-    return result
 
 
 def _of_dims(x: Traced, dims: int) -> Traced:

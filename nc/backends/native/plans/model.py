@@ -65,13 +65,13 @@ class PlannedModel:
     def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
         """Flat outputs."""
         inputs = tuple(map(_regular, inputs))
-        key = _key(inputs)
-        self._used[key] = next(self._clock)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._record(inputs)
-            self._keep(key, plan)
+        plan = self._found(inputs)
         return self._otherwise()(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
+
+    def check(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Make the plan for these inputs; raises BackendError where there can be none."""
+        with torch.no_grad():
+            self._plan(tuple(map(_regular, inputs)))
 
     def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
@@ -146,11 +146,20 @@ class PlannedModel:
 
     def _plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan:
         """The plan for inputs, made if need be; raises BackendError where there is none."""
-        self(*inputs)
-        found = self._plans[_key(inputs)]
+        found = self._found(inputs)
         if isinstance(found, str):
             raise BackendError(found)
         return found
+
+    def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
+        """The plan for inputs, made if need be, or why there is none."""
+        key = _key(inputs)
+        self._used[key] = next(self._clock)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._record(inputs)
+            self._keep(key, plan)
+        return plan
 
     def _separate(self, plan: Plan) -> Context:
         """A context of its own, which runs entries one by one."""

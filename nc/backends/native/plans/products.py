@@ -52,9 +52,8 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     sizes = *x.tensor.shape[:-1], outputs
     if not x.tensor.numel():
         return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
-    rows = _rows(x)
-    if rows is None:
-        return None
+    rows = _rows(x) or _rows(in_rows(recorder, x, node))
+    assert rows is not None
     other, binary = recorder.read(a.get("other")), a.get("binary_post_op", "none")
     if binary == "sum":  # into the memory of the other side, which the graph has made free
         if other is None or other.root is None or not other.tensor.is_contiguous():
@@ -68,7 +67,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     if binary == "sum":
         post_ops = (Sum(a["other_scale"], a["other_zp"], result.tensor.dtype), *post)
     elif binary == "add":
-        added = _rows(other) if other is not None else None
+        added = None if other is None else _rows(other) or _rows(in_rows(recorder, other, node))
         if added is None or added.tensor.shape != flat.tensor.shape:
             return None
         post_ops = (BinaryOp("add", added.desc), *post)
@@ -167,6 +166,15 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
 
     primitive, tensors[WEIGHTS] = recorder.packed(make, _named(schema_arguments(node)["qw"], weight), Desc.of(by_groups))
     recorder.call(primitive, tensors, node)
+    return result
+
+
+def in_rows(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
+    """A tensor that lies row by row: itself, or a copy."""
+    if x.tensor.is_contiguous():
+        return x
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
     return result
 
 
