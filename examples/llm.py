@@ -53,7 +53,7 @@ def tour(options: argparse.Namespace, out: Path) -> None:
     prepared = nc.prepare(model, config)
     for ids in show.progress(calibration, "calibrate"):
         prepared(ids)
-    q_model = nc.convert(prepared, progress=tell)
+    q_model = nc.accelerate_generation(nc.convert(prepared, progress=tell))
     # ────────────────────────────────────────────────────────────────────
 
     show.heading("What is stored")
@@ -75,7 +75,7 @@ def tour(options: argparse.Namespace, out: Path) -> None:
 
 def check(out: Path, tokens: int) -> None:
     """Load and generate."""
-    q_model = nc.load(out)
+    q_model = nc.accelerate_generation(nc.load(out))
     text, _ = generate(q_model, smollm2.load_tokenizer(), tokens)
     show.console.print(f"  {text}")
 

@@ -60,6 +60,7 @@ from nc.errors import UnmatchedRuleError as UnmatchedRuleError
 from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
+from nc.generation import accelerate_generation as accelerate_generation
 from nc.interchange import export_weights as export_weights
 from nc.interchange import import_weights as import_weights
 from nc.lowbit.solvers import GPTQ as GPTQ

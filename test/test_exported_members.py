@@ -12,7 +12,7 @@ PUBLIC = {
     "INT8StaticQuantConfig", "InputError", "NCError", "NCWarning", "PatternError",
     "SmoothQuantConfig", "StateError", "StaticQuantConfig", "UnknownBackendError", "UnknownFieldError", "UnmatchedRuleError",
     "UnmatchedTypeWarning", "UnsupportedError", "VerificationError", "WeightOnlyConfig", "__version__",
-    "available_backends", "compare", "convert",
+    "accelerate_generation", "available_backends", "compare", "convert",
     "describe",
     "export_model", "export_onnx", "export_openvino", "export_pt2", "export_torchscript",
     "get_default_dynamic_config", "get_default_sq_config", "get_default_static_config",

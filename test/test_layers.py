@@ -50,7 +50,7 @@ LEVELS = (
     ("nc.lowbit.plan",),
     ("nc.planning",),
     ("nc.backends",),
-    ("nc.prepared", "nc.reporting", "nc.onnx"),
+    ("nc.prepared", "nc.reporting", "nc.onnx", "nc.generation"),
     (
         "nc.lowbit.artefact",
         "nc.lowbit.blocks",
@@ -73,7 +73,12 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.c_code": (("nc.c_code.cache",), ("nc.c_code.build",), ("nc.c_code",)),
+    "nc.c_code": (("nc.c_code.cache", "nc.c_code.openmp"), ("nc.c_code.build",), ("nc.c_code",)),
+    "nc.generation": (
+        ("nc.generation.memory", "nc.generation.snapshot", "nc.generation.step"),
+        ("nc.generation.decoder",),
+        ("nc.generation",),
+    ),
     "nc.onednn": (
         ("nc.onednn.api", "nc.onednn.elf"),
         ("nc.onednn.primitives",),
@@ -253,13 +258,14 @@ INSIDE = {
         ("nc.backends.native.plans.recorder",),
         ("nc.backends.native.plans.products",),
         ("nc.backends.native.plans.others",),
-        ("nc.backends.native.plans.attention",),
+        ("nc.backends.native.plans.attention", "nc.backends.native.plans.steps"),
+        ("nc.backends.native.plans.low_bit",),
         ("nc.backends.native.plans.model",),
         ("nc.backends.native.compiled", "nc.backends.native.execute", "nc.backends.native.matmul", "nc.backends.native.merge"),
         ("nc.backends.native.transposed",),
         ("nc.backends.native.inductor_names",),
         ("nc.backends.native.passes",),
-        ("nc.backends.native.lower",),
+        ("nc.backends.native.decode", "nc.backends.native.lower"),
         ("nc.backends.native.package",),
         ("nc.backends.native",),
         ("nc.backends.openvino.extremes", "nc.backends.openvino.low_bit", "nc.backends.openvino.runtime"),
@@ -290,6 +296,7 @@ DEFERRED = {
     "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
+    "nc.generation.decoder": ("nc.backends.native.decode",),  # likewise
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
 }

@@ -16,6 +16,8 @@ from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import package
 from nc.backends.native.execute import TorchScriptExecutor
+from nc.backends.native.plans import model as planning
+from nc.backends.native.plans.entries import AtenCall
 from nc.export import export
 from nc.graph.fx_utils import copy_module
 from nc.nn import KernelChoice, QuantLinear
@@ -65,12 +67,18 @@ def test_a_graph_computes_what_the_module_computes_to_the_last_bit(name, group, 
     assert len(calls(module, quant_linear)) == len(calls(lowered, low_bit.operator())) == 1
     assert not calls(lowered, quant_linear)
     scripted = TorchScriptExecutor().build(lambda _: lowered, (torch.randn(2, 3, 128),)).call
+    by_plan = planning.planned(lowered, lambda: pytest.fail("no plan"))
     set_backend(layer, "native")
     for shape in ((2, 3, 128), (1, 1, 128), (9, 3, 128), (0, 3, 128)):
         x = torch.randn(shape)
         expected = layer(x)
         assert torch.equal(lowered(x)[0], expected)
         assert torch.equal(scripted(x)[0], expected)
+        assert torch.equal(by_plan(x)[0], expected)
+    in_c = str(low_bit.kernel_choices(lowered).popitem()[1]).startswith("c ")
+    in_c = in_c and (name.startswith("int") or not act.startswith("int8"))  # else activations are rounded in front of the kernel
+    calls_of = [[type(e) for e in plan.entries] for key, plan in by_plan._plans.items() if key[1][0].numel()]
+    assert all((AtenCall in entries) != in_c for entries in calls_of)
     assert act != "fp32" or torch.allclose(expected.double(), x.double() @ exact(layer.packed).T + layer.bias, rtol=1e-5, atol=1e-5)
 
 
@@ -210,7 +218,8 @@ def test_engines_compute_what_the_graph_says_for_other_numbers_of_rows(mixed):
         expected = q.reference(x)
         assert (q(x) - expected).abs().max() < 0.02 * expected.abs().max()  # a code of `enc` may be the next one
     names = ran(lambda: q(torch.randn(4, 32)))
-    assert "nc_low_bit::linear" in names
+    in_c = backend == "native" and KERNELS == "c fp32"  # called from the plan, not from torch
+    assert ("nc_low_bit::linear" in names) is not in_c
     assert "nc::quant_linear" not in names
     assert ("quantized::embedding_bag_4bit_rowwise_offsets" in names) is (KERNELS != "c fp32")
     assert "nc_low_bit::linear" not in ran(lambda: q.reference(torch.randn(4, 32)))

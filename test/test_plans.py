@@ -336,6 +336,8 @@ def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatc
     x = torch.randn(5, 8)
     assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
     assert q.report().details["not planned"] == "too many rows"
+    for steps in (q.engine.profile((x,)).steps, q.engine.steps((x,))):  # of what runs these sizes
+        assert any("qlinear" in step.name for step in steps)
 
 
 def test_a_kernel_that_no_primitive_stands_for_is_left_to_torchs_operators(monkeypatch):

@@ -459,14 +459,14 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
     const __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(j->w.table), 16));
     const __m512i table = _mm512_broadcast_i64x4(values); /* twice: bit 4 of an index belongs to the next code */
     const uint8_t *codes[2];
-    __m512 sum[4][2];
+    __m512 sum[6][2];
     UNROLL for (int v = 0; v < P; v++)
     {
         codes[v] = j->w.codes + (p + v) * panel;
         UNROLL for (int r = 0; r < R; r++) sum[r][v] = _mm512_setzero_ps();
     }
     for (int64_t g = 0; g < groups; g++) {
-        __m512 acc[4][2][2];
+        __m512 acc[6][2][2];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < P; v++) acc[r][v][0] = acc[r][v][1] = _mm512_setzero_ps();
         for (int64_t k = g * j->w.group; k < (g + 1) * j->w.group; k += 8) {
             __m512i found[2];
@@ -500,13 +500,15 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
 }
 #endif
 
-/* Panels from start to stop, all rows: tiles of two panels and four rows as long as there are so many. */
-#define DEFINE_PART(name, target, tile, bits)                                  \
+/* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. */
+#define DEFINE_PART(name, target, tile, bits, most)                            \
     target static void name(const struct job *j, int64_t start, int64_t stop)  \
     {                                                                          \
         int64_t p = start, m;                                                  \
         for (; p + 2 <= stop; p += 2) {                                        \
-            for (m = 0; m + 4 <= j->rows; m += 4)                              \
+            for (m = 0; m + most <= j->rows; m += most)                        \
+                tile(j, p, m, 2, most, bits);                                  \
+            for (; m + 4 <= j->rows; m += 4)                                   \
                 tile(j, p, m, 2, 4, bits);                                     \
             for (; m + 2 <= j->rows; m += 2)                                   \
                 tile(j, p, m, 2, 2, bits);                                     \
@@ -521,17 +523,17 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
         }                                                                      \
     }
 
-DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4)
-DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8)
+DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4, 4)
+DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8, 4)
 #if HAS_BF16
-DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4)
+DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4, 6)
 #else
 #define bf16_4_512 NULL
 #endif
-DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4)
-DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8)
-DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4)
-DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8)
+DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4, 4)
+DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8, 4)
+DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4, 4)
+DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4)
 
 /* ---- AVX2: one panel times R rows, in two halves of 8 outputs ---- */
 
@@ -791,3 +793,11 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     return NOT_HERE;
 }
 #endif
+
+/* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, table, bias */
+int nc_low_bit_step(const int64_t *how, void *unused, int count, void *const *tensors)
+{
+    (void)unused, (void)count;
+    return nc_low_bit_linear(tensors[1], how[0], how[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6], tensors[7], tensors[0],
+                             how[2], how[3]);
+}

@@ -13,7 +13,18 @@ from torch import fx
 
 from nc.capture.decompose import decompose_attention
 from nc.errors import CaptureError
-from nc.graph.catalogue import CHECKS, IDENTITIES, POOLS, WEIGHTED, first_input, input_node, op_name, schema_arguments
+from nc.graph.catalogue import (
+    CHECKS,
+    IDENTITIES,
+    POOLS,
+    WEIGHTED,
+    first_input,
+    input_node,
+    may_be_view,
+    op_name,
+    schema_arguments,
+    works_in_place,
+)
 from nc.graph.fx_utils import add_constant, constant_value, drop_unused, fqn_of
 from nc.graph.views import Binary, Weighted, set_argument
 
@@ -43,10 +54,10 @@ def own_inputs(module: fx.GraphModule) -> None:
         CaptureError: the model changes its own buffer. A graph has no state, so it cannot.
     """
     for node in list(module.graph.nodes):
-        if not _is_in_place(node):
+        if not works_in_place(node):
             continue
         root = first_input(node)
-        while root is not None and (_is_view(root) or _is_in_place(root)):
+        while root is not None and (may_be_view(root) or works_in_place(root)):
             root = first_input(root)
         if root is None or root.op not in ("placeholder", "get_attr"):
             continue
@@ -65,10 +76,6 @@ def own_inputs(module: fx.GraphModule) -> None:
 def _is_lifted(node: fx.Node) -> bool:
     """Whether a constant is written in `forward` (`torch.tensor(0.0)`): each call makes a new one."""
     return str(node.meta.get("fqn", "")).startswith(("lifted_tensor", "c_lifted", "_tensor_constant"))
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def views(module: fx.GraphModule) -> None:
@@ -146,10 +153,10 @@ def functionalise(module: fx.GraphModule) -> None:
         if functional is None:
             continue
         target = first_input(node)
-        if target is None or target.op in ("placeholder", "get_attr") or _is_view(target):
+        if target is None or target.op in ("placeholder", "get_attr") or may_be_view(target):
             continue
         # the result of an operator that stays in place is memory that others read too
-        if _is_in_place(target) or any(_is_view(user) for user in target.users):
+        if works_in_place(target) or any(may_be_view(user) for user in target.users):
             continue
         node.target = functional
         for user in list(target.users):
@@ -163,17 +170,6 @@ def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
         return None
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, node.target._overloadname, None) if packet is not None else None
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result may share memory with an argument."""
-    schema = getattr(node.target, "_schema", None)
-    return (
-        schema is not None
-        and any(r.alias_info is not None for r in schema.returns)
-        and not schema.is_mutable
-        or op_name(node) in ("reshape", "contiguous", "flatten", "to", "getitem")
-    )
 
 
 def linears(module: fx.GraphModule) -> None:

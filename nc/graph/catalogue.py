@@ -196,6 +196,23 @@ def _first_argument(node: fx.Node) -> object:
     return node.args[0] if node.args else next(iter(schema_arguments(node).values()), None)
 
 
+def works_in_place(node: fx.Node) -> bool:
+    """Whether an operator changes an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether the result may share memory with an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is not None
+        and any(r.alias_info is not None for r in schema.returns)
+        and not schema.is_mutable
+        or op_name(node) in ("reshape", "contiguous", "flatten", "to", "getitem")
+    )
+
+
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
     """The first node that is not `through`, from `node` up along first inputs; also where a first input is no node."""
     while through(node) and (source := first_input(node)) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nc import generation
 from nc.backends.profiling.bandwidth import read_bandwidth
 from nc.lowbit.layers import memory_of, other_weights
 from nc.lowbit.plan import others_text
@@ -78,6 +79,7 @@ class WeightReport:
         float_bytes: the same with every low-bit weight in fp32.
         others: names and shapes of weights that are in no linear or embedding; they stay float.
         bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
+        tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
     """
 
     layers: tuple[LayerReport, ...]
@@ -86,6 +88,7 @@ class WeightReport:
     float_bytes: int
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bandwidth: float | None = None
+    tokens: str = ""
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -107,6 +110,7 @@ class WeightReport:
         ]
         lines += [others_text(self.others)] if self.others else []
         lines += [str(applied) for applied in self.applied]
+        lines += [f"tokens after the first: {self.tokens}"] if self.tokens else []
         lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
         lines += refused_lines(reason for layer in self.layers for reason in layer.refused)
         if self.bandwidth is not None:
@@ -211,6 +215,7 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         float_bytes=_bytes(model) + _saved(model),
         others=other_weights(model),
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
+        tokens=generation.status(model),
     )
 
 

@@ -7,34 +7,76 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from nc.c_code.build import load
-from nc.errors import BackendUnavailableError
+from nc.errors import BackendError, BackendUnavailableError
 from nc.onednn.api import Handle, Library
-from nc.onednn.execute import Argument, arguments
+from nc.onednn.execute import arguments
 
 #: Addresses of the tensors that are known at each call only → 0, or which call failed.
 Run = Callable[[Sequence[int]], int]
+_EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Function:
+    """A function in C that takes what `dnnl_primitive_execute` takes: numbers in the place of the primitive, and addresses of tensors.
+
+    Attributes:
+        name: in profiles.
+        address: of the function.
+        set: address of a function that writes an address into the list of them.
+    """
+
+    name: str
+    address: int
+    set: int
 
 
 class CallList:
-    """Calls, in order, and the memory objects whose address is set before each run."""
+    """Calls, in order, and the memory whose address is set before each run."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Handle, ctypes.Array[Argument]]] = []
-        self.places: list[tuple[Handle, int, int]] = []
+        #: Address of the function (None: of oneDNN's), of what it executes, and of its arguments; their number.
+        self.calls: list[tuple[int | None, int, int, int]] = []
+        #: Address of the function that sets (None: oneDNN's), of what is set; number of the tensor, and the offset in it.
+        self.places: list[tuple[int | None, int, int, int]] = []
         self.bases: list[int] = []
-        self._keep: list[Mapping[int, Handle]] = []
+        self._keep: list[object] = []
 
     def add(self, primitive: Handle, memories: Mapping[int, Handle]) -> None:
-        """Append a call."""
-        self._keep.append(memories)
-        self.calls.append((primitive, arguments(memories)))
+        """Append a call of a primitive."""
+        given = arguments(memories)
+        self._keep.append((primitive, memories, given))
+        self.calls.append((None, primitive.pointer, ctypes.addressof(given), len(given)))
 
     def place(self, memory: Handle, base: int, offset: int) -> None:
         """Let a memory object lie `offset` bytes behind the begin of the tensor with number `base`."""
-        if base not in self.bases:
-            self.bases.append(base)
-        self.places.append((memory, self.bases.index(base), offset))
+        self.places.append((None, memory.pointer, self._base(base), offset))
+
+    def add_function(self, function: Function, numbers: Sequence[int], tensors: Sequence[tuple[int | None, int]]) -> None:
+        """Append a call of a function.
+
+        Args:
+            function: what is called.
+            numbers: its first argument.
+            tensors: for each tensor None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+        """
+        how = (ctypes.c_int64 * len(numbers))(*numbers)
+        addresses = (ctypes.c_void_p * len(tensors))(*(at if base is None else None for base, at in tensors))
+        self._keep.append((how, addresses))
+        self.calls.append((function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors)))
+        for index, (base, offset) in enumerate(tensors):
+            if base is not None:
+                where = ctypes.addressof(addresses) + index * ctypes.sizeof(ctypes.c_void_p)
+                self.places.append((function.set, where, self._base(base), offset))
+
+    def _base(self, number: int) -> int:
+        if number not in self.bases:
+            self.bases.append(number)
+        return self.bases.index(number)
 
 
 class Runner(Protocol):
@@ -49,11 +91,16 @@ class Runner(Protocol):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [("primitive", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("count", ctypes.c_long)]  # noqa: RUF012
+    _fields_ = [  # noqa: RUF012
+        ("execute", ctypes.c_void_p),
+        ("what", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("count", ctypes.c_long),
+    ]
 
 
 class _Place(ctypes.Structure):
-    _fields_ = [("memory", ctypes.c_void_p), ("base", ctypes.c_long), ("offset", ctypes.c_long)]  # noqa: RUF012
+    _fields_ = [("set", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("base", ctypes.c_long), ("offset", ctypes.c_long)]  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,12 +113,11 @@ class CompiledRunner:
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
         """See `Runner.bind`."""
-        table = (_Call * len(calls.calls))(*(_Call(p.pointer, ctypes.addressof(a), len(a)) for p, a in calls.calls))
-        places = (_Place * len(calls.places))(*(_Place(memory.pointer, base, offset) for memory, base, offset in calls.places))
+        execute, place = (self.library.addresses[f"dnnl_{name}"] for name in ("primitive_execute", "memory_set_data_handle"))
+        table = (_Call * len(calls.calls))(*(_Call(function or execute, *rest) for function, *rest in calls.calls))
+        places = (_Place * len(calls.places))(*(_Place(function or place, *rest) for function, *rest in calls.places))
         bases = (ctypes.c_void_p * len(calls.bases))()
-        addresses = self.library.addresses
-        functions = addresses["dnnl_primitive_execute"], addresses["dnnl_memory_set_data_handle"]
-        fixed = *functions, stream.pointer, ctypes.byref(places), len(places), bases, ctypes.byref(table), len(table)
+        fixed = stream.pointer, ctypes.byref(places), len(places), bases, ctypes.byref(table), len(table)
         function, keep = self.function, (calls, stream)
 
         def run(given: Sequence[int]) -> int:
@@ -90,19 +136,37 @@ class PythonRunner:
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
         """See `Runner.bind`."""
-        execute, place = self.library.function("primitive_execute"), self.library.function("memory_set_data_handle")
-        prepared = [(primitive, stream, len(a), a) for primitive, a in calls.calls]
+        execute, place = (_typed(self.library, *pair) for pair in (("primitive_execute", _EXECUTE), ("memory_set_data_handle", _SET)))
+        prepared = [(_EXECUTE(f) if f else execute, what, stream.pointer, count, given) for f, what, given, count in calls.calls]
+        places = [(_SET(f) if f else place, memory, base, offset) for f, memory, base, offset in calls.places]
 
         def run(given: Sequence[int]) -> int:
-            for index, (memory, base, offset) in enumerate(calls.places):  # which also keeps all memory objects
-                if place(memory, given[base] + offset):
+            for index, (put, memory, base, offset) in enumerate(places):
+                if put(memory, given[base] + offset):
                     return -1 - index
-            for index, call in enumerate(prepared):
-                if execute(*call):
+            for index, (call, *given_to) in enumerate(prepared):
+                if call(*given_to):
                     return 1 + index
-            return 0
+            return 0 if calls else 1  # which also keeps all that the addresses point to
 
         return run
+
+
+def _typed(library: Library, name: str, kind: Callable[[int], Callable[..., int]]) -> Callable[..., int]:
+    return kind(library.addresses[f"dnnl_{name}"])
+
+
+def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Call a function once; addresses are read from the tensors.
+
+    Raises:
+        BackendError: the call failed.
+    """
+    how, addresses = (ctypes.c_int64 * len(numbers))(*numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    failed = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
+    if failed:
+        msg = f"a function in C failed with {failed}"
+        raise BackendError(msg)
 
 
 def runner(library: Library) -> tuple[Runner, str]:
@@ -112,5 +176,5 @@ def runner(library: Library) -> tuple[Runner, str]:
     except BackendUnavailableError as error:
         return PythonRunner(library), str(error)
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    function.restype, function.argtypes = number, (pointer, pointer, pointer, pointer, number, pointer, pointer, number)
+    function.restype, function.argtypes = number, (pointer, pointer, number, pointer, pointer, number)
     return CompiledRunner(library, function), ""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.c_code import openmp
 from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
 from nc.numerics.low_bit import BLOCK
@@ -25,7 +24,7 @@ from nc.numerics.packed_weight import PackedWeight
 #: Dtypes of scales → their numbers in the C code.
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: Instead of the length of a block: x is not rounded, and its values are those of bf16.
-_BF16 = -2
+BF16 = -2
 #: Outputs of a panel, and what K is padded to where one group covers a row.
 PANEL, STEP = 16, 32
 #: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
@@ -47,21 +46,17 @@ def why_unavailable() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, and the process that loaded it."""
+    """The compiled function, and its address for lists of calls."""
 
     function: Callable[..., int]
-    process: int
-
-    def threads(self) -> int:
-        """As many as torch uses; one in a forked process, where OpenMP would wait for threads that do not exist there."""
-        return torch.get_num_threads() if self.process == os.getpid() else 1
+    step: int
 
 
 @functools.cache
 def _code() -> _Code | str:
     """The code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     try:
-        library, found = load("low_bit"), _openmp()
+        library, found = load("low_bit"), openmp.addresses()
     except (BackendUnavailableError, OSError) as error:
         return f"its C code can't be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -70,16 +65,23 @@ def _code() -> _Code | str:
     library.nc_low_bit_threads.argtypes = (pointer,) * 3
     if found is not None:
         library.nc_low_bit_threads(*found)
-    return _Code(function, os.getpid())
+    step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
+    assert step is not None
+    return _Code(function, step)
 
 
-def _openmp() -> tuple[int | None, ...] | None:
-    """Addresses of functions of the OpenMP library that torch's own operators call; None where they use another kind of threads."""
-    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-    # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
-    libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
-    found = next((library for library in libraries if all(hasattr(library, name) for name in names)), None)
-    return None if found is None else tuple(ctypes.cast(getattr(found, name), ctypes.c_void_p).value for name in names)
+def address() -> int:
+    """Of the function that computes a linear in a list of calls, see `nc_low_bit_step`; only where it is available."""
+    code = _code()
+    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    return code.step
+
+
+def block_of(kernel: LowBitKernel) -> int | None:
+    """The argument `block` of `linear` for one of these kernels; None for others."""
+    if kernel not in KERNELS:
+        return None
+    return int(getattr(kernel.linear, "keywords", {}).get("block", 0))
 
 
 def isa() -> int:
@@ -153,9 +155,9 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     assert sizes is not None
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if not block and x.dtype == torch.bfloat16:
-        block = _BF16
+        block = BF16
     x = x.float().contiguous()
-    if block in (0, _BF16) and inputs % STEP:
+    if block in (0, BF16) and inputs % STEP:
         x = torch.nn.functional.pad(x, (0, -inputs % STEP))
     if bias is not None:
         bias = bias.float().contiguous()
@@ -174,7 +176,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         None if bias is None else bias.data_ptr(),
         result.data_ptr(),
         block,
-        code.threads(),
+        openmp.threads(),
     )
     if failed:
         msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."

@@ -78,6 +78,10 @@ class LowBitEngine:
         """See `nc.nn.LinearEngine`."""
         return choice(self.kernels, layer.form, (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype))
 
+    def packed(self, layer: QuantLinear, kernel: LowBitKernel) -> PackedLayout:
+        """What a kernel packed of a layer's weight, packed now if need be; the layer keeps it."""
+        return _layout(kernel, self._ready(layer))
+
     def _ready(self, layer: QuantLinear) -> _Ready:
         ready = layer.packed_for_engine
         if isinstance(ready, _Ready) and _is_of(ready, layer):

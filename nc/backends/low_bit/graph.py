@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,25 @@ def operator() -> torch._ops.OpOverload:
     return found
 
 
-def replace_low_bit(module: fx.GraphModule, backend: str = "native", refused: tuple[LowBitKernel, ...] = ()) -> None:
+#: (kernel, weight) → what the kernel packs of it.
+Pack = Callable[[LowBitKernel, PackedWeight], PackedLayout]
+
+
+def replace_low_bit(
+    module: fx.GraphModule,
+    backend: str = "native",
+    refused: tuple[LowBitKernel, ...] = (),
+    pack: Pack = lambda kernel, weight: kernel.pack(weight),
+) -> None:
     """Let kernels compute the linears with constant low-bit weights. What no kernel can compute stays as it is.
 
     Args:
         module: flat graph.
         backend: its rows are used.
         refused: further rows, which would be preferred if they were not refused.
+        pack: packs a weight, or finds what was packed of it before.
     """
-    kernels, layouts = rows_of(get_backend(backend)), _Layouts(module)
+    kernels, layouts = rows_of(get_backend(backend)), _Layouts(module, pack)
     for node in [n for n in module.graph.nodes if n.target is quant_linear]:
         arguments = schema_arguments(node)
         x, weight = arguments["x"].meta["val"], _constant_weight(module, arguments)
@@ -94,15 +104,15 @@ def kernel_choices(module: fx.GraphModule) -> dict[str, KernelChoice]:
 class _Layouts:
     """Constants with what kernels packed; layers that share a weight share these."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self, module: fx.GraphModule, pack: Pack) -> None:
+        self._module, self._pack = module, pack
         self._names: dict[tuple[object, str], tuple[str | None, ...]] = {}
 
     def of(self, kernel: LowBitKernel, weight: PackedWeight, codes: fx.Node) -> list[fx.Node | None]:
         """Nodes that read what a kernel packs, inserted where the graph inserts."""
         key = (codes.target, kernel.name)
         if key not in self._names:
-            self._names[key] = tuple(self._constant(tensor) for tensor in kernel.pack(weight))
+            self._names[key] = tuple(self._constant(tensor) for tensor in self._pack(kernel, weight))
         return [None if name is None else self._module.graph.get_attr(name) for name in self._names[key]]
 
     def _constant(self, tensor: torch.Tensor | None) -> str | None:

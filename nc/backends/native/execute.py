@@ -110,7 +110,7 @@ class PlanExecutor:
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
         """See `Executor.build`."""
         rest = [each for each in EXECUTORS if each is not self]
-        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0].call)
+        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0])
         model.check(example)
 
         def details() -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nc.backends.native.plans.entries import AtenCall, Call, Constant, Part, Plan, Ref, Slot, map_refs
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, FunctionCall, Part, Plan, Ref, Slot, map_refs
 from nc.errors import BackendError
 from nc.onednn.api import Handle
 from nc.onednn.primitives import SCRATCHPAD, Desc, Maker
@@ -44,17 +44,17 @@ class Context:
         # not the plan: it lives as long as the model keeps it, and ends the life of its contexts
         self._offsets, self._end, self._count, self._maker, self._arena = plan.offsets, plan.arena, plan.slots, maker, arena
         self._runner, self._stream = runner, maker.stream()
-        returned = {ref.block for ref in _refs(plan) if isinstance(ref, Part) and ref.block.returned}
+        returned = {ref.root for ref in _refs(plan) if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned}
         #: Their memory is allocated at each call, and has the numbers behind the slots.
         self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
-        self._keep: list[torch.Tensor] = []
+        self._keep: list[torch.UntypedStorage] = []
         self._parts: list[_Run] = []
-        calls: list[Call] = []
+        calls: list[Call | FunctionCall] = []
         for entry in plan.entries:
-            if calls and not (together and isinstance(entry, Call)):
+            if calls and not (together and isinstance(entry, (Call, FunctionCall))):
                 self._parts.append(self._calls(calls))
                 calls = []
-            if isinstance(entry, Call):
+            if isinstance(entry, (Call, FunctionCall)):
                 calls.append(entry)
             else:
                 self._parts.append(self._operator(entry))
@@ -96,10 +96,13 @@ class Context:
             tensors[index] = torch.empty(block.size, dtype=torch.uint8)
         return tensors
 
-    def _calls(self, entries: Sequence[Call]) -> _Run:
-        """Calls of primitives one behind the other."""
+    def _calls(self, entries: Sequence[Call | FunctionCall]) -> _Run:
+        """Calls of primitives and functions one behind the other."""
         calls = CallList()
         for entry in entries:
+            if isinstance(entry, FunctionCall):
+                calls.add_function(entry.function, entry.numbers, [self._address(ref) for ref in entry.tensors])
+                continue
             memories: dict[int, Handle] = {}
             for key, (layout, ref) in entry.tensors.items():
                 base, address = self._address(ref)
@@ -116,7 +119,8 @@ class Context:
         def execute(tensors: list[Any]) -> None:
             failed = run([tensors[index].data_ptr() for index in bases])
             if failed:
-                msg = f"a oneDNN kernel failed: call {abs(failed)} of {len(entries)}"
+                name = entries[failed - 1].step.name if failed > 0 else "setting an address"
+                msg = f"a kernel failed: {name}, call {abs(failed)} of {len(entries)}"
                 raise BackendError(msg)
 
         return execute
@@ -124,13 +128,15 @@ class Context:
     def _address(self, ref: Ref) -> tuple[int | None, int]:
         """Where a tensor lies: None and its address, or the number of the tensor that it is a part of, and the offset in bytes."""
         if isinstance(ref, Constant):
-            self._keep.append(ref.tensor)
+            self._keep.append(ref.tensor.untyped_storage())  # another one may be set to the tensor
             return None, ref.tensor.data_ptr()
         if isinstance(ref, Slot):
             return ref.index, 0
-        if ref.block in self._returned:
-            return self._returned[ref.block], ref.offset
-        return None, self._arena.data_ptr() + self._offsets[ref.block] + ref.offset
+        if isinstance(ref.root, Slot):
+            return ref.root.index, ref.offset
+        if ref.root in self._returned:
+            return self._returned[ref.root], ref.offset
+        return None, self._arena.data_ptr() + self._offsets[ref.root] + ref.offset
 
     def _operator(self, entry: AtenCall) -> _Run:
         """A call of an operator of torch's."""
@@ -157,9 +163,11 @@ class Context:
             return ref.tensor
         if isinstance(ref, Slot):
             return _Fill(ref.index)
-        if ref.block in self._returned:
-            return _Fill(self._returned[ref.block], ref.desc, ref.offset)
-        return _part(self._arena, ref.desc, self._offsets[ref.block] + ref.offset)
+        if isinstance(ref.root, Slot):
+            return _Fill(ref.root.index, ref.desc, ref.offset)
+        if ref.root in self._returned:
+            return _Fill(self._returned[ref.root], ref.desc, ref.offset)
+        return _part(self._arena, ref.desc, self._offsets[ref.root] + ref.offset)
 
 
 def _refs(plan: Plan) -> list[Ref]:
@@ -168,6 +176,8 @@ def _refs(plan: Plan) -> list[Ref]:
     for entry in plan.entries:
         if isinstance(entry, Call):
             found += [ref for _, ref in entry.tensors.values()]
+        elif isinstance(entry, FunctionCall):
+            found += entry.tensors
         else:
             map_refs((entry.args, list(entry.kwargs.values())), found.append)
     map_refs(plan.outputs, found.append)
@@ -175,10 +185,10 @@ def _refs(plan: Plan) -> list[Ref]:
 
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:
-    """A tensor that lies in memory of bytes."""
-    size = desc.dtype.itemsize
+    """A tensor that lies `offset` bytes behind the begin of another."""
     typed = torch.empty(0, dtype=desc.dtype)
-    return typed.set_(memory.untyped_storage(), (memory.storage_offset() + offset) // size, desc.sizes, desc.strides)
+    begin = memory.storage_offset() * memory.element_size() + offset
+    return typed.set_(memory.untyped_storage(), begin // desc.dtype.itemsize, desc.sizes, desc.strides)
 
 
 def _filled(value: Any, tensors: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from nc.backends.profiling.profile import Step
 from nc.onednn.primitives import Desc, Layout, Primitive
+from nc.onednn.runner import Function
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,15 +52,15 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A tensor in a block.
+    """A tensor in other memory.
 
     Attributes:
-        block: the memory.
+        root: that memory, or the tensor that this one is a view of.
         offset: bytes from its begin.
         desc: sizes, strides and dtype.
     """
 
-    block: Block
+    root: Block | Slot
     offset: int
     desc: Desc
 
@@ -83,6 +84,23 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FunctionCall:
+    """A call of a function in C.
+
+    Attributes:
+        function: what is called.
+        numbers: its first argument.
+        tensors: those that it reads and writes.
+        step: what a profile says of it.
+    """
+
+    function: Function
+    numbers: Sequence[int]
+    tensors: Sequence[Ref]
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AtenCall:
     """A call of an operator of torch's.
 
@@ -101,7 +119,7 @@ class AtenCall:
     step: Step
 
 
-Entry = Call | AtenCall
+Entry = Call | FunctionCall | AtenCall
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # no slots: contexts refer to plans weakly

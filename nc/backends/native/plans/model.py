@@ -7,29 +7,49 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, others, products
+from nc.backends.native.plans import attention, low_bit, others, products, steps
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Plan
-from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Weights
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
+from nc.c_code import openmp
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
 from nc.onednn.providers import Provider, provider
 from nc.onednn.runner import Runner, runner
 
-_Run = Callable[..., Sequence[Any]]
+
+class Otherwise(Protocol):
+    """What runs a graph for sizes that can't be planned."""
+
+    @property
+    def call(self) -> Callable[..., Sequence[Any]]:
+        """Flat tensors → flat outputs."""
+
+    @property
+    def steps(self) -> Callable[[Sequence[torch.Tensor]], Sequence[Step]]:
+        """See `PlannedModel.steps`."""
+
+    @property
+    def profile(self) -> Callable[[Sequence[torch.Tensor]], Profile]:
+        """See `PlannedModel.profile`."""
+
+
 _Key = tuple[Any, ...]
-_HANDLERS = {**products.HANDLERS, **others.HANDLERS, **attention.HANDLERS}
+_HANDLERS = {**products.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS}
 _LATER = {**products.LATER, **others.LATER}
+#: Of graphs of one token, whose operators are small.
+SMALL_HANDLERS = {**_HANDLERS, **steps.HANDLERS}
+SMALL_LATER = {**_LATER, **steps.LATER}
 _OWN = ("matmul", "deconvolution")
 #: Plans of a model; the one that was used longest ago goes.
 _MOST_PLANS = 64
@@ -51,9 +71,22 @@ class PlannedModel:
         source: of oneDNN.
         run_by: what calls the primitives.
         otherwise: makes what runs the graph for sizes that can't be planned.
+        handlers: what makes calls of nodes, by target; a node without one stays a call of torch's operator. None: those of int8 graphs.
+        later: whether a node with this target waits for its readers.
+        follow: changes of the module's constants are seen, also by what is computed from them alone.
     """
 
-    def __init__(self, module: fx.GraphModule, source: Provider, run_by: Runner, otherwise: Callable[[], _Run]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        source: Provider,
+        run_by: Runner,
+        otherwise: Callable[[], Otherwise],
+        handlers: Mapping[Any, Handler] | None = None,
+        later: Mapping[Any, Callable[[fx.Node], bool]] = _LATER,
+        follow: bool = False,
+    ) -> None:
+        self._recorder = functools.partial(Recorder, handlers=_HANDLERS if handlers is None else handlers, later=later, follow=follow)
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self._weights = Weights()
@@ -66,18 +99,22 @@ class PlannedModel:
         """Flat outputs."""
         inputs = tuple(map(_regular, inputs))
         plan = self._found(inputs)
-        return self._otherwise()(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
+        return self._otherwise().call(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the plan for these inputs; raises BackendError where there can be none."""
         with torch.no_grad():
-            self._plan(tuple(map(_regular, inputs)))
+            found = self._found(tuple(map(_regular, inputs)))
+        if isinstance(found, str):
+            raise BackendError(found)
 
     def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
-            plan = self._plan(inputs)
+            plan = self._found(inputs)
+            if isinstance(plan, str):
+                return tuple(self._otherwise().steps(inputs))
             times = self._separate(plan).clocked(inputs)
         return _timed_steps(plan, times)
 
@@ -85,7 +122,9 @@ class PlannedModel:
         """Time and kernel of every entry of the plan for these inputs; takes the process's standard output over."""
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
-            plan = self._plan(inputs)
+            plan = self._found(inputs)
+            if isinstance(plan, str):
+                return self._otherwise().profile(inputs)
             separate = self._separate(plan)
             for _ in range(WARM_UP):
                 self(*inputs)
@@ -144,13 +183,6 @@ class PlannedModel:
         """Why sizes that were seen can't be planned, one text for each reason."""
         return tuple(dict.fromkeys(plan for plan in self._plans.values() if isinstance(plan, str)))
 
-    def _plan(self, inputs: tuple[torch.Tensor, ...]) -> Plan:
-        """The plan for inputs, made if need be; raises BackendError where there is none."""
-        found = self._found(inputs)
-        if isinstance(found, str):
-            raise BackendError(found)
-        return found
-
     def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
         """The plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
@@ -168,7 +200,7 @@ class PlannedModel:
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
         """A new plan, or why there is none."""
-        recorder = Recorder(self._module, self._source.maker, self._weights, _HANDLERS, _LATER)
+        recorder = self._recorder(self._module, self._source.maker, self._weights)
         try:
             return recorder.record(inputs)
         except BackendError as error:
@@ -209,7 +241,7 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
 
     torch gives a new thread its number of threads when it is asked for it first.
     """
-    return (torch.get_num_threads(), *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
+    return (openmp.threads(), *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
 
 
 def why_not(module: fx.GraphModule) -> str:
@@ -227,7 +259,7 @@ def why_not(module: fx.GraphModule) -> str:
     return ""
 
 
-def planned(module: fx.GraphModule, otherwise: Callable[[], _Run]) -> PlannedModel:
+def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise]) -> PlannedModel:
     """What runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
     return PlannedModel(module, source, runner(source.maker.library)[0], otherwise)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, Part, Plan, Ref, Slot
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, FunctionCall, Part, Plan, Ref, Slot
 from nc.backends.native.plans.values import (
     Codes,
     Later,
@@ -36,10 +36,12 @@ from nc.backends.profiling.nodes import describe
 from nc.backends.profiling.onednn_verbose import Kernel
 from nc.backends.profiling.profile import Step
 from nc.errors import BackendError
+from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.views import called_with, returned
 from nc.onednn.api import Unimplemented
 from nc.onednn.execute import Scratch, packed, run_once
 from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc, Layout, Maker, Primitive
+from nc.onednn.runner import Function, call_once
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -60,6 +62,7 @@ class Recorder:
         weights: those packed already.
         handlers: what makes primitives of nodes, by target. A handler returns None where it can't.
         later: whether a node with this target waits for its readers.
+        follow: what is computed from constants of the module alone is computed in each call, so that changes of them are seen.
     """
 
     def __init__(
@@ -69,18 +72,22 @@ class Recorder:
         weights: Weights,
         handlers: Mapping[Any, Handler],
         later: Mapping[Any, Callable[[fx.Node], bool]],
+        follow: bool = False,
     ) -> None:
-        self.module, self.maker, self.weights = module, maker, weights
+        self.module, self.maker, self.weights, self._follow = module, maker, weights, follow
         self._handlers, self._later = handlers, later
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
-        self._slots = 0
+        #: For each slot, the bytes in front of its tensor.
+        self._begins: list[int] = []
         self._env: dict[fx.Node, Any] = {}
         #: Calls that were recorded, but not made yet.
-        self._waiting: list[tuple[Primitive, dict[int, torch.Tensor]]] = []
+        self._waiting: list[Callable[[], object]] = []
         self._held = 0
         self._scratch = Scratch()
         self._restored: fx.GraphModule | None = None
+        #: Nodes that are computed in each call, even if they read no input.
+        self._each_time: set[fx.Node] = set()
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Plan:
         """The plan for inputs of these sizes.
@@ -94,6 +101,10 @@ class Recorder:
         ends: dict[fx.Node, list[fx.Node]] = {}
         for source, node in last_reader.items():
             ends.setdefault(node, []).append(source)
+        self._each_time = {_changed(node) for node in self.module.graph.nodes if works_in_place(node)}
+        for node in self.module.graph.nodes if self._follow else ():
+            if any(source.op == "get_attr" or source in self._each_time for source in node.all_input_nodes):
+                self._each_time.add(node)
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self._env[node] = next(remaining)
@@ -167,10 +178,18 @@ class Recorder:
             else:
                 now[key] = value
                 arguments[key] = (primitive.layouts.get(key) or self.maker.layout(Desc.of(value)), Constant(value))
-        self._waiting.append((primitive, now))
-        if self._held > _MOST_HELD:
-            self._make_waiting()
+        self._wait(lambda: run_once(self.maker, primitive, now))
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
+
+    def call_function(self, function: Function, numbers: Sequence[int], tensors: Sequence[Traced | torch.Tensor], node: fx.Node) -> None:
+        """Append a call of a function in C, to be made when its result, the first of the tensors, is read."""
+        now = [value.tensor if isinstance(value, Traced) else value for value in tensors]
+        references = [self._ref(value) if isinstance(value, Traced) else Constant(value) for value in tensors]
+        self._wait(lambda: call_once(function, numbers, now))
+        written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
+        kernel = Kernel("function", f"c:{function.name}", tuple(reads[:1]), written, 0.0)
+        step = dataclasses.replace(describe(node, CONVERTERS), kernels=(kernel,))
+        self._entries.append(FunctionCall(function, tuple(numbers), references, step))
 
     def packed(
         self, make: Callable[[Desc | Layout], Primitive], weight: Codes, desc: Desc
@@ -219,7 +238,7 @@ class Recorder:
     def _now(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
-        if handler is not None and reads_inputs((args, kwargs)):
+        if handler is not None and (node in self._each_time or reads_inputs((args, kwargs))):
             result = self.first_possible(lambda: handler(self, node, by_name(node, args, kwargs)))
             if result is not None:
                 return result
@@ -261,13 +280,16 @@ class Recorder:
                 raise BackendError(msg)
             return result
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            if isinstance(args[0], Traced) and args[0].root is None:
+                msg = f"{node.name} changes a constant, which the next call would find changed"
+                raise BackendError(msg)
             self._append(node, args, kwargs, ())
             return alias(found[0], (args, kwargs)) or self._unknown(node)
-        if not reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags:
+        if not reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags and node not in self._each_time:
             made: list[Traced | None] = [Traced(tensor, None) for tensor in found]
         else:
             made = [alias(tensor, (args, kwargs)) for tensor in found]
-            if any(alias is None or isinstance(alias.root, Slot) for alias in made):
+            if any(alias is None or self._offset(alias) < 0 for alias in made):
                 slots = [self._slot(tensor) for tensor in found]
                 made = [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
                 self._append(node, args, kwargs, tuple(slot.index for slot in slots))
@@ -277,14 +299,20 @@ class Recorder:
             return made
         return made[0]
 
+    def _wait(self, call: Callable[[], object]) -> None:
+        """Make a call later, unless too much memory waits."""
+        self._waiting.append(call)
+        if self._held > _MOST_HELD:
+            self._make_waiting()
+
     def _make_calls(self, arguments: Any) -> None:
         """Make the calls that wait, if one of them may write what these arguments read."""
         if reads_blocks(arguments):
             self._make_waiting()
 
     def _make_waiting(self) -> None:
-        for primitive, now in self._waiting:
-            run_once(self.maker, primitive, now)
+        for call in self._waiting:
+            call()
         self._waiting.clear()
         self._held = 0
 
@@ -316,8 +344,8 @@ class Recorder:
         return value
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        self._slots += 1
-        return Slot(self._slots - 1, Desc.of(tensor))
+        self._begins.append(_begin(tensor))
+        return Slot(len(self._begins) - 1, Desc.of(tensor))
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, Traced):
@@ -331,9 +359,14 @@ class Recorder:
         if value.root is None:
             return Constant(value.tensor)
         if isinstance(value.root, Slot):
-            return value.root
+            whole = value.desc == value.root.desc and not self._offset(value)
+            return value.root if whole else Part(value.root, self._offset(value), value.desc)
         value.root.last = max(value.root.last, len(self._entries))
-        return Part(value.root, int(value.tensor.storage_offset()) * value.tensor.element_size(), value.desc)
+        return Part(value.root, self._offset(value), value.desc)
+
+    def _offset(self, value: Traced) -> int:
+        """Bytes from the begin of the memory, or of the tensor, that a tensor lies in."""
+        return _begin(value.tensor) - (self._begins[value.root.index] if isinstance(value.root, Slot) else 0)
 
     def _output(self, value: Any) -> Any:
         value = self._computed(value)
@@ -346,4 +379,15 @@ class Recorder:
         calls = [entry for entry in self._entries if isinstance(entry, Call)]
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
         refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
-        return Plan(self._entries, inputs, refs, self._slots, size, offsets, aligned(max(scratchpads, default=0)))
+        return Plan(self._entries, inputs, refs, len(self._begins), size, offsets, aligned(max(scratchpads, default=0)))
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    """Bytes in front of a tensor in its memory."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _changed(node: fx.Node) -> fx.Node:
+    """Whose memory an operator changes that works in place."""
+    source = first_input(node)
+    return node if source is None else climb(source, lambda n: may_be_view(n) or works_in_place(n))

@@ -132,11 +132,13 @@ def is_about_sizes(target: Any) -> bool:
 
 def alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
     """A result as a view of an argument; None when it has memory of its own."""
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # sizes and strides do not tell that
     address = tensor.untyped_storage().data_ptr()
     for value in _flat(arguments):
         if value.tensor.layout is not torch.strided:
             continue  # a packed weight, whose memory torch does not show
-        if tensor.numel() and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
+        if address and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
             return Traced(tensor, value.root)
     return None
 

@@ -1,0 +1,52 @@
+"""A graph that computes one token of a language model → plans: low-bit kernels, functions in C between them, no Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import fx
+
+from nc.backends.low_bit.engine import LowBitEngine
+from nc.backends.low_bit.graph import replace_low_bit
+from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.backends.native.plans import steps
+from nc.backends.native.plans.model import SMALL_HANDLERS, SMALL_LATER, PlannedModel
+from nc.errors import BackendError, BackendUnavailableError
+from nc.nn import QuantLinear
+from nc.numerics.packed_weight import PackedWeight
+from nc.onednn.providers import provider
+from nc.onednn.runner import runner
+
+
+def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> PlannedModel:
+    """What runs a graph that may change its inputs in place.
+
+    Args:
+        module: flat graph, changed here.
+        layers: of the model that it was captured from; what their kernels packed is shared.
+
+    Raises:
+        BackendUnavailableError: this machine has no compiler, and the package no compiled code for it; or oneDNN is missing.
+    """
+    why = steps.why_unavailable()
+    if why:
+        msg = f"Tokens can't be computed by a plan here: {why}."
+        raise BackendUnavailableError(msg)
+    owners = {layer.packed.codes.data_ptr(): layer for layer in layers}
+
+    def pack(kernel: LowBitKernel, weight: PackedWeight) -> PackedLayout:
+        layer = owners.get(weight.codes.data_ptr())
+        if layer is None or not isinstance(layer.engine, LowBitEngine):
+            return kernel.pack(weight)
+        return layer.engine.packed(layer, kernel)
+
+    replace_low_bit(module, pack=pack)
+    module.recompile()
+    source = provider()
+
+    def otherwise() -> NoReturn:
+        raise BackendError("; ".join(planned.unplanned()))
+
+    planned = PlannedModel(module, source, runner(source.maker.library)[0], otherwise, SMALL_HANDLERS, SMALL_LATER, follow=True)
+    return planned

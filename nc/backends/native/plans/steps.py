@@ -1,0 +1,378 @@
+"""Small operators as functions in C (`nc/c_code/steps.c`): for a few thousand elements a call of torch takes longer than the work.
+
+They are for tensors in fp32 and bf16. What they can't do is left to other handlers, and to torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.recorder import Handler, Recorder
+from nc.backends.native.plans.values import Later, Traced
+from nc.c_code import openmp
+from nc.c_code.build import load
+from nc.errors import BackendUnavailableError
+from nc.graph.catalogue import first_input, op_name
+from nc.onednn.primitives import contiguous_strides
+from nc.onednn.runner import Function
+
+_aten = torch.ops.aten
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+#: Numbers of the operators in the C code.
+_OPERATORS = (
+    *("copy", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "relu", "exp", "sigmoid", "silu", "tanh"),
+    *("gelu_tanh", "gelu_erf", "cos", "sin"),
+)
+#: Above, oneDNN and torch divide the work among threads.
+_MOST_ELEMENTS = 2**16
+#: Dimensions that the C code can count through, and the widest head of an attention.
+MOST_DIMS, _WIDEST = 8, 512
+
+
+@functools.cache
+def _functions() -> Mapping[str, Function] | str:
+    """The functions in C by name, or why there are none."""
+    try:
+        library, threads = load("steps"), openmp.addresses()
+    except (BackendUnavailableError, OSError) as error:
+        return str(error)
+    library.nc_step_threads.argtypes = (ctypes.c_void_p,) * 3
+    if threads is not None:
+        library.nc_step_threads(*threads)
+    place = _address(library, "nc_step_set")
+    return {
+        name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "layer_norm", "place", "attention")
+    }
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def why_unavailable() -> str:
+    """Why there are no such functions here; "" when there are."""
+    found = _functions()
+    return found if isinstance(found, str) else ""
+
+
+def function(name: str) -> Function:
+    """One of the functions of the C code."""
+    found = _functions()
+    assert not isinstance(found, str), "handlers of this module are for where its functions are available"
+    return found[name]
+
+
+def of_address(name: str, address: int) -> Function:
+    """Another function of the same form."""
+    return Function(name, address, function("map").set)
+
+
+def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, x: Traced, y: Traced | None = None) -> None:
+    """Append `result = operation(x, y)`, elementwise; `x` and `y` are repeated to the sizes of the result."""
+    given = [result, x] if y is None else [result, x, y]
+    sizes = tuple(result.tensor.shape)
+    strides = [value.tensor.expand(sizes).stride() for value in given]
+    sizes, strides = _merged(sizes, strides)
+    numbers = [_OPERATORS.index(operation), *(_DTYPES[value.tensor.dtype] for value in (*given, x)[:3]), len(sizes), *sizes]
+    numbers += [stride for each in (*strides, strides[-1])[:3] for stride in each]
+    recorder.call_function(function("map"), numbers, given, node)
+
+
+def as_fp32(recorder: Recorder, node: fx.Node, x: Traced) -> Traced:
+    """The tensor in fp32, without gaps."""
+    return x if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() else converted(recorder, node, x, torch.float32)
+
+
+def converted(recorder: Recorder, node: fx.Node, x: Traced, dtype: torch.dtype) -> Traced:
+    """A copy in another dtype, without gaps."""
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
+    apply(recorder, node, "copy", result, x)
+    return result
+
+
+def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The same elements with as few dimensions as can be: those that lie one behind the other in all tensors become one."""
+    kept: list[tuple[int, tuple[int, ...]]] = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if size == 1:
+            continue
+        if kept and all(outer == inner * size for outer, inner in zip(kept[-1][1], steps, strict=True)):
+            kept[-1] = kept[-1][0] * size, tuple(steps)
+        else:
+            kept.append((size, tuple(steps)))
+    kept = kept or [(1, (1,) * len(strides))]
+    return tuple(size for size, _ in kept), [tuple(steps[i] for _, steps in kept) for i in range(len(strides))]
+
+
+def _read(recorder: Recorder, value: Any) -> Traced | None:
+    """A tensor that the C code can read."""
+    x = recorder.read(value)
+    if x is None or x.tensor.dtype not in _DTYPES or x.tensor.is_neg():  # what a view negates is not so in memory
+        return None
+    return x if 0 < x.tensor.numel() <= _MOST_ELEMENTS and x.tensor.dim() <= MOST_DIMS else None
+
+
+def _new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> Traced:
+    return recorder.new(tuple(sizes), contiguous_strides(sizes), dtype)
+
+
+def _unary(operation: str) -> Handler:
+    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+        x = _read(recorder, a.get("self", a.get("input")))
+        if x is None or not x.tensor.dim():
+            return None
+        result = _new(recorder, x.tensor.shape, x.tensor.dtype)
+        apply(recorder, node, operation, result, x)
+        return result
+
+    return handler
+
+
+def _binary(operation: str) -> Handler:
+    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+        x, y = (_operand(recorder, a[name]) for name in ("self", "other"))
+        if x is None or y is None or a.get("alpha", 1) != 1:
+            return None
+        # a number does not decide about the dtype
+        dtype = torch.result_type(*(side.tensor if isinstance(a[n], Traced) else 1.0 for n, side in (("self", x), ("other", y))))  # type: ignore[arg-type]
+        dims = max(x.tensor.dim(), y.tensor.dim())
+        shapes = [(1,) * (dims - side.tensor.dim()) + tuple(side.tensor.shape) for side in (x, y)]
+        sizes = [n if m == 1 else m for m, n in zip(*shapes, strict=True)]  # torch.broadcast_shapes imports sympy
+        if dtype not in _DTYPES or not sizes:
+            return None
+        result = _new(recorder, sizes, dtype)
+        apply(recorder, node, operation, result, x, y)
+        return result
+
+    return handler
+
+
+def _operand(recorder: Recorder, value: Any) -> Traced | None:
+    """A tensor, or a number as a tensor."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Traced(torch.tensor(float(value)), None)
+    return _read(recorder, value)
+
+
+def gelu(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::gelu`."""
+    result: Traced | None = _unary("gelu_tanh" if a["approximate"] == "tanh" else "gelu_erf")(recorder, node, a)
+    return result
+
+
+def power(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::pow` by 2."""
+    result: Traced | None = _unary("square")(recorder, node, a) if a["exponent"] == 2 else None
+    return result
+
+
+def convert(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::to` another floating-point dtype, and `aten::type_as`."""
+    x, other = _read(recorder, a["self"]), a.get("other")
+    dtype = a["dtype"] if other is None else other.tensor.dtype
+    if x is None or dtype not in _DTYPES or not x.tensor.dim():
+        return None
+    if dtype == x.tensor.dtype:
+        return None if a.get("copy") else x
+    return converted(recorder, node, x, dtype)
+
+
+def copied(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::clone` and `aten::contiguous`."""
+    x = _read(recorder, a["self"])
+    if x is None or not x.tensor.dim() or a.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+        return None
+    if x.tensor.is_contiguous() and node.target is _aten.contiguous.default:
+        return x
+    if a.get("memory_format") is not torch.contiguous_format and node.target is _aten.clone.default and not x.tensor.is_contiguous():
+        return None  # the strides of the result are those of the input
+    return converted(recorder, node, x, x.tensor.dtype)
+
+
+def reshape(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::reshape` where that is a copy."""
+    x = _read(recorder, a["self"])
+    if x is None or x.tensor.is_contiguous():
+        return None
+    if x.tensor.reshape(a["shape"]).untyped_storage().data_ptr() == x.tensor.untyped_storage().data_ptr():
+        return None
+    result = converted(recorder, node, x, x.tensor.dtype)
+    return Traced(result.tensor.reshape(a["shape"]), result.root)
+
+
+def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::cat`."""
+    parts = [_read(recorder, value) for value in a["tensors"] if not isinstance(value, Traced) or value.tensor.numel()]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts) or len({(p.tensor.dtype, p.tensor.dim()) for p in found}) > 1 or not found[0].tensor.dim():
+        return None
+    axis, sizes = a["dim"] % found[0].tensor.dim(), list(found[0].tensor.shape)
+    sizes[axis] = sum(p.tensor.shape[axis] for p in found)
+    result, start = _new(recorder, sizes, found[0].tensor.dtype), 0
+    for part in found:
+        target = result.tensor.narrow(axis, start, part.tensor.shape[axis])
+        apply(recorder, node, "copy", Traced(target, result.root), part)
+        start += part.tensor.shape[axis]
+    return result
+
+
+def mean(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::mean` over the last dimension."""
+    x = _read(recorder, a["self"])
+    if x is None or not x.tensor.dim() or not a["dim"] or len(a["dim"]) > 1 or a["dim"][0] % x.tensor.dim() != x.tensor.dim() - 1:
+        return None
+    if a["dtype"] not in (None, x.tensor.dtype) or not x.tensor.is_contiguous():
+        return None
+    *sizes, width = x.tensor.shape
+    result = _new(recorder, [*sizes, 1], x.tensor.dtype)
+    kind = _DTYPES[x.tensor.dtype]
+    recorder.call_function(function("mean"), [kind, kind, x.tensor.numel() // width, width, width], [result, x], node)
+    return result if a["keepdim"] else Traced(result.tensor.squeeze(-1), result.root)
+
+
+def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::layer_norm` over the last dimension."""
+    x, weight, bias = _read(recorder, a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
+    if x is None or len(a["normalized_shape"]) != 1 or not x.tensor.is_contiguous():
+        return None
+    if (weight is None) != (a["weight"] is None) or (bias is None) != (a["bias"] is None):
+        return None
+    width = x.tensor.shape[-1]
+    result = _new(recorder, x.tensor.shape, x.tensor.dtype)
+    (eps,) = struct.unpack("<i", struct.pack("<f", a["eps"]))
+    kind = _DTYPES[x.tensor.dtype]
+    factors = [torch.empty(0) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in (weight, bias)]
+    recorder.call_function(function("layer_norm"), [kind, kind, x.tensor.numel() // width, width, eps], [result, x, *factors], node)
+    return result
+
+
+def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::index_copy_` with one index."""
+    x, index, source = recorder.read(a["self"]), recorder.read(a["index"]), recorder.read(a["source"])
+    if x is None or index is None or source is None or x.root is None or index.tensor.dtype is not torch.int64 or index.tensor.numel() != 1:
+        return None
+    axis = a["dim"] % max(x.tensor.dim(), 1)
+    if (
+        x.tensor.is_neg()
+        or source.tensor.is_neg()
+        or x.tensor.dtype != source.tensor.dtype
+        or not source.tensor.numel()
+        or source.tensor.dim() != x.tensor.dim()
+    ):
+        return None
+    one = source.tensor.select(axis, 0)
+    to = x.tensor.select(axis, 0)
+    sizes, (ys, xs) = _merged(to.shape, [to.stride(), one.stride()])
+    size = x.tensor.element_size()
+    if len(sizes) == 1:
+        sizes, ys, xs = (1, *sizes), (0, *ys), (0, *xs)
+    if len(sizes) != 2 or ys[1] != 1 or xs[1] != 1:
+        return None
+    numbers = [sizes[1] * size, sizes[0], ys[0] * size, xs[0] * size, x.tensor.stride(axis) * size, x.tensor.shape[axis], 1, 1]
+    recorder.call_function(function("place"), numbers, [x, source, index], node)
+    return x
+
+
+def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::embedding`: rows of a table."""
+    table, indices = recorder.read(a["weight"]), recorder.read(a["indices"])
+    if table is None or indices is None or not table.tensor.is_contiguous() or table.tensor.dim() != 2 or not indices.tensor.numel():
+        return None
+    if indices.tensor.dtype is not torch.int64 or not indices.tensor.is_contiguous() or table.tensor.dtype not in _DTYPES:
+        return None
+    places, width = table.tensor.shape
+    size = width * table.tensor.element_size()
+    result = _new(recorder, (*indices.tensor.shape, width), table.tensor.dtype)
+    recorder.call_function(function("place"), [size, indices.tensor.numel(), size, 0, size, places, 0, 0], [result, table, indices], node)
+    return result
+
+
+def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::scaled_dot_product_attention` of one query per head; keys that heads share are read where they lie."""
+    query, mask = recorder.read(a["query"]), recorder.read(a["attn_mask"])
+    if query is None or a["dropout_p"] or a["is_causal"] or query.tensor.dim() != 4 or query.tensor.shape[2] != 1:
+        return None
+    key, value = (_shared(recorder, a[name]) for name in ("key", "value"))
+    if key is None or value is None or key.tensor.dim() != 4 or value.tensor.dim() != 4:
+        return None
+    batch, heads, _, width = query.tensor.shape
+    (_, of_key, keys, _), wide = key.tensor.shape, value.tensor.shape[3]
+    given = (query, key, value, *((mask,) if mask is not None else ()))
+    if (
+        any(v.tensor.is_neg() for v in given)
+        or any(v.tensor.dtype not in _DTYPES for v in given[:3])
+        or max(width, wide) > _WIDEST
+        or heads % of_key
+        or not keys
+    ):
+        return None
+    if any(v.tensor.shape[:2] != (batch, of_key) or v.tensor.stride(3) != 1 for v in (key, value)) or query.tensor.stride(3) != 1:
+        return None
+    if of_key != heads and not (a["enable_gqa"] or isinstance(a["key"], Later)) or value.tensor.shape[2] != keys:
+        return None
+    kind, mask_dtype, mask_strides = 0, 0, (0, 0, 0)
+    if mask is not None:
+        if mask.tensor.dtype not in (torch.bool, *_DTYPES) or mask.tensor.dim() > 4:
+            return None
+        kind, mask_dtype = (1, 0) if mask.tensor.dtype is torch.bool else (2, _DTYPES[mask.tensor.dtype])
+        spread = mask.tensor.expand(batch, heads, 1, keys).stride()
+        mask_strides = spread[0], spread[1], spread[3]
+    result = _new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
+    dtypes = (*(_DTYPES[v.tensor.dtype] for v in (*given[:3], result)), mask_dtype)
+    strides = [stride for v, count in ((query, 2), (key, 3), (value, 3), (result, 2)) for stride in v.tensor.stride()[:count]]
+    factor = a["scale"] if a["scale"] is not None else width**-0.5
+    (bits,) = struct.unpack("<i", struct.pack("<f", factor))
+    numbers = [batch, heads, heads // of_key, keys, width, wide, kind, *dtypes, *strides, *mask_strides, bits, openmp.threads()]
+    recorder.call_function(function("attention"), numbers, [result, *given], node)
+    return result
+
+
+def is_repeated(node: fx.Node) -> bool:
+    """Whether a reshape only repeats heads for attention: it waits, because a kernel can read the same head twice."""
+    source, readers = first_input(node), list(node.users)
+    if source is None or op_name(source) != "expand" or not readers:
+        return False
+    return all(reader.target is _aten.scaled_dot_product_attention.default for reader in readers)
+
+
+def _shared(recorder: Recorder, value: Any) -> Traced | None:
+    """Keys or values; those that were repeated for heads, before that."""
+    if isinstance(value, Later) and value.node.target is _aten.reshape.default:
+        x, sizes = recorder.read(value.named["self"]), value.named["shape"]
+        if x is not None and x.tensor.dim() == 5 and x.tensor.stride(2) == 0 and sizes[1] == x.tensor.shape[1] * x.tensor.shape[2]:
+            return Traced(x.tensor[:, :, 0], x.root)
+    return recorder.read(value)
+
+
+HANDLERS: Mapping[Any, Handler] = {
+    _aten.add.Tensor: _binary("add"),
+    _aten.sub.Tensor: _binary("sub"),
+    _aten.mul.Tensor: _binary("mul"),
+    _aten.div.Tensor: _binary("div"),
+    _aten.pow.Tensor_Scalar: power,
+    _aten.gelu.default: gelu,
+    _aten.to.dtype: convert,
+    _aten.type_as.default: convert,
+    _aten.layer_norm.default: layer_norm,
+    _aten.clone.default: copied,
+    _aten.contiguous.default: copied,
+    _aten.reshape.default: reshape,
+    _aten.cat.default: concatenation,
+    _aten.mean.dim: mean,
+    _aten.index_copy_.default: place,
+    _aten.embedding.default: embedding,
+    _aten.scaled_dot_product_attention.default: attention,
+} | {
+    getattr(_aten, name).default: _unary(name)
+    for name in ("neg", "abs", "sqrt", "rsqrt", "reciprocal", "relu", "exp", "sigmoid", "silu", "tanh", "cos", "sin")
+}
+LATER = {_aten.reshape.default: is_repeated}

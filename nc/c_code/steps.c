@@ -1,0 +1,402 @@
+/* Small operators between products: a few thousand elements, for which a call of torch takes longer than the work.
+ *
+ * Each function has the form of dnnl_primitive_execute, so that one list has both: (numbers, not used, count of tensors, addresses).
+ * Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for bf16.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+/* Part of the functions above: between them, a call for each key would take as long as its work. */
+#define INLINE static inline __attribute__((always_inline))
+
+enum { F32, BF16 };
+enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN };
+enum { ROW = 512, OTHER_INDEX = 1, NO_MEMORY = 2 };
+
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
+
+INLINE float from_bf16(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+INLINE uint16_t to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (value != value)
+        return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to the nearest, ties to even */
+}
+
+/* n elements that are `stride` apart, as fp32; where they are that already, nothing is copied. */
+INLINE const float *load(const char *from, int64_t dtype, int64_t stride, int64_t n, float *buffer)
+{
+    if (dtype == F32 && stride == 1)
+        return (const float *)from;
+    if (dtype == F32)
+        for (int64_t i = 0; i < n; i++)
+            buffer[i] = ((const float *)from)[i * stride];
+    else
+        for (int64_t i = 0; i < n; i++)
+            buffer[i] = from_bf16(((const uint16_t *)from)[i * stride]);
+    return buffer;
+}
+
+INLINE void store(char *to, int64_t dtype, int64_t stride, int64_t n, const float *values)
+{
+    if (dtype == F32)
+        for (int64_t i = 0; i < n; i++)
+            ((float *)to)[i * stride] = values[i];
+    else
+        for (int64_t i = 0; i < n; i++)
+            ((uint16_t *)to)[i * stride] = to_bf16(values[i]);
+}
+
+/* e^x within 2 units in the last place: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
+INLINE float exponential(float x)
+{
+    float limited = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    float n = rintf(limited * 1.44269504088896341f);
+    float r = limited - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    int32_t bits;
+    float power;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    bits = ((int32_t)n + 127) << 23;
+    memcpy(&power, &bits, 4);
+    p = (p * r * r + r + 1.0f) * power;
+    return x > 88.0f ? (x > 88.722839f ? INFINITY : expf(x)) : x < -87.0f ? (x < -104.0f ? 0.0f : expf(x)) : x != x ? x : p;
+}
+
+#define EACH(value)                       \
+    for (int64_t i = 0; i < n; i++)       \
+        y[i] = (value);                   \
+    break
+
+FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float *restrict b, float *restrict y, int64_t n)
+{
+    switch (op) {
+    case COPY: EACH(a[i]);
+    case ADD: EACH(a[i] + b[i]);
+    case SUB: EACH(a[i] - b[i]);
+    case MUL: EACH(a[i] * b[i]);
+    case DIV: EACH(a[i] / b[i]);
+    case NEG: EACH(-a[i]);
+    case ABS: EACH(fabsf(a[i]));
+    case SQRT: EACH(sqrtf(a[i]));
+    case RSQRT: EACH(1.0f / sqrtf(a[i]));
+    case RECIPROCAL: EACH(1.0f / a[i]);
+    case SQUARE: EACH(a[i] * a[i]);
+    case RELU: EACH(a[i] > 0 ? a[i] : a[i] != a[i] ? a[i] : 0.0f);
+    case EXP: EACH(exponential(a[i]));
+    case SIGMOID: EACH(1.0f / (1.0f + exponential(-a[i])));
+    case SILU: EACH(a[i] / (1.0f + exponential(-a[i])));
+    case TANH: EACH(tanhf(a[i]));
+    case GELU_TANH: EACH(a[i] / (1.0f + exponential(-1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))));
+    case GELU_ERF: EACH(0.5f * a[i] * (1.0f + erff(0.70710678118654752f * a[i])));
+    case COS: EACH(cosf(a[i]));
+    case SIN: EACH(sinf(a[i]));
+    }
+}
+
+/* y = op(a, b), elementwise.
+ *
+ * how: op, dtypes of y, a, b, dimensions d, sizes [d], strides of y [d], of a [d], of b [d] in elements; a stride of 0 repeats
+ * tensors: y, a, b (an operator of one value does not read b)
+ */
+int nc_step_map(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    const int64_t op = how[0], d = how[4], *sizes = how + 5, *ys = sizes + d, *as = ys + d, *bs = as + d;
+    const int64_t n = sizes[d - 1], two = count > 2;
+    int64_t rows = 1, index[8] = {0};
+    float buffers[3][ROW];
+    (void)unused;
+    for (int64_t i = 0; i < d - 1; i++)
+        rows *= sizes[i];
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t y = 0, a = 0, b = 0;
+        for (int64_t i = 0; i < d - 1; i++) {
+            y += index[i] * ys[i];
+            a += index[i] * as[i];
+            b += two ? index[i] * bs[i] : 0;
+        }
+        for (int64_t start = 0; start < n; start += ROW) {
+            const int64_t part = n - start < ROW ? n - start : ROW;
+            const float *left = load(tensors[1] + (a + start * as[d - 1]) * bytes_of(how[2]), how[2], as[d - 1], part, buffers[0]);
+            const float *right = two ? load(tensors[2] + (b + start * bs[d - 1]) * bytes_of(how[3]), how[3], bs[d - 1], part, buffers[1]) : left;
+            char *to = tensors[0] + (y + start * ys[d - 1]) * bytes_of(how[1]);
+            if (how[1] == F32 && ys[d - 1] == 1) {
+                apply(op, left, right, (float *)to, part);
+            } else {
+                apply(op, left, right, buffers[2], part);
+                store(to, how[1], ys[d - 1], part, buffers[2]);
+            }
+        }
+        for (int64_t i = d - 2; i >= 0 && ++index[i] == sizes[i]; i--)
+            index[i] = 0;
+    }
+    return 0;
+}
+
+/* The sum of 32 numbers, which are overwritten. */
+INLINE float total(float *sums)
+{
+    for (int64_t width = 16; width; width /= 2)
+        for (int64_t j = 0; j < width; j++)
+            sums[j] += sums[j + width];
+    return sums[0];
+}
+
+FOR_EACH_CPU static float sum_of(const float *x, int64_t n)
+{
+    float sums[32] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int64_t j = 0; j < 32; j++)
+            sums[j] += x[i + j];
+    for (; i < n; i++)
+        sum += x[i];
+    return sum + total(sums);
+}
+
+/* Means of rows. how: dtypes of y and x, rows, elements of a row, stride of rows; tensors: y, without gaps; x */
+int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    const int64_t n = how[3];
+    float buffer[ROW];
+    (void)unused, (void)count;
+    for (int64_t row = 0; row < how[2]; row++) {
+        float sum = 0;
+        for (int64_t start = 0; start < n; start += ROW) {
+            const int64_t part = n - start < ROW ? n - start : ROW;
+            sum += sum_of(load(tensors[1] + (row * how[4] + start) * bytes_of(how[1]), how[1], 1, part, buffer), part);
+        }
+        sum /= (float)n;
+        store(tensors[0] + row * bytes_of(how[0]), how[0], 1, 1, &sum);
+    }
+    return 0;
+}
+
+FOR_EACH_CPU static float squares_of(const float *x, float mean, int64_t n)
+{
+    float sums[32] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int64_t j = 0; j < 32; j++)
+            sums[j] += (x[i + j] - mean) * (x[i + j] - mean);
+    for (; i < n; i++)
+        sum += (x[i] - mean) * (x[i] - mean);
+    return sum + total(sums);
+}
+
+/* Layer norm of rows. how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float); tensors: y and x, without gaps;
+ * weight and bias in fp32, or no address */
+int nc_step_layer_norm(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    const int64_t n = how[3];
+    const float *weight = (const float *)tensors[2], *bias = (const float *)tensors[3];
+    float buffer[ROW], epsilon;
+    (void)unused, (void)count;
+    memcpy(&epsilon, how + 4, 4);
+    for (int64_t row = 0; row < how[2]; row++) {
+        char *y = tensors[0] + row * n * bytes_of(how[0]), *x = tensors[1] + row * n * bytes_of(how[1]);
+        float mean = 0, variance = 0;
+        for (int64_t start = 0; start < n; start += ROW) {
+            const int64_t part = n - start < ROW ? n - start : ROW;
+            mean += sum_of(load(x + start * bytes_of(how[1]), how[1], 1, part, buffer), part);
+        }
+        mean /= (float)n;
+        for (int64_t start = 0; start < n; start += ROW) {
+            const int64_t part = n - start < ROW ? n - start : ROW;
+            variance += squares_of(load(x + start * bytes_of(how[1]), how[1], 1, part, buffer), mean, part);
+        }
+        const float factor = 1.0f / sqrtf(variance / (float)n + epsilon);
+        for (int64_t start = 0; start < n; start += ROW) {
+            const int64_t part = n - start < ROW ? n - start : ROW;
+            const float *from = load(x + start * bytes_of(how[1]), how[1], 1, part, buffer);
+            for (int64_t i = 0; i < part; i++)
+                buffer[i] = (from[i] - mean) * factor * (weight ? weight[start + i] : 1.0f) + (bias ? bias[start + i] : 0.0f);
+            store(y + start * bytes_of(how[0]), how[0], 1, part, buffer);
+        }
+    }
+    return 0;
+}
+
+/* Copy rows to, or from, a place that an index in memory names.
+ *
+ * how: bytes of a row; rows; for y and x: bytes between rows; bytes between places; places; whether y is the one with places;
+ *   indices, one for all rows (1) or one each (0)
+ * tensors: y, x, int64 indices. Returns OTHER_INDEX where an index is none of the places.
+ */
+int nc_step_place(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    const int64_t *indices = (const int64_t *)tensors[2];
+    (void)unused, (void)count;
+    for (int64_t row = 0; row < how[1]; row++) {
+        const int64_t place = indices[how[7] ? 0 : row];
+        char *y = tensors[0] + row * how[2], *x = tensors[1] + row * how[3];
+        if (place < 0 || place >= how[5])
+            return OTHER_INDEX;
+        memcpy(y + (how[6] ? place * how[4] : 0), x + (how[6] ? 0 : place * how[4]), how[0]);
+    }
+    return 0;
+}
+
+INLINE float dot(const float *restrict a, const float *restrict b, int64_t n)
+{
+    float sums[16] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int64_t j = 0; j < 16; j++)
+            sums[j] += a[i + j] * b[i + j];
+    for (; i < n; i++)
+        sum += a[i] * b[i];
+    for (int64_t j = 0; j < 8; j++)
+        sums[j] += sums[j + 8];
+    for (int64_t j = 0; j < 4; j++)
+        sums[j] += sums[j + 4];
+    return sum + ((sums[0] + sums[2]) + (sums[1] + sums[3]));
+}
+
+INLINE void add_scaled(float *restrict y, const float *restrict x, float by, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] += by * x[i];
+}
+
+INLINE void scale(float *y, float by, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] *= by;
+}
+
+enum { B, H, GROUP, KEYS, WIDTH, VALUE_WIDTH, MASK, DTYPES, Q = DTYPES + 5, K = Q + 2, V = K + 3, Y = V + 3, M = Y + 2 };
+enum { NO_MASK, BOOL_MASK, FLOAT_MASK };
+
+struct attention {
+    const int64_t *how;
+    char *const *tensors;
+    float factor;
+};
+
+/* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far is taken off all
+ * (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
+FOR_EACH_CPU static void attend(const struct attention *job, int64_t task)
+{
+    const int64_t *h = job->how, batch = task / h[H], head = task % h[H], shared = head / h[GROUP];
+    const int64_t q_type = h[DTYPES], k_type = h[DTYPES + 1], v_type = h[DTYPES + 2], y_type = h[DTYPES + 3], m_type = h[DTYPES + 4];
+    const char *keys = job->tensors[2] + (batch * h[K] + shared * h[K + 1]) * bytes_of(k_type);
+    const char *values = job->tensors[3] + (batch * h[V] + shared * h[V + 1]) * bytes_of(v_type);
+    const char *mask = job->tensors[4];
+    const int64_t at = batch * h[M] + head * h[M + 1];
+    float query[ROW], row[ROW], sum[ROW] = {0}, largest = -INFINITY, total = 0;
+    const float *q = load(job->tensors[1] + (batch * h[Q] + head * h[Q + 1]) * bytes_of(q_type), q_type, 1, h[WIDTH], query);
+    for (int64_t start = 0; start < h[KEYS]; start += ROW) {
+        const int64_t count = h[KEYS] - start < ROW ? h[KEYS] - start : ROW;
+        float scores[ROW], most = largest;
+        int unknown = 0; /* a score that is no number */
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t j = start + i, m = at + j * h[M + 2];
+            if (h[MASK] == BOOL_MASK && !((const uint8_t *)mask)[m]) {
+                scores[i] = -INFINITY;
+                continue;
+            }
+            scores[i] = job->factor * dot(q, load(keys + j * h[K + 2] * bytes_of(k_type), k_type, 1, h[WIDTH], row), h[WIDTH]);
+            if (h[MASK] == FLOAT_MASK) {
+                float added;
+                scores[i] += *load(mask + m * bytes_of(m_type), m_type, 1, 1, &added);
+            }
+            most = scores[i] > most ? scores[i] : most;
+            unknown |= scores[i] != scores[i];
+        }
+        if (most == -INFINITY && !unknown) /* nothing is seen so far */
+            continue;
+        most = most == -INFINITY ? 0 : most;
+        if (most > largest) {
+            const float less = exponential(largest - most);
+            scale(sum, less, h[VALUE_WIDTH]);
+            total *= less;
+            largest = most;
+        }
+        for (int64_t i = 0; i < count; i++)
+            scores[i] = exponential(scores[i] - largest);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t j = start + i;
+            if (scores[i] == 0)
+                continue;
+            total += scores[i];
+            add_scaled(sum, load(values + j * h[V + 2] * bytes_of(v_type), v_type, 1, h[VALUE_WIDTH], row), scores[i], h[VALUE_WIDTH]);
+        }
+    }
+    if (total != 0) /* a query that sees no key gets zeros, as from torch */
+        scale(sum, 1.0f / total, h[VALUE_WIDTH]);
+    store(job->tensors[0] + (batch * h[Y] + head * h[Y + 1]) * bytes_of(y_type), y_type, 1, h[VALUE_WIDTH], sum);
+}
+
+/* ---- threads: those of the OpenMP library that torch uses ---- */
+
+typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
+static parallel_t gomp_parallel;
+static int (*gomp_thread)(void), (*gomp_threads)(void);
+
+void nc_step_threads(void *parallel, void *thread, void *threads)
+{
+    gomp_thread = (int (*)(void))thread;
+    gomp_threads = (int (*)(void))threads;
+    gomp_parallel = (parallel_t)parallel;
+}
+
+static void share(void *data)
+{
+    const struct attention *job = data;
+    const int64_t tasks = job->how[B] * job->how[H], threads = gomp_threads(), thread = gomp_thread();
+    for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++)
+        attend(job, task);
+}
+
+/* Attention of one query per head.
+ *
+ * how: batch, heads, heads that share keys and values, keys, width of keys (at most ROW), of values (likewise), kind of mask, dtypes of
+ *   q, k, v, y and the mask; strides in elements: q and y [batch, head], k and v [batch, head, key], mask [batch, head, key];
+ *   then the bits of the factor (a float), and threads
+ * tensors: y, q, k, v, mask (where there is one)
+ */
+int nc_step_attention(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct attention job = {how, tensors, 0};
+    const int64_t *after = how + M + 3, tasks = how[B] * how[H];
+    /* as much work as a few thousand products is done before other threads wake up */
+    const int64_t worth = 1 + tasks * how[KEYS] * how[WIDTH] / 65536;
+    int64_t threads = after[1] < worth ? after[1] : worth;
+    (void)unused, (void)count;
+    memcpy(&job.factor, after, 4);
+    threads = threads < tasks ? threads : tasks;
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share, &job, (unsigned)threads, 0);
+    else
+        for (int64_t task = 0; task < tasks; task++)
+            attend(&job, task);
+    return 0;
+}
+
+/* Memory of a list whose address is known at each call only: see runner.c. */
+int nc_step_set(void *place, void *address)
+{
+    *(void **)place = address;
+    return 0;
+}
