@@ -225,6 +225,7 @@ INSIDE = {
         (
             "nc.backends.auto_order",
             "nc.backends.cpu",
+            "nc.backends.large_pages",
             "nc.backends.dynamic",
             "nc.backends.passes",
             "nc.backends.program",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from nc.backends import cpu
+from nc.backends.large_pages import LargePages
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.c_code import openmp
 from nc.c_code.build import load
@@ -35,6 +36,8 @@ ISAS = {
     "avx_vnni": (1, ("avx_vnni",)),
     "avx2": (0, ()),
 }
+#: Of packed weights: what is read from there limits the speed.
+_MEMORY = LargePages()
 _ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
 
 
@@ -125,7 +128,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     best = isa() if best is None else best
     row = padded if group == inputs else group
     sizes = torch.tensor([outputs, inputs, padded, row, size, middle, best, _SCALES[scale.dtype]])
-    return codes.permute(0, 2, 1, 3).contiguous(), scale, None if offset is None else _panels(offset), values, sizes
+    return _MEMORY.copied(codes.permute(0, 2, 1, 3)), _MEMORY.copied(scale), None if offset is None else _panels(offset), values, sizes
 
 
 def _panels(factors: torch.Tensor) -> torch.Tensor:
