@@ -225,7 +225,6 @@ INSIDE = {
         (
             "nc.backends.auto_order",
             "nc.backends.cpu",
-            "nc.backends.large_pages",
             "nc.backends.dynamic",
             "nc.backends.passes",
             "nc.backends.program",
@@ -235,7 +234,7 @@ INSIDE = {
             "nc.backends.profiling.bandwidth",
             "nc.backends.profiling.latency",
         ),
-        ("nc.backends.low_bit.kernel",),
+        ("nc.backends.low_bit.kernel", "nc.backends.low_bit.large_pages"),
         (
             "nc.backends.low_bit",
             "nc.backends.low_bit.aten",

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from nc.backends import cpu
-from nc.backends.large_pages import LargePages
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.backends.low_bit.large_pages import LargePages
 from nc.c_code import openmp
 from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
