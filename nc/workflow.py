@@ -29,6 +29,7 @@ from nc.global_lock import LOCK
 from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph
 from nc.lowbit.blocks import Progress
+from nc.lowbit.experts import separated
 from nc.lowbit.layers import has_low_bit
 from nc.lowbit.mixed import PreparedMixed
 from nc.lowbit.plan import WeightPlan, others_text
@@ -91,6 +92,7 @@ def prepare(
     if weight_only(config):
         _warn_of_training(model, inplace=inplace, frames=1)
         low_bit_engine(backend)
+        model = separated(model, inplace=inplace)
         layers = plan_layers(config, model, strict=strict)
         _warn_of_float_weights(layers)
         return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
@@ -245,7 +247,7 @@ def describe(
     config = config_from(quant_config)
     _check_model(model)
     if weight_only(config):
-        return plan_layers(config, model, strict=strict)
+        return plan_layers(config, separated(model), strict=strict)
     choose_backend(backend)  # refused before the work, not after it
     graph = _capture(model, example_inputs, None, share_weights=True)
     check_rules(config, with_low_bit(graph, model), strict=strict)

@@ -445,6 +445,30 @@ MUTATIONS = (
         ("ipex",),
         ipex=True,
     ),
+    Mutation(
+        "expert-index",
+        "each expert is multiplied with its own weight",
+        "lowbit/experts.py",
+        "self.get_submodule(str(int(index)))",
+        "self.get_submodule(str(int(index) // 2))",
+        ("experts",),
+    ),
+    Mutation(
+        "large-pages-overlap",
+        "tensors that share a piece of memory do not overlap",
+        "backends/low_bit/large_pages.py",
+        "self._used += -(-size // _ALIGNMENT) * _ALIGNMENT",
+        "self._used += size // _ALIGNMENT * _ALIGNMENT",
+        ("large_pages",),
+    ),
+    Mutation(
+        "one-row-panels",
+        "one row is multiplied with all outputs",
+        "c_code/low_bit.c",
+        "            for (; p < stop; p++)                                              \\\n                tile(j, p, 0, 1, 1, bits);",
+        "            for (; p + 1 < stop; p++)                                          \\\n                tile(j, p, 0, 1, 1, bits);",
+        ("low_bit_c",),
+    ),
 )
 
 

@@ -54,6 +54,7 @@ LEVELS = (
     (
         "nc.lowbit.artefact",
         "nc.lowbit.blocks",
+        "nc.lowbit.experts",
         "nc.lowbit.mixed",
         "nc.lowbit.modules",
         "nc.lowbit.prepared",
@@ -209,6 +210,7 @@ INSIDE = {
         ("nc.lowbit.transforms.awq", "nc.lowbit.transforms.smooth", "nc.lowbit.transforms.teq"),
         ("nc.lowbit.transforms",),
         ("nc.lowbit.modules", "nc.lowbit.recorded", "nc.lowbit.report", "nc.lowbit.shared_work"),
+        ("nc.lowbit.experts",),
         ("nc.lowbit.blocks",),
         ("nc.lowbit.artefact", "nc.lowbit.prepared"),
         ("nc.lowbit.mixed", "nc.lowbit.streamed"),

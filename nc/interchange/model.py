@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from nc.errors import ArtefactError
+from nc.errors import ArtefactError, UnsupportedError
 from nc.interchange.folder import CONFIG, KEY
 from nc.interchange.layer import Layer
+from nc.lowbit.experts import Experts
 from nc.lowbit.layers import layers_of
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
@@ -22,6 +23,13 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
     """(Low-bit layers by name, names of the float linears, all other tensors by name; of tied ones the first)."""
     if not isinstance(model, torch.nn.Module):
         return {name: Layer(weight) for name, weight in model.items()}, [], {}
+    stack = next((name for name, module in model.named_modules() if isinstance(module, Experts)), None)
+    if stack is not None:
+        msg = (
+            f"{stack!r} holds experts that transformers keeps in one tensor, with a weight of its own for each. Tools look for these under "
+            "names that differ from model to model, so this one can't be exported; nc.save stores it."
+        )
+        raise UnsupportedError(msg)
     layers: dict[str, Layer] = {}
     own: set[str] = set()  # names of packed tensors
     first: set[torch.nn.Module] = set()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactError
+from nc.lowbit.experts import separated, stacked_names
 from nc.lowbit.layers import Layer, layers_of, memory_of
 from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import LayerDecision
@@ -93,6 +94,7 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
         if set(names.values()) != set(stored):
             msg = f"{folder.WEIGHTS} holds other tensors than are listed"
             raise ValueError(msg)
+        built = separated(built, inplace=model is None, names={name for name in stacked_names(built) if f"{name}.0" in _modules(names)})
         layers = {layer.name: layer for layer in layers_of(built)}
         for name, data in document["layers"].items():
             parts = {part: stored[names[f"{name}.{part}"]] for part in _PARTS if f"{name}.{part}" in names}
@@ -194,6 +196,10 @@ def _is_free(model: torch.nn.Module, name: str) -> bool:
 
 def _other_model(model: torch.nn.Module, what: str) -> str:
     return f"This {type(model).__name__} is not the model that was saved: {what}. Give model=…, a float model built as the saved one was."
+
+
+def _modules(names: Mapping[str, str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
 
 
 def _names(data: Mapping[str, str]) -> dict[str, str]:

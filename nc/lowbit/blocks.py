@@ -16,6 +16,7 @@ import torch
 from nc.calibration.ranks import Ranks
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
+from nc.lowbit.experts import is_expert
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import WeightPlan
@@ -324,6 +325,8 @@ class Driver:
         float_layers = layers
         if float_module is not None:
             float_layers = {name: float_module.get_submodule(name.removeprefix(f"{prefix}.")) for name in layers}
+        # an expert may get other tokens than in the float model
+        float_layers = {n: layer for n, layer in float_layers.items() if not is_expert(self.model, n)}
         collector = Collector(layers, self.needs)
         with self.share.ranks.together():
             for i in range(self.share.counted):

@@ -71,6 +71,8 @@ class Collector:
         float_x = None if self._float is None else self._float.get(name)
         if self._keep is not None and x.shape[:2] == self._keep.shape:
             x, float_x = x[self._keep], None if float_x is None else float_x[self._keep]
+        if float_x is not None and float_x.shape != x.shape:
+            float_x = None  # a router has sent other tokens here than in the float model
         if name not in self.of:
             self.of[name] = InputStatistics.empty(x.shape[-1], hessian=self._needs.hessian, cross=self._needs.float_inputs)
         try:

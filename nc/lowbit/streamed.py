@@ -205,8 +205,8 @@ def take_values_from(model: torch.nn.Module, stored: Mapping[str, Stored]) -> di
         parameter = parameters[names[0]]
         if value is None:
             msg = (
-                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out as another version of transformers "
-                "had it."
+                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than transformers has it in "
+                "memory, as stacked experts are. A model that fits into memory needs no files: nc.quantize in Python."
             )
             raise ArtefactCorruptError(msg)
         if parameter.shape != value.shape:

@@ -1,0 +1,135 @@
+"""Mixtures of experts whose weights transformers stacks in one parameter: each expert gets a low-bit weight of its own."""
+
+import copy
+
+import pytest
+import torch
+
+import nc
+from nc.errors import UnsupportedError
+from nc.lowbit.experts import Experts, separated, stacked_names
+from nc.nn import QuantLinear
+from nc.numerics.metrics import sqnr_db
+
+transformers = pytest.importorskip("transformers")
+COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+MODELS = {
+    "Mixtral": {"intermediate_size": 96, "num_local_experts": 4},
+    "Qwen3Moe": {"moe_intermediate_size": 32, "intermediate_size": 64, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    # weights are [E, K, N], with biases
+    "GptOss": {"intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+}
+CONFIG = nc.WeightOnlyConfig("int4", group_size=32)
+
+
+def build(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if not stacked_names(model):
+        pytest.skip("this version of transformers has a linear for each expert")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+IDS = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_are_taken_apart_in_a_copy(name):
+    model = build(name)
+    before, names = logits(model), [key for key, _ in model.named_parameters()]
+    apart = separated(model)
+    assert len(stacked_names(model)) == 4
+    assert [key for key, _ in model.named_parameters()] == names
+    assert not stacked_names(apart)
+    torch.testing.assert_close(logits(apart), before, rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits(model), before)
+    assert separated(apart) is apart
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_expert_is_quantized(name, tmp_path):
+    """As the model computes with the dequantized values in its own stacks."""
+    model = build(name)
+    q = nc.quantize(model, CONFIG, backend="reference")
+    assert type(q) is type(model)
+    expected = copy.deepcopy(model)
+    for key, module in q.named_modules():
+        if isinstance(module, Experts):
+            assert all(isinstance(expert, QuantLinear) for expert in module.children())
+            weights = torch.stack([expert.packed.dequantize() for expert in module.children()])
+            stack = expected.get_parameter(key)
+            assert weights.mT.shape == stack.shape or weights.shape == stack.shape
+            stack.data.copy_(weights.mT if module.transposed else weights)
+        elif isinstance(module, QuantLinear) and not isinstance(q.get_submodule(key.rpartition(".")[0]), Experts):
+            expected.get_submodule(key).weight.data.copy_(module.packed.dequantize())
+    torch.testing.assert_close(logits(q), logits(expected), rtol=1e-4, atol=1e-4)
+    nc.save(q, tmp_path / "model")
+    again = nc.load(tmp_path / "model", backend="reference")
+    assert torch.equal(logits(again), logits(q))
+    tokens = again.generate(IDS[:1], max_new_tokens=3, do_sample=False, min_new_tokens=3)
+    assert tokens.shape == (1, 19)
+
+
+@pytest.mark.parametrize("solver", [nc.GPTQ(), nc.GPTQ(two_sided="gptaq"), nc.GPTQ(two_sided="qronos")], ids=str)
+def test_solvers(solver):
+    """An expert may get other tokens than in the float model; one that gets none is rounded to nearest, and the report says so."""
+    model = build("Qwen3Moe")
+    for gate in (module.weight.data for key, module in model.named_modules() if key.endswith("mlp.gate")):
+        gate[1], gate[3], gate[5] = -gate[0], -gate[2], 0  # two of the others always have a score above 0
+    prepared = nc.prepare(model, nc.WeightOnlyConfig("int3", group_size=32, solver=solver))
+    for _ in range(2):
+        prepared(input_ids=IDS)
+    q = nc.convert(prepared)
+    rounded = nc.quantize(model, nc.WeightOnlyConfig("int3", group_size=32))
+    assert sqnr_db(logits(model), logits(q)) > sqnr_db(logits(model), logits(rounded))
+    layers = [layer for layer in nc.report(q).layers if ".experts." in layer.operator]
+    unreached = {layer.operator for layer in layers if "calibration" in layer.note}
+    assert len(layers) == 24
+    assert unreached >= {f"model.layers.0.mlp.experts.{stack}.5" for stack in ("gate_up_proj", "down_proj")}
+    assert {layer.solver for layer in layers if layer.operator in unreached} == {"rtn"}
+    assert {layer.solver for layer in layers if layer.operator not in unreached} == {"gptq"}
+
+
+def test_rules_name_experts(tmp_path):
+    model = build("Mixtral")
+    config = CONFIG.exclude(".*experts.down_proj.*").set_local("model.layers.0.mlp.experts.gate_up_proj.3", nc.WeightOnlyConfig("int8"))
+    q = nc.quantize(model, config)
+    experts = q.model.layers[0].mlp.experts
+    assert [expert.form.dtype.name for expert in experts.gate_up_proj.children()] == ["int4"] * 3 + ["int8"]
+    assert not any(isinstance(expert, QuantLinear) for expert in experts.down_proj.children())
+    nc.save(q, tmp_path / "model")
+    assert torch.equal(logits(nc.load(tmp_path / "model")), logits(q))
+    assert "experts.down_proj.0" in str(nc.describe(model, config))
+
+
+def test_in_place():
+    model = build("GptOss")
+    expected = logits(nc.quantize(model, CONFIG))
+    assert nc.quantize(model, CONFIG, inplace=True) is model
+    assert torch.equal(logits(model), expected)
+
+
+def test_files_of_other_tools_are_refused(tmp_path):
+    q = nc.quantize(build("Mixtral"), nc.WeightOnlyConfig("int4", group_size=32, scale_dtype="fp16"))
+    with pytest.raises(UnsupportedError, match="holds experts"):
+        nc.export_weights(q, tmp_path / "out", format="compressed-tensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_stands_for_a_weight_is_good_for_its_product_only():
+    plain, turned = (Experts(torch.nn.Parameter(torch.randn(3, 8, 4)), transposed) for transposed in (False, True))
+    x, y = torch.randn(5, 4), torch.randn(5, 8)
+    torch.testing.assert_close(torch.nn.functional.linear(x, plain[1], bias=torch.ones(8)), x @ plain.get_submodule("1").weight.T + 1)
+    torch.testing.assert_close(y @ turned[torch.tensor(2)], y @ turned.get_submodule("2").weight.T)
+    for wrong in (lambda: x @ plain[0].mT, lambda: y @ plain[0], lambda: torch.nn.functional.linear(y, turned[0]), lambda: plain[0] + 1):
+        with pytest.raises((TypeError, AttributeError)):
+            wrong()
