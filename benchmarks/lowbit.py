@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python
         done = subprocess.run([python, script, *asked], check=False, capture_output=True, text=True)
         if done.returncode:
             told = [line for line in done.stderr.splitlines() if re.match(r"([\w.]+\.)?[A-Z]\w+: |not offered", line)]
-            row.error = (told or ["no message"])[-1][:300]
+            last = [line for line in done.stderr.splitlines() if line.strip()]
+            row.error = (told or last or [f"ended with {done.returncode} and no message"])[-1].strip()[:300]
             print(done.stderr[-3000:], file=sys.stderr)
             return row
         with safe_open(made, "pt") as file:
@@ -246,6 +247,15 @@ def read(rows: Path) -> list[Row]:
     return list({row.key: row for row in (Row(**json.loads(line)) for line in lines)}.values())
 
 
+def compare(row: Row, others: Iterable[Row]) -> None:
+    """Stop if a row is about other data than those that it would stand beside: what fp32 says of the same tokens is the same."""
+    for other in others:
+        near = math.isclose(row.fp32_perplexity, other.fp32_perplexity, rel_tol=1e-4)
+        if (row.subject, row.setting) == (other.subject, other.setting) and not (near or row.error or other.error):
+            msg = f"{row.subject}: other data than in the rows so far: fp32 perplexity {row.fp32_perplexity}, not {other.fp32_perplexity}"
+            raise SystemExit(msg)
+
+
 def main() -> None:
     """See the module's description."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,7 +276,8 @@ def main() -> None:
         print(table(rows) if options.what == "table" else "\n".join(verdicts(rows)))
         return
     setting = settings(options.data)["setting"]
-    done = set() if options.again else {row.key for row in read(options.rows) if not row.error}
+    old = read(options.rows)
+    done = set() if options.again else {row.key for row in old if not row.error}
     tool = options.tool or "nc"
     python = (options.python or Path(f".venv-lowbit-{tool}/bin/python")).absolute()
     for name in options.subject:
@@ -281,6 +292,7 @@ def main() -> None:
                 except Exception as error:
                     traceback.print_exc()
                     row = Row(name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300])
+                compare(row, old)
                 with options.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
                 print(

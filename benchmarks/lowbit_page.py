@@ -48,8 +48,9 @@ def verdicts(rows: Iterable[Any]) -> list[str]:
     Two comparisons: all rows; and without data, where ours is "RTN wls".
     """
     found = []
-    for (subject, name, _), some in _groups(rows):
+    for (subject, name, setting), some in _groups(rows):
         good = [r for r in some if not r.error]
+        where = f"{subject}, {name}" + f' (setting "{setting}")' * (setting != "fast")
         halves = {
             "best": ([r for r in good if r.tool == "nc"], [r for r in good if r.tool != "nc"]),
             "without data": (
@@ -64,9 +65,7 @@ def verdicts(rows: Iterable[Any]) -> list[str]:
             mine, best = (min(part, key=lambda r: r.kl) for part in (ours, equal))
             if best.kl < mine.kl:
                 digits = _digits(best.kl)
-                found.append(
-                    f"{subject}, {name}, {what}: {best.tool} {best.method} {best.kl:.{digits}f}, nc {mine.method} {mine.kl:.{digits}f}"
-                )
+                found.append(f"{where}, {what}: {best.tool} {best.method} {best.kl:.{digits}f}, nc {mine.method} {mine.kl:.{digits}f}")
     return found
 
 

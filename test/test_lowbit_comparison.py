@@ -127,6 +127,17 @@ def test_another_tools_process_hands_over_what_is_judged(lowbit, subject, tmp_pa
     assert refused.error == "not offered: 3 bits"
 
 
+def test_a_row_on_other_data_is_refused(lowbit):
+    kept, row = row_of(lowbit), row_of(lowbit)
+    kept.fp32_perplexity, row.fp32_perplexity = 12.54, 12.5401
+    lowbit.compare(row, [kept])
+    row.fp32_perplexity = 6.48
+    with pytest.raises(SystemExit, match="other data"):
+        lowbit.compare(row, [kept])
+    row.setting = "long"
+    lowbit.compare(row, [kept])
+
+
 def rows(lowbit, **kls):
     """One row per tool; "nc" has two without data."""
     found = [

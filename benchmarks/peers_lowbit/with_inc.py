@@ -56,7 +56,7 @@ def make(task: Task) -> Made:
     example = subject.calibration[0]
     data = not task.method.startswith(("RTN", "HQQ"))
     model = copy.deepcopy(subject.model)
-    prepared = prepare(model, config, example_inputs=example["input_ids"] if task.method.startswith("AWQ") else None)
+    prepared = prepare(model, config, example_inputs=next(iter(example.values())) if task.method.startswith("AWQ") else None)
     if data:
         rows = [{k: v[i : i + 1] for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
         for row in rows:  # its GPTQ keeps samples of one sequence
