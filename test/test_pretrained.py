@@ -1,6 +1,8 @@
 """Folders of transformers models get low-bit weights block by block: the same as in memory, resumable, on the command line."""
 
+import ctypes
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +156,27 @@ class TestMemory:
         config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=solver)
         peak = self.peak(deep, config, data, tmp_path / "out")
         assert self.BLOCK + self.SUMS < peak < 2 * self.BLOCK + self.SUMS + hidden
+
+    def test_of_the_feedback_of_errors_gptq_holds_what_is_above_the_diagonal(self, deep, tmp_path):
+        data = [torch.randint(0, 100, (1, self.LENGTH)) for _ in range(self.SAMPLES)]
+        hidden, half = self.SAMPLES * self.LENGTH * self.HIDDEN * 4, self.INNER**2 * 4 / 2
+        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=GPTQ(block=16))
+        assert self.peak(deep, config, data, tmp_path / "out") < 2 * self.BLOCK + self.SUMS + hidden - half
+
+    @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory, and can give it back")
+    def test_freed_memory_goes_back_to_the_system_after_each_block(self, deep, tmp_path):
+        pieces, pages = {}, []
+
+        def resident(done, total, name):
+            """Between the first two blocks, 100 MB are freed whose holes lie between pieces in use."""
+            if done == 1:
+                pieces.update({i: bytearray(b"x") * (100_000 if i % 2 else 1000) for i in range(2000)})
+                for i in range(1, 2000, 2):
+                    del pieces[i]
+            pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+
+        quantize_folder(deep, WeightOnlyConfig("int8", group_size=16, w_algo="minmax"), tmp_path / "out", progress=resident)
+        assert pages[1] - pages[2] > 80_000_000 / 4096
 
     def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
         data = [torch.randint(0, 100, (1, 32)) for _ in range(64)]  # what attention makes on its way is small beside all hidden states
