@@ -38,7 +38,8 @@ class Feed:
         """A view of some rows, all in one piece, and columns of it."""
         piece, first = divmod(rows.start, self.step)
         before = piece * self.step
-        return self.pieces[piece][first : rows.stop - before, columns.start - before : columns.stop - before]
+        found: torch.Tensor = self.pieces[piece][first : rows.stop - before, columns.start - before : columns.stop - before]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
