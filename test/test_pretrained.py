@@ -1,6 +1,9 @@
 """Folders of transformers models get low-bit weights block by block: the same as in memory, resumable, on the command line."""
 
+import ctypes
 import json
+import pydoc
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +157,35 @@ class TestMemory:
         config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=solver)
         peak = self.peak(deep, config, data, tmp_path / "out")
         assert self.BLOCK + self.SUMS < peak < 2 * self.BLOCK + self.SUMS + hidden
+
+    def test_of_the_feedback_of_errors_gptq_holds_what_is_above_the_diagonal(self, deep, tmp_path):
+        data = [torch.randint(0, 100, (1, self.LENGTH)) for _ in range(self.SAMPLES)]
+        hidden, half = self.SAMPLES * self.LENGTH * self.HIDDEN * 4, self.INNER**2 * 4 / 2
+        config = WeightOnlyConfig("int4", group_size=16, scale_dtype="fp16", w_algo="minmax", solver=GPTQ(block=16))
+        assert self.peak(deep, config, data, tmp_path / "out") < 2 * self.BLOCK + self.SUMS + hidden - half
+
+    @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps freed memory, and can give it back")
+    @pytest.mark.parametrize("when", ["nc.lowbit.blocks.replace", "nc.lowbit.streamed.StreamedWeights.finish"])
+    def test_freed_memory_goes_back_to_the_system(self, when, deep, tmp_path, monkeypatch):
+        """After the first layer, or block, 100 MB are freed whose holes lie between pieces in use: they are given back before the next."""
+        function = pydoc.locate(when)
+        pieces, pages = {}, []
+
+        def seen(*_):
+            pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+
+        def with_holes(*args):
+            function(*args)
+            if not pages:
+                pieces.update({i: bytearray(b"x") * (100_000 if i % 2 else 1000) for i in range(2000)})
+                for i in range(1, 2000, 2):
+                    del pieces[i]
+            seen()
+
+        monkeypatch.setattr(when, with_holes)
+        config = WeightOnlyConfig("int8", group_size=16, w_algo="minmax")
+        quantize_folder(deep, config, tmp_path / "out", progress=lambda *_: pages and seen())
+        assert pages[0] - pages[1] > 80_000_000 / 4096
 
     def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
         data = [torch.randint(0, 100, (1, 32)) for _ in range(64)]  # what attention makes on its way is small beside all hidden states

@@ -125,7 +125,13 @@ def test_the_factor_is_that_of_the_hessian_and_the_inverse_has_the_papers():
     assert torch.equal(found.upper, found.upper.triu())
     assert torch.allclose(found.upper @ found.upper.T, whole, rtol=1e-12)
     assert torch.allclose(found.upper.inverse(), torch.linalg.cholesky(whole.inverse(), upper=True), rtol=1e-8, atol=1e-10)
-    assert torch.allclose(found.feed.double(), found.upper / found.upper.diagonal(), rtol=1e-6)
+    expected = found.upper / found.upper.diagonal()
+    for block, group in ((4, 4), (9, 4), (2, 8), (64, 32)):
+        feed, size = found.feed(block, group), max(block // group, 1) * group
+        assert [len(piece) for piece in feed.pieces] == [size] * (32 // size) + ([32 % size] if 32 % size else [])
+        for start in range(0, 32, size):
+            rows, columns = slice(start, min(start + size, 32)), slice(start, 32)
+            assert torch.allclose(feed.part(rows, columns).double(), expected[rows, columns], rtol=1e-6)
     assert found.first == pytest.approx(float(whole[0, 0]))
     right = torch.randn(32, 3, dtype=torch.float64)
     assert torch.allclose(whole @ found.solve(right), right, rtol=1e-8, atol=1e-8)

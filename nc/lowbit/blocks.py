@@ -17,6 +17,7 @@ from nc.calibration.ranks import Ranks
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.experts import is_expert
+from nc.lowbit.heap import give_back_small_pieces
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import WeightPlan
@@ -362,6 +363,8 @@ class Driver:
 
     def _solve(self, names: Sequence[str], inputs: dict[str, InputStatistics], learned: Mapping[str, PackedWeight]) -> None:
         """Solve layers and put them in place. Their statistics and weights are let go one after the other."""
+        if self.store is not None:
+            give_back_small_pieces()
         layers = {layer.name: layer for layer in layers_of(self.model) if layer.name in names}
         for name in names:
             decision, layer, first = self.asked[name], layers.pop(name), self._first[name]
@@ -372,6 +375,8 @@ class Driver:
             replace(self.model, layer, decision, *self._packed[first])
             if first not in self._first_of_several:
                 del self._packed[first]
+            if self.store is not None:
+                give_back_small_pieces()
 
     def _solved(
         self, layer: Layer, inputs: Mapping[str, InputStatistics], learned: PackedWeight | None

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
 from nc.lowbit import artefact
+from nc.lowbit.heap import give_back_small_pieces
 from nc.lowbit.layers import is_low_bit
 from nc.numerics.packed_weight import PARTS
 from nc.storage import folder
@@ -84,6 +85,7 @@ class StreamedWeights:
         """See `Store`."""
         for slot in self._loaded.pop(name, []):
             slot.put(slot.tensor)
+        give_back_small_pieces()
 
     def finished(self, name: str) -> bool:
         """See `Store`."""

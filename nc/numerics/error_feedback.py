@@ -21,6 +21,28 @@ _LEAST_PIVOT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
+class Feed:
+    """A, fp32: how much of the error of column j goes to column k, at [j, k]. Only what is above the diagonal has a meaning.
+
+    It is the largest matrix beside the factor that a solver makes, so what is below the diagonal is not held.
+
+    Attributes:
+        pieces: rows 0 to step - 1, the next `step` rows and so on, each from the column of its first row on.
+        step: rows of each piece; the last one may have fewer.
+    """
+
+    pieces: list[torch.Tensor]
+    step: int
+
+    def part(self, rows: slice, columns: slice) -> torch.Tensor:
+        """A view of some rows, all in one piece, and columns of it."""
+        piece, first = divmod(rows.start, self.step)
+        before = piece * self.step
+        found: torch.Tensor = self.pieces[piece][first : rows.stop - before, columns.start - before : columns.stop - before]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Factor:
     """`(A + I) D (A + I)^T` of a damped Hessian.
 
@@ -37,15 +59,18 @@ class Factor:
         """R, upper triangular."""
         return self.lower.flip(0, 1)
 
-    @property
-    def feed(self) -> torch.Tensor:
-        """A, fp32: how much of the error of column j goes to column k, at [j, k]. Only what is above the diagonal has a meaning."""
-        size = len(self.lower)
+    def feed(self, block: int, group: int) -> Feed:
+        """A; arguments as for `round_columns`."""
+        size, step = len(self.lower), _step(block, group)
         diagonal = self.lower.diagonal().flip(0)
-        feed = torch.empty(size, size)
-        for rows in chunks(size, size):  # the matrix is the largest one that a solver makes, so it has no copy
-            feed[rows] = (self.lower[size - rows.stop : size - rows.start].flip(0, 1) / diagonal).float()
-        return feed
+        pieces = []
+        for start in range(0, size, step):
+            piece = torch.empty(min(step, size - start), size - start)
+            for rows in chunks(*piece.shape):
+                last = size - start - rows.start
+                piece[rows] = (self.lower[last - (rows.stop - rows.start) : last, : size - start].flip(0, 1) / diagonal[start:]).float()
+            pieces.append(piece)
+        return Feed(pieces, step)
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """The x of `damped Hessian @ x = right`, float64, shape [K, N]."""
@@ -87,7 +112,7 @@ def factor(sums: torch.Tensor, damp: float, order: torch.Tensor | None = None, t
 def round_columns(
     target: torch.Tensor,
     form: WeightFormat,
-    feed: torch.Tensor,
+    feed: Feed,
     params: Callable[[int], GroupParams],
     *,
     block: int,
@@ -99,9 +124,9 @@ def round_columns(
     """Codes of the columns, in their order.
 
     Args:
-        target: W, fp32, shape [N, K].
+        target: W, fp32, shape [N, K]; no copy is made if its columns lie one behind the other.
         form: the format.
-        feed: A, fp32, shape [K, K].
+        feed: A, made for the same `block` and `group`.
         params: k → params of column k, shape [N, 1].
         block: after how many columns all that follow take over errors. But for rounding errors the codes do not depend on it.
         group: columns that share params.
@@ -127,10 +152,10 @@ def round_columns(
             code = encode(row.unsqueeze(1), found, form)
             codes[i] = code[:, 0]
             error = torch.sub(original[i], decode(code, found, form)[:, 0], out=errors[i - start])
-            current[i + 1 : end].addr_(feed[i, i + 1 : end], error)
+            current[i + 1 : end].addr_(feed.part(slice(i, i + 1), slice(i + 1, end))[0], error)
             if value_feed is not None:
                 current[i + 1 : end].addr_(value_feed[i, i + 1 : end], row)
-        current[end:].addmm_(feed[start:end, end:].T, errors)
+        current[end:].addmm_(feed.part(slice(start, end), slice(end, inputs)).T, errors)
         if value_feed is not None:
             current[end:].addmm_(value_feed[start:end, end:].T, current[start:end])
     return codes.T.contiguous()
@@ -142,16 +167,21 @@ def _blocks(inputs: int, block: int, group: int) -> list[tuple[int, int]]:
     So a group begins after all columns in front of it gave their errors to all of its columns.
     """
     if group <= block:
-        size = block // group * group
+        size = _step(block, group)
         return [(start, min(start + size, inputs)) for start in range(0, inputs, size)]
     return [(start, min(start + block, end)) for end in range(group, inputs + 1, group) for start in range(end - group, end, block)]
 
 
-def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: torch.Tensor, part: slice) -> torch.Tensor:
+def _step(block: int, group: int) -> int:
+    """Columns of whole groups that are worked on together."""
+    return max(block // group, 1) * group
+
+
+def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: Feed, part: slice) -> torch.Tensor:
     """The columns of a group, as rows, that have the least loss beside columns that are rounded, if nothing more is.
 
     The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A that part of the matrix.
     """
-    inside = feed[part, part].T
+    inside = feed.part(part, part).T
     change: torch.Tensor = torch.linalg.solve_triangular(inside, current[part] - original[part], upper=False, unitriangular=True)
     return original[part] + change

@@ -69,6 +69,6 @@ def refuse_not_finite(problem: Problem) -> None:
         raise InputError(msg)
     inputs = problem.inputs
     sums = [] if inputs is None else [inputs.squares, inputs.outer, inputs.cross]
-    if not all(part is None or bool(part.isfinite().all()) for part in sums):
+    if not all(part is None or all(bool(end.isfinite()) for end in part.aminmax()) for part in sums):  # isfinite of all would copy it
         msg = f"The inputs of {problem.name!r} are so large that their sums overflow. Check the calibration data, or exclude this layer."
         raise CalibrationError(msg)

@@ -83,10 +83,10 @@ class GPTQ:
         weight, form = problem.weight, problem.form
         importance = problem.inputs.mean_square
         group = form.group(weight.shape[1])
-        feed = parts.feed
+        feed = parts.feed(self.block, group)
         if self.two_sided is None:
-            del found, parts  # twice the size of the feed
-            target, first, value_feed = weight[:, perm].float(), None, None
+            del found, parts  # four times the size of the feed
+            target, first, value_feed = weight.T.index_select(0, perm).T, None, None
         else:
             target, first, value_feed = self._two_sided(problem, parts, perm)
 
@@ -96,7 +96,9 @@ class GPTQ:
         fixed = self.static_groups or self.order == "static"
         outer = None
         if fixed or form.two_levels:  # scales of scales depend on all groups, and are those of the weight before rounding
-            whole = choose(_unordered(target, perm), form, problem.rule, importance, clip=problem.clip)
+            whole = choose(
+                weight if self.two_sided is None else _unordered(target, perm), form, problem.rule, importance, clip=problem.clip
+            )
             outer = whole.outer
         if fixed:
             scales = {i: whole.of_group(i) for i in range(groups)}
