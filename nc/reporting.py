@@ -10,6 +10,7 @@ from typing import Any
 from nc.backends.base import EngineReport
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
+from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import Applied, format_table
 from nc.spec import Mode
@@ -70,6 +71,7 @@ class Report:
         details: further remarks of the backend.
         verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not measured.
         profile: each step of the engine with its kernels and its time; None if it was not requested.
+        unknown_products: weights of products that nc does not quantize, such as those of stacked experts.
     """
 
     backend: str
@@ -90,6 +92,7 @@ class Report:
     details: Mapping[str, Any]
     verdict: Verdict | None = None
     profile: Profile | None = None
+    unknown_products: tuple[UnknownProduct, ...] = ()
 
     @property
     def asked_int8(self) -> int:
@@ -140,6 +143,8 @@ class Report:
         lines += [*map(str, self.algorithms), *self.changes]
         lines += self._health()
         lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
+        if self.unknown_products:
+            lines.append(unknown_text(self.unknown_products))
         lines += refused_lines(reason for op in self.ops for reason in op.refused)
         lines += [f"{key}: {value}" for key, value in self.details.items()]
         if self.profile is not None:
@@ -214,6 +219,7 @@ def build(
         details=engine.details,
         verdict=verdict,
         profile=profile,
+        unknown_products=unknown_products(graph.module),
     )
 
 

@@ -133,3 +133,14 @@ def test_what_stands_for_a_weight_is_good_for_its_product_only():
     for wrong in (lambda: x @ plain[0].mT, lambda: y @ plain[0], lambda: torch.nn.functional.linear(y, turned[0]), lambda: plain[0] + 1):
         with pytest.raises((TypeError, AttributeError)):
             wrong()
+
+
+def test_captured_models_say_that_experts_stay_fp32():
+    model = build("Mixtral")
+    model.config.use_cache = False
+    with pytest.warns(nc.NCWarning, match="Most weights of this model stay as they are.*experts.gate_up_proj.*WeightOnlyConfig"):
+        q = nc.quantize(model, nc.DynamicQuantConfig(), example_inputs={"input_ids": IDS})
+    report = nc.report(q)
+    assert {product.weight.rpartition(".")[2] for product in report.unknown_products} == {"gate_up_proj", "down_proj"}
+    assert sum(product.size for product in report.unknown_products) == sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    assert "weights stay fp32, as nc has no int8 for what reads them" in str(report)

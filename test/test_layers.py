@@ -39,6 +39,7 @@ LEVELS = (
         "nc.graph.placement",
         "nc.graph.qdq",
         "nc.graph.fake_quant",
+        "nc.graph.products",
         "nc.graph.saturation",
     ),
     ("nc.observers", "nc.capture"),
@@ -101,7 +102,7 @@ INSIDE = {
         ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),
         ("nc.graph.placement",),
         ("nc.graph.qdq", "nc.graph.fake_quant"),
-        ("nc.graph.saturation",),
+        ("nc.graph.products", "nc.graph.saturation"),
     ),
     "nc.capture": (
         (
