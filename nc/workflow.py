@@ -93,9 +93,9 @@ def prepare(
     if weight_only(config):
         _warn_of_training(model, inplace=inplace, frames=1)
         low_bit_engine(backend)
-        model = separated(model, inplace=inplace)
-        layers = plan_layers(config, model, strict=strict)
+        layers = plan_layers(config, separated(model), strict=strict)
         _warn_of_float_weights(layers)
+        model = separated(model, inplace=inplace)  # not before: an error leaves the model as it is
         return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
     if has_weight_only(config) and not has_low_bit(model):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)

@@ -113,6 +113,9 @@ def test_rules_name_experts(tmp_path):
 
 def test_in_place():
     model = build("GptOss")
+    with pytest.raises(nc.NCError):
+        nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=7), inplace=True)
+    assert stacked_names(model)
     expected = logits(nc.quantize(model, CONFIG))
     assert nc.quantize(model, CONFIG, inplace=True) is model
     assert torch.equal(logits(model), expected)
