@@ -95,7 +95,8 @@ def prepare(
         low_bit_engine(backend)
         layers = plan_layers(config, separated(model), strict=strict)
         _warn_of_float_weights(layers)
-        model = separated(model, inplace=inplace)  # not before: an error leaves the model as it is
+        stacks = {d.operator.rpartition(".")[0] for d in layers.quantized}
+        model = separated(model, inplace=inplace, names=stacks)  # not before: an error leaves the model as it is
         return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
     if has_weight_only(config) and not has_low_bit(model):
         low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)

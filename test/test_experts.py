@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nc
-from nc.errors import UnsupportedError
+from nc.errors import CaptureError, UnsupportedError
 from nc.lowbit.experts import Experts, separated, stacked_names
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
@@ -20,7 +20,10 @@ MODELS = {
     "GptOss": {"intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Olmoe": {"intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
 }
-CONFIG = nc.WeightOnlyConfig("int4", group_size=32)
+
+
+def four_bits():
+    return nc.WeightOnlyConfig("int4", group_size=32)
 
 
 def build(name):
@@ -59,7 +62,7 @@ def test_experts_are_taken_apart_in_a_copy(name):
 def test_each_expert_is_quantized(name, tmp_path):
     """As the model computes with the dequantized values in its own stacks."""
     model = build(name)
-    q = nc.quantize(model, CONFIG, backend="reference")
+    q = nc.quantize(model, four_bits(), backend="reference")
     assert type(q) is type(model)
     expected = copy.deepcopy(model)
     for key, module in q.named_modules():
@@ -101,11 +104,13 @@ def test_solvers(solver):
 
 def test_rules_name_experts(tmp_path):
     model = build("Mixtral")
-    config = CONFIG.exclude(".*experts.down_proj.*").set_local("model.layers.0.mlp.experts.gate_up_proj.3", nc.WeightOnlyConfig("int8"))
+    config = (
+        four_bits().exclude(".*experts.down_proj.*").set_local("model.layers.0.mlp.experts.gate_up_proj.3", nc.WeightOnlyConfig("int8"))
+    )
     q = nc.quantize(model, config)
     experts = q.model.layers[0].mlp.experts
     assert [expert.form.dtype.name for expert in experts.gate_up_proj.children()] == ["int4"] * 3 + ["int8"]
-    assert not any(isinstance(expert, QuantLinear) for expert in experts.down_proj.children())
+    assert isinstance(experts.down_proj, torch.nn.Parameter)
     nc.save(q, tmp_path / "model")
     assert torch.equal(logits(nc.load(tmp_path / "model")), logits(q))
     assert "experts.down_proj.0" in str(nc.describe(model, config))
@@ -116,9 +121,26 @@ def test_in_place():
     with pytest.raises(nc.NCError):
         nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=7), inplace=True)
     assert stacked_names(model)
-    expected = logits(nc.quantize(model, CONFIG))
-    assert nc.quantize(model, CONFIG, inplace=True) is model
+    expected = logits(nc.quantize(model, four_bits()))
+    assert nc.quantize(model, four_bits(), inplace=True) is model
     assert torch.equal(logits(model), expected)
+
+
+def test_stacks_without_quantized_experts_stay(tmp_path):
+    model = build("Mixtral")
+    q = nc.quantize(model, four_bits().exclude(".*layers.0.*experts.*"))
+    assert all(key.startswith("model.layers.0.") for key in stacked_names(q))
+    assert len(stacked_names(q)) == 2
+    nc.save(q, tmp_path / "model")
+    assert torch.equal(logits(nc.load(tmp_path / "model")), logits(q))
+
+
+def test_a_step_with_quantized_experts_has_no_plan():
+    q = nc.quantize(build("Mixtral"), four_bits())
+    expected = logits(q)
+    with pytest.raises(CaptureError):
+        nc.accelerate_generation(q)
+    assert torch.equal(logits(q), expected)
 
 
 def test_files_of_other_tools_are_refused(tmp_path):
