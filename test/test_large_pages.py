@@ -22,7 +22,7 @@ def large_kb():
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
 def test_copies_have_the_same_values(shape, dtype):
     memory = LargePages()
-    given = [(torch.rand(shape[::-1]) * 100).to(dtype).T for _ in range(3)]
+    given = [(torch.rand(shape[::-1]) * 100).to(dtype).permute(*range(len(shape))[::-1]) for _ in range(3)]
     copies = [memory.copied(tensor) for tensor in given]
     for tensor, copy in zip(given, copies, strict=True):
         assert copy.is_contiguous()
