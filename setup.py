@@ -98,7 +98,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["nc", "nc.*"]),
-    package_data={"nc": ["py.typed", "c_code/*.c"]},
+    package_data={"nc": ["py.typed", "c_code/*.c", "c_code/*.h"]},
     python_requires=">=3.10,<3.14",
     install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],
     extras_require={

@@ -65,7 +65,7 @@ def test_without_a_compiler_the_wheel_is_for_all_platforms(wheel):
     path = wheel(CC="/nonexistent")
     assert path.name.endswith("-py3-none-any.whl")
     assert not compiled_in(path)
-    assert "nc/c_code/runner.c" in zipfile.ZipFile(path).namelist()
+    assert {"nc/c_code/runner.c", "nc/c_code/openmp.h"} < set(zipfile.ZipFile(path).namelist())
 
 
 def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):
@@ -74,4 +74,7 @@ def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_HERE", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert build.load.__wrapped__("runner").nc_run
-    assert list((tmp_path / "cache" / "nc").glob("runner-*.so"))
+    assert len(list((tmp_path / "cache" / "nc").glob("runner-*.so"))) == 1
+    (tmp_path / "more.h").write_text("/* what a source may include */")
+    assert build.load.__wrapped__("runner").nc_run
+    assert len(list((tmp_path / "cache" / "nc").glob("runner-*.so"))) == 2

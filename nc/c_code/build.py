@@ -34,7 +34,8 @@ def load(name: str) -> ctypes.CDLL:
             return ctypes.CDLL(str(shipped))
     source = _HERE / f"{name}.c"
     compiler = _compiler()
-    identity = hashlib.sha256(source.read_bytes() + " ".join((*FLAGS, compiler)).encode()).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in (source, *sorted(_HERE.glob("*.h"))))
+    identity = hashlib.sha256(sources + " ".join((*FLAGS, compiler)).encode()).hexdigest()[:16]
     kept = cache.folder() / f"{name}-{identity}.so"
     if cache.trusted(kept):
         return ctypes.CDLL(str(kept))

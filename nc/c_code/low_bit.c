@@ -19,6 +19,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "openmp.h"
+
 #define PANEL 16
 #define DIGITS 3 /* of 8 bits, for fp32 */
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
@@ -56,18 +58,7 @@ struct job {
     int32_t *block_start;  /* [rows, blocks, digits]: - middle * sum of the codes, where sums start */
 };
 
-/* ---- threads: those of the OpenMP library that torch uses ---- */
-
-typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
-static parallel_t gomp_parallel;
-static int (*gomp_thread)(void), (*gomp_threads)(void);
-
-void nc_low_bit_threads(void *parallel, void *thread, void *threads)
-{
-    gomp_thread = (int (*)(void))thread;
-    gomp_threads = (int (*)(void))threads;
-    gomp_parallel = (parallel_t)parallel;
-}
+/* ---- threads ---- */
 
 typedef void (*part_t)(const struct job *, int64_t start, int64_t stop);
 

@@ -23,7 +23,15 @@ def _first_process() -> int:
     return os.getpid()
 
 
-def addresses() -> tuple[int | None, ...] | None:
+def connect(library: ctypes.CDLL) -> None:
+    """Let a library that includes openmp.h run on these threads; on one thread where torch's are of another kind."""
+    found = _addresses()
+    library.nc_threads.argtypes = (ctypes.c_void_p,) * 3
+    if found is not None:
+        library.nc_threads(*found)
+
+
+def _addresses() -> tuple[int | None, ...] | None:
     """Addresses of functions of the OpenMP library that torch's own operators call; None where they use another kind of threads."""
     # as the linker looks for torch: first what all libraries see, then what torch itself was linked to
     libraries = (ctypes.CDLL(None), ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))

@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "openmp.h"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -346,19 +348,6 @@ FOR_EACH_CPU static void attend(const struct attention *job, int64_t task)
     if (total != 0) /* a query that sees no key gets zeros, as from torch */
         scale(sum, 1.0f / total, h[VALUE_WIDTH]);
     store(job->tensors[0] + (batch * h[Y] + head * h[Y + 1]) * bytes_of(y_type), y_type, 1, h[VALUE_WIDTH], sum);
-}
-
-/* ---- threads: those of the OpenMP library that torch uses ---- */
-
-typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
-static parallel_t gomp_parallel;
-static int (*gomp_thread)(void), (*gomp_threads)(void);
-
-void nc_step_threads(void *parallel, void *thread, void *threads)
-{
-    gomp_thread = (int (*)(void))thread;
-    gomp_threads = (int (*)(void))threads;
-    gomp_parallel = (parallel_t)parallel;
 }
 
 static void share(void *data)

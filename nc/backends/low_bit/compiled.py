@@ -59,15 +59,13 @@ class _Code:
 def _code() -> _Code | str:
     """The code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     try:
-        library, found = load("low_bit"), openmp.addresses()
+        library = load("low_bit")
+        openmp.connect(library)
     except (BackendUnavailableError, OSError) as error:
         return f"its C code can't be loaded: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = library.nc_low_bit_linear
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
-    library.nc_low_bit_threads.argtypes = (pointer,) * 3
-    if found is not None:
-        library.nc_low_bit_threads(*found)
     step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
     assert step is not None
     return _Code(function, step)

@@ -40,12 +40,10 @@ MOST_DIMS, _WIDEST = 8, 512
 def _functions() -> Mapping[str, Function] | str:
     """The functions in C by name, or why there are none."""
     try:
-        library, threads = load("steps"), openmp.addresses()
+        library = load("steps")
+        openmp.connect(library)
     except (BackendUnavailableError, OSError) as error:
         return str(error)
-    library.nc_step_threads.argtypes = (ctypes.c_void_p,) * 3
-    if threads is not None:
-        library.nc_step_threads(*threads)
     place = _address(library, "nc_step_set")
     return {
         name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "layer_norm", "place", "attention")
