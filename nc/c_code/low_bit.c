@@ -340,6 +340,8 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
                 UNROLL for (int v = 0; v < P; v++)
                 {
                     const uint8_t *at = codes[v] + k * 2 * bits;
+                    if (R == 1 && D > 1 && bits == 4) /* work enough to hide it; elsewhere it costs more than it gains */
+                        _mm_prefetch((const char *)at + 2048, _MM_HINT_T0);
                     if (bits == 4) {
                         __m512i both = _mm512_loadu_si512(at);
                         low[v] = _mm512_and_si512(both, half);
@@ -410,6 +412,8 @@ INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const
             UNROLL for (int v = 0; v < P; v++)
             {
                 const uint8_t *at = codes[v] + k * 2 * bits;
+                if (R == 1 && bits == 4)
+                    _mm_prefetch((const char *)at + 2048, _MM_HINT_T0);
                 low[v] = _mm512_loadu_si512(at);
                 if (bits == 4) {
                     high[v] = _mm512_srli_epi32(low[v], 4);
@@ -491,14 +495,14 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
 }
 #endif
 
-/* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. For one row, each panel by itself:
- * then all codes are read in the order in which they lie, which CPUs fetch from memory ahead of time twice as fast as two places at once,
- * or as what is asked for with _mm_prefetch. */
-#define DEFINE_PART(name, target, tile, bits, most)                            \
+/* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. For one row and at most `alone`
+ * inputs, each panel by itself: then all codes are read in the order in which they lie, which CPUs fetch from memory ahead of time faster
+ * than many short pieces of two panels. Longer panels are long enough for that, and two of them read x half as often. */
+#define DEFINE_PART(name, target, tile, bits, most, alone)                     \
     target static void name(const struct job *j, int64_t start, int64_t stop)  \
     {                                                                          \
         int64_t p = start, m;                                                  \
-        if (j->rows == 1) {                                                    \
+        if (j->rows == 1 && j->w.padded <= alone) {                            \
             for (; p < stop; p++)                                              \
                 tile(j, p, 0, 1, 1, bits);                                     \
             return;                                                            \
@@ -521,17 +525,17 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
         }                                                                      \
     }
 
-DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4, 4)
-DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8, 4)
+DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4, 4, 4096)
+DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8, 4, 4096)
 #if HAS_BF16
-DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4, 6)
+DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4, 6, 0)
 #else
 #define bf16_4_512 NULL
 #endif
-DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4, 4)
-DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8, 4)
-DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4, 4)
-DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4)
+DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4, 4, 0)
+DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8, 4, 0)
+DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4, 4, 0)
+DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4, 4096)
 
 /* ---- AVX2: one panel times R rows, in two halves of 8 outputs ---- */
 
