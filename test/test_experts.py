@@ -1,13 +1,16 @@
 """Mixtures of experts whose weights transformers stacks in one parameter: each expert gets a low-bit weight of its own."""
 
 import copy
+import fnmatch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import nc
 from nc.errors import CaptureError, UnsupportedError
 from nc.lowbit.experts import Experts, separated, stacked_names
+from nc.lowbit.pretrained import quantize_folder
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
 
@@ -114,6 +117,60 @@ def test_rules_name_experts(tmp_path):
     nc.save(q, tmp_path / "model")
     assert torch.equal(logits(nc.load(tmp_path / "model")), logits(q))
     assert "experts.down_proj.0" in str(nc.describe(model, config))
+
+
+def config_with(solver, rules):
+    config = nc.WeightOnlyConfig("int4", group_size=32, solver=solver)
+    if rules == "a stack stays":
+        config.exclude(".*experts.down_proj.*")
+    elif rules == "an expert stays":
+        config.exclude(".*experts.(down|gate_up)_proj.1")
+    return config
+
+
+@pytest.mark.parametrize("rules", ["all", "a stack stays", "an expert stays"])
+@pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ(), nc.GPTQ(two_sided="qronos")], ids=["rtn", "gptq", "qronos"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_path):
+    """Files hold the experts of most models one by one, under other names."""
+    model = build(name)
+    model.save_pretrained(tmp_path / "source", max_shard_size="40KB")
+    data = [] if isinstance(solver, nc.RTN) else list(IDS[:, None])
+    quantize_folder(tmp_path / "source", config_with(solver, rules), tmp_path / "out", data)
+    prepared = nc.prepare(model, config_with(solver, rules))
+    for ids in data:
+        prepared(ids)
+    nc.save(nc.convert(prepared), tmp_path / "expected")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert torch.equal(logits(nc.load(tmp_path / "out")), logits(nc.load(tmp_path / "expected")))
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_folder_whose_run_was_stopped(stop, tmp_path):
+    build("Mixtral").save_pretrained(tmp_path / "source")
+    arguments = tmp_path / "source", config_with(nc.GPTQ(), "an expert stays")
+
+    def interrupted(done, total, name):
+        if done == stop:
+            raise KeyboardInterrupt
+
+    quantize_folder(*arguments, tmp_path / "whole", list(IDS[:, None]))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(*arguments, tmp_path / "out", list(IDS[:, None]), progress=interrupted)
+    quantize_folder(*arguments, tmp_path / "out", list(IDS[:, None]))
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("missing", ["experts.1.w1", "experts.3.w2", "experts.*.w3"])
+def test_a_folder_without_an_expert(missing, tmp_path):
+    """The others would move up."""
+    build("Mixtral").save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    kept = {key: value for key, value in load_file(path).items() if not fnmatch.fnmatch(key, f"*.layers.1.*{missing}.weight")}
+    save_file(kept, path)
+    with pytest.raises(nc.ArtefactCorruptError, match="4 experts of 'model.layers.1.mlp.experts"):
+        quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
 
 
 def test_in_place():

@@ -64,6 +64,7 @@ LEVELS = (
         "nc.lowbit.report",
         "nc.lowbit.shared_work",
         "nc.lowbit.speed",
+        "nc.lowbit.sources",
         "nc.lowbit.streamed",
     ),
     ("nc.quantized", "nc.export"),
@@ -214,7 +215,7 @@ INSIDE = {
         ("nc.lowbit.experts",),
         ("nc.lowbit.blocks",),
         ("nc.lowbit.artefact", "nc.lowbit.prepared"),
-        ("nc.lowbit.mixed", "nc.lowbit.streamed"),
+        ("nc.lowbit.mixed", "nc.lowbit.sources", "nc.lowbit.streamed"),
         ("nc.lowbit.pretrained",),
     ),
     "nc.observers": (

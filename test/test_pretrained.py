@@ -246,6 +246,33 @@ def test_a_model_in_bf16_keeps_its_dtype(tmp_path):
     assert next(layer.bits for layer in report.layers if layer.operator == "lm_head") == 16
 
 
+def test_values_that_are_buffers_come_from_the_files_too(tmp_path):
+    """The router of DeepSeek-V3 has a trained bias that is no parameter."""
+    transformers = pytest.importorskip("transformers", minversion="4.51")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    ranks = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **experts, **ranks, vocab_size=100)).eval()
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.normal_()
+    model.save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    assert torch.equal(nc.load(tmp_path / "out").model.layers[1].mlp.gate.e_score_correction_bias, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_files_of_a_quantized_model_are_refused(dtype, source, tmp_path):
+    """Their codes would be taken for weights."""
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors |= {name: (8 * tensors[name]).to(dtype), f"{name}_scale_inv": torch.ones(1)}
+    save_file(tensors, path)
+    with pytest.raises(ArtefactCorruptError, match=f"'{name}' has dtype {dtype}; the files are of a quantized model"):
+        quantize_folder(source, CONFIG, tmp_path / "out", samples())
+
+
 def test_an_encoder_and_a_decoder(tmp_path):
     """Blocks of the first stack are called while those of the second one are reached for; each is read for that time only."""
     torch.manual_seed(0)

@@ -29,14 +29,14 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.plan import Applied
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 from nc.storage import folder, json_values, pretrained_class
-from nc.storage.tensor_file import Stored, stored_in
+from nc.storage.tensor_file import Source, Stored, stored_in
 
 FORMAT = "nc-weights"
 SCHEMA = folder.FORMATS[FORMAT]
 _PARTS = tuple(f.name for f in dataclasses.fields(PackedWeight) if f.name not in ("form", "shape"))
 
 
-def write(model: torch.nn.Module, directory: str | os.PathLike[str], files: Mapping[str, Stored] | None = None) -> None:
+def write(model: torch.nn.Module, directory: str | os.PathLike[str], files: Mapping[str, Source] | None = None) -> None:
     """Write a model; the same model gives the same bytes.
 
     Args:
@@ -120,14 +120,14 @@ def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _tensors(model: torch.nn.Module, files: Mapping[str, Stored]) -> tuple[dict[str, str], dict[str, torch.Tensor | Stored]]:
+def _tensors(model: torch.nn.Module, files: Mapping[str, Source]) -> tuple[dict[str, str], dict[str, torch.Tensor | Source]]:
     """For each tensor the name under which it is stored, that of the first where several are one; and what is stored."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             msg = f"Module {name!r} ({type(module).__name__}) has an extra state of its own, which an artefact can't store."
             raise ArtefactError(msg)
     names: dict[str, str] = {}
-    stored: dict[str, torch.Tensor | Stored] = {}
+    stored: dict[str, torch.Tensor | Source] = {}
     first: dict[Any, str] = {}
     memory: set[int] = set()
     scales = {f"{name}.scale" for name, _ in _packed_of(model)}

@@ -18,10 +18,12 @@ from nc.config import AnyConfig
 from nc.errors import ArtefactError, ArtefactMissingError, InputError, UnsupportedError
 from nc.lowbit import artefact
 from nc.lowbit.blocks import Driver, Progress
+from nc.lowbit.experts import separated, stacked_names
 from nc.lowbit.heap import give_back_large_pieces
 from nc.lowbit.layers import layers_of
 from nc.lowbit.record import Sample, block_lists
 from nc.lowbit.report import Record, WeightReport, weight_report
+from nc.lowbit.sources import expert_of, sources_of
 from nc.lowbit.streamed import StreamedWeights, shards, take_values_from
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
@@ -59,8 +61,12 @@ def quantize_folder(
     files = shards(source)
     stored = {name: found for tensors in files.values() for name, found in tensors.items()}
     model = _empty(source, len(stored))
-    where = take_values_from(model, stored)
-    plan = plan_layers(config, model, strict=strict)
+    where = take_values_from(model, sources_of(model, stored))
+    plan = plan_layers(config, separated(model), strict=strict)
+    for name in {d.operator.rpartition(".")[0] for d in plan.quantized}.intersection(stacked_names(model)):
+        experts, transposed = where.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
+        where |= {f"{name}.{i}.weight": expert_of(experts, i, transposed=transposed) for i in range(experts.shape[0])}
+        separated(model, inplace=True, names=(name,))
     whole = next((t.name for t in plan.transforms if t.level == "model"), None)
     if whole is not None:
         msg = f"Transform {whole!r} changes the whole model at once, which a run block by block does not have. Use nc.prepare in Python."

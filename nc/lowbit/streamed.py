@@ -23,9 +23,11 @@ from nc.lowbit.layers import is_low_bit
 from nc.numerics.packed_weight import PARTS
 from nc.storage import folder
 from nc.storage.atomic import replaced
-from nc.storage.tensor_file import Stored, stored_in
+from nc.storage.tensor_file import Source, Stored, stored_in
 
 _JOB = "job.json"
+#: What a float model is of.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class StreamedWeights:
         files: where the values of parameters, and of packed weights that are finished, lie. What is not there is in memory.
     """
 
-    def __init__(self, model: torch.nn.Module, files: Mapping[str, Stored], parts: Sequence[str], directory: Path, job: Any) -> None:
-        self.parts, self.files = tuple(parts), dict(files)
+    def __init__(self, model: torch.nn.Module, files: Mapping[str, Source], parts: Sequence[str], directory: Path, job: Any) -> None:
+        self.parts, self.files = tuple(parts), dict[str, Source](files)
         self._model, self._directory, self._job = model, directory, job
         self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
         self._values: Any = WeakIdKeyDictionary()  # empty tensor → its value, so that tied ones get one
@@ -182,41 +184,44 @@ def shards(source: Path) -> dict[Path, dict[str, Stored]]:
     return {path: stored_in(path) for path in files}
 
 
-def take_values_from(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Take the values of all parameters out of a model, which get the dtypes of the files; ties stay.
+def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Take the values of all parameters out of a model, which get the dtypes of the files; ties stay. Buffers get their values.
 
     Args:
         model: the model.
-        stored: tensors by their names in the files. Files of a base model have names without its prefix, and the other way round.
+        sources: see `nc.lowbit.sources.sources_of`.
 
     Returns:
         Where each parameter lies in the files. Of tied ones one name need be there.
 
     Raises:
-        ArtefactCorruptError: a tensor is missing, or has another shape.
+        ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where the model does.
     """
-    prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
     together: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        together.setdefault(id(parameter), []).append(name)
-    found: dict[str, Stored] = {}
+    held = model.state_dict(keep_vars=True)  # without buffers that the model computes
+    for name, tensor in held.items():
+        together.setdefault(id(tensor), []).append(name)
+    found: dict[str, Source] = {}
     for names in together.values():
-        keys = (key for name in names for key in (name, name.removeprefix(prefix), prefix + name))
-        value = next((stored[key] for key in keys if key in stored), None)
-        parameter = parameters[names[0]]
+        tensor = held[names[0]]
+        value = next((sources[name] for name in names if name in sources), None)
         if value is None:
             msg = (
-                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than transformers has it in "
-                "memory, as stacked experts are. A model that fits into memory needs no files: nc.quantize in Python."
+                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than this version of "
+                "transformers has it in memory. A model that fits into memory needs no files: nc.quantize in Python."
             )
             raise ArtefactCorruptError(msg)
-        if parameter.shape != value.shape:
-            msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(parameter.shape)}."
+        if tensor.shape != value.shape:
+            msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
             raise ArtefactCorruptError(msg)
-        empty = _empty_like(parameter, value.dtype)
+        if tensor.is_floating_point() and value.dtype not in _FLOATS:
+            msg = f"Tensor {names[0]!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
+            raise ArtefactCorruptError(msg)
+        table = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
+        held_now = _empty_like(tensor, value.dtype) if table == "_parameters" else value.read()
         for name in names:
             path, _, key = name.rpartition(".")
-            model.get_submodule(path)._parameters[key] = empty  # type: ignore[assignment] # noqa: SLF001 - it is a parameter
-            found[name] = value
+            getattr(model.get_submodule(path), table)[key] = held_now
+            if table == "_parameters":
+                found[name] = value
     return found

@@ -28,7 +28,7 @@ from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError,
 from nc.storage import tensor_file
 from nc.storage.atomic import staging_path
 from nc.storage.mapped import MappedFile
-from nc.storage.tensor_file import Stored
+from nc.storage.tensor_file import Source
 
 #: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
 #: the files; docs/artefact.md has the policy.
@@ -95,7 +95,7 @@ def replaceable(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Tensor | Stored]) -> None:
+def write(target: Path, document: dict[str, Any], tensors: Mapping[str, torch.Tensor | Source]) -> None:
     """Write an artefact; the same content gives the same bytes.
 
     Args:

@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,6 +58,11 @@ class Stored:
     shape: tuple[int, ...]
     start: int
 
+    def part(self, index: int) -> Stored:
+        """One of the tensors [...] of a tensor [E, ...]."""
+        one = dataclasses.replace(self, shape=self.shape[1:])
+        return dataclasses.replace(one, start=self.start + index * _size(one))
+
     def read(self) -> torch.Tensor:
         """The tensor, in memory of its own: nothing is mapped."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
@@ -66,6 +71,21 @@ class Stored:
             if opened.readinto(_bytes(tensor)) != _size(tensor):
                 raise ArtefactCorruptError(_cut(self.path))
         return tensor
+
+
+class Source(Protocol):
+    """A tensor that is read when it is needed, as `Stored` is."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    def read(self) -> torch.Tensor:
+        """Its values, in memory of their own."""
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -124,12 +144,12 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor | Stored], told: Callable[[bytes | memoryview], object] = len) -> None:
+def write(path: Path, tensors: Mapping[str, torch.Tensor | Source], told: Callable[[bytes | memoryview], object] = len) -> None:
     """Write a file.
 
     Args:
         path: of the file.
-        tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has.
+        tensors: by name; those in memory are contiguous CPU tensors of a dtype that safetensors has. Others are read one after the other.
         told: gets all bytes in order, e.g. the `update` of a checksum.
     """
     names = sorted(tensors, key=lambda name: (-_ORDER.index(_NAMES[tensors[name].dtype]), name))
@@ -153,7 +173,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor | Stored], told: Callab
             if isinstance(tensor, Stored):
                 _copy(tensor, put)
             else:
-                put(_bytes(tensor))
+                put(_bytes(tensor if isinstance(tensor, torch.Tensor) else tensor.read().contiguous()))
 
 
 def _copy(source: Stored, put: Callable[[bytes | memoryview], None]) -> None:
@@ -177,7 +197,7 @@ def _cut(path: Path) -> str:
     return f"{path} became shorter while it was read."
 
 
-def _size(tensor: torch.Tensor | Stored) -> int:
+def _size(tensor: torch.Tensor | Source) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 

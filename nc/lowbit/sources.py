@@ -1,0 +1,156 @@
+"""Where the values of a transformers model lie in files, whose names and layout need not be those that the model has in memory.
+
+Newer versions of transformers rename tensors while they read them, and join some: the experts of a layer, which files hold one by one,
+become one parameter. What it does for a model is its own data; it is asked for here, so a model gets what `from_pretrained` gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nc.errors import ArtefactCorruptError
+from nc.storage.tensor_file import Source, Stored
+
+#: What transformers does to experts that files hold one by one; an expert can be read alone then.
+_BY_EXPERT = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A tensor that is made of stored ones.
+
+    Attributes:
+        name: of the parameter.
+        shape: what it must have.
+        dtype: of the stored ones.
+        make: reads them and makes it.
+        expert: one of a stack, if it can be read alone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+    expert: Callable[[int], torch.Tensor] | None = None
+
+    def read(self) -> torch.Tensor:
+        """The values; raises ArtefactCorruptError if the files do not give them, or give another shape."""
+        try:
+            made = self.make()
+        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+            msg = f"Tensor {self.name!r} cannot be made of those in the files ({type(error).__name__}: {error})."
+            raise ArtefactCorruptError(msg) from error
+        if made.shape != self.shape:
+            msg = f"Tensor {self.name!r} has shape {tuple(made.shape)}, and config.json makes it {self.shape}."
+            raise ArtefactCorruptError(msg)
+        return made
+
+
+def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
+    """Where values lie, by the names that the model has for them.
+
+    Args:
+        model: of transformers, nothing changed.
+        stored: tensors by their names in the files. Files of a base model have names without its prefix, and the other way round.
+
+    Returns:
+        What the model has no name for is left out.
+    """
+    wanted = model.state_dict(keep_vars=True)
+    prefix = getattr(model, "base_model_prefix", "model")
+    loading = _loading(model)
+    if loading is None:  # transformers 4: names are those of the model
+        either = {name: (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") for name in wanted}
+        return {name: stored[key] for name, keys in either.items() for key in keys if key in stored}
+    rename, order, converters = loading
+    found: dict[str, Source] = {}
+    joined: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(stored, key=order):
+        name, pattern = rename(key, prefix, wanted)
+        if pattern is None and name in wanted:
+            found[name] = stored[key]
+        elif pattern is not None:
+            joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, keys in joined.items():
+        converter = next(one for one in converters if set(one.source_patterns) >= set(keys))
+        for target in converter.target_patterns:  # several if it takes a tensor apart
+            full = name.replace(converter.target_patterns[0], target, 1)
+            if full in wanted:
+                parts = {pattern: [(key, stored[key]) for key in mine] for pattern, mine in keys.items()}
+                found[full] = _computed(model, name, full, tuple(wanted[full].shape), converter, parts)
+    return found
+
+
+def expert_of(source: Source, index: int, *, transposed: bool) -> Source:
+    """The weight of an expert as a linear has it, [N, K].
+
+    Args:
+        source: of the stack, [E, N, K], or [E, K, N] if it is transposed.
+        index: of the expert.
+        transposed: see `source`.
+    """
+    shape = source.shape[:0:-1] if transposed else source.shape[1:]
+    if isinstance(source, Stored) and not transposed:
+        return source.part(index)
+
+    def make() -> torch.Tensor:
+        if isinstance(source, Stored):
+            one = source.part(index).read()
+        elif isinstance(source, Computed) and source.expert is not None:
+            one = source.expert(index)
+        else:
+            one = source.read()[index].clone()  # not a view: the others would stay in memory
+        return one.t() if transposed else one
+
+    return Computed(f"{getattr(source, 'name', 'experts')}.{index}", tuple(shape), source.dtype, make)
+
+
+def _loading(model: torch.nn.Module) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
+    """What transformers does to a name, in which order it takes them, and its converters for this model; None for older versions."""
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        core = importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return None
+    changes = mapping.get_model_conversion_mapping(model)
+    converters = [one for one in changes if isinstance(one, core.WeightConverter)]
+    renamings = [one for one in changes if not isinstance(one, core.WeightConverter)]
+
+    def rename(key: str, prefix: str, wanted: Mapping[str, Any]) -> tuple[str, str | None]:
+        name, pattern = core.rename_source_key(key, renamings, converters, prefix, wanted)
+        return (key, None) if name not in wanted and key in wanted else (name, pattern)
+
+    return rename, core.dot_natural_key, converters
+
+
+def _computed(
+    model: Any, name: str, full: str, shape: tuple[int, ...], converter: Any, parts: Mapping[str, Sequence[tuple[str, Stored]]]
+) -> Source:
+    """The value of a converter; raises ArtefactCorruptError if an expert is missing."""
+
+    def make() -> torch.Tensor:
+        used = copy.deepcopy(converter)
+        for pattern, pieces in parts.items():
+            for key, piece in pieces:
+                used.add_tensor(name, key, pattern, piece.read)
+        value = used.convert(name, model=model, config=model.config)[full]
+        made: torch.Tensor = value[0] if isinstance(value, list) else value
+        return made
+
+    def expert(index: int) -> torch.Tensor:
+        return torch.cat([parts[pattern][index][1].read() for pattern in converter.source_patterns])
+
+    steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    by_expert = steps in _BY_EXPERT
+    counts = {pattern: len(parts.get(pattern, ())) for pattern in converter.source_patterns}
+    if by_expert and set(counts.values()) != {shape[0]}:
+        msg = f"The files have not all of the {shape[0]} experts of {full!r}, but {counts}."
+        raise ArtefactCorruptError(msg)
+    dtype = next(piece.dtype for pieces in parts.values() for _, piece in pieces)
+    return Computed(full, shape, dtype, make, expert if by_expert else None)
