@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -246,13 +247,67 @@ def test_a_model_in_bf16_keeps_its_dtype(tmp_path):
     assert next(layer.bits for layer in report.layers if layer.operator == "lm_head") == 16
 
 
+TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+IMAGE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+
+
+def bert():  # it does not generate
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT))
+
+
+def falcon():  # its linears have a forward of their own, which can only be tried with values
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**TEXT))
+
+
+def clip():  # two configurations inside
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=32))
+
+
+def detr():  # attention by sdpa, with convolutions inside, for which there is none
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 5}
+    backbone = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"])
+    options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+    return transformers.DetrForObjectDetection(
+        transformers.DetrConfig(**options, **sizes, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64)
+    )
+
+
+@pytest.mark.parametrize("build", [bert, falcon, clip, detr])
+def test_other_architectures(build, tmp_path):
+    torch.manual_seed(0)
+    model = build().eval()
+    model.save_pretrained(tmp_path / "source")
+    config = WeightOnlyConfig("int4", group_size=32)
+    quantize_folder(tmp_path / "source", config, tmp_path / "out")
+    nc.save(nc.quantize(model, config), tmp_path / "expected")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    loaded = nc.load(tmp_path / "out")
+    assert type(loaded) is type(model)
+    assert getattr(loaded.config, "use_cache", None) is getattr(model.config, "use_cache", None)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_configuration_stays_what_it_was(use_cache, tmp_path):
+    model = llama()
+    model.config.use_cache = use_cache
+    model.save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    assert nc.load(tmp_path / "out").config.use_cache is use_cache
+
+
 def test_values_that_are_buffers_come_from_the_files_too(tmp_path):
     """The router of DeepSeek-V3 has a trained bias that is no parameter."""
-    transformers = pytest.importorskip("transformers", minversion="4.51")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    ranks = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    ranks = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    }
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **experts, **ranks, vocab_size=100)).eval()
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     bias.normal_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,11 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
     plain = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} <= {"weight", "bias"} and not list(
         module.children()
     )
-    if not plain or weight.dim() != 2 or weight.is_meta or weight.dtype not in _FLOATS:
+    if not plain or weight.dim() != 2 or weight.dtype not in _FLOATS:
         return False
+    if weight.is_meta:
+        module = _small(module)
+        weight = module.weight
     x = torch.linspace(-20, 20, 3 * weight.shape[1]).sin().reshape(3, -1).to(weight.dtype)
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight, module.bias)  # type: ignore[arg-type]
@@ -125,6 +129,16 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
             return False
     bound = torch.finfo(weight.dtype).eps * weight.shape[1]
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected, rtol=bound, atol=bound)
+
+
+def _small(module: torch.nn.Module) -> torch.nn.Module:
+    """A linear like another one, whose weight has no values yet, but of 8 x 16 and with values."""
+    small = copy.copy(module)
+    values = torch.linspace(-20, 20, 8 * 16 + 8).cos().to(module.weight.dtype)  # type: ignore[arg-type]
+    parts = {"weight": values[8:].view(8, 16), "bias": None if module.bias is None else values[:8]}
+    small._parameters = {key: None if part is None else torch.nn.Parameter(part) for key, part in parts.items()}  # noqa: SLF001 - of the copy
+    small.in_features, small.out_features = 16, 8  # type: ignore[assignment]
+    return small
 
 
 def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -74,7 +74,7 @@ class PreparedWeights(torch.nn.Module):
             msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with batches (e.g. 128 texts) before convert()."
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
-        with _evaluating(model), _without_cache(model):
+        with _evaluating(model), without_cache(model):
             driver = Driver(model, self.plan, samples, progress, ranks=ranks)
             driver.run()
         if not self.inplace:
@@ -112,7 +112,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_cache(model: torch.nn.Module) -> Iterator[None]:
+def without_cache(model: torch.nn.Module) -> Iterator[None]:
     """Transformers' models keep no keys and values of earlier calls: blocks are called several times."""
     config = getattr(model, "config", None)
     configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]

@@ -21,6 +21,7 @@ from nc.lowbit.blocks import Driver, Progress
 from nc.lowbit.experts import separated, stacked_names
 from nc.lowbit.heap import give_back_large_pieces
 from nc.lowbit.layers import layers_of
+from nc.lowbit.prepared import without_cache
 from nc.lowbit.record import Sample, block_lists
 from nc.lowbit.report import Record, WeightReport, weight_report
 from nc.lowbit.sources import expert_of, sources_of
@@ -86,12 +87,9 @@ def quantize_folder(
     heads = [layer.name for layer in layers_of(model) if layer.head and not layer.name.startswith(tuple(f"{name}." for name in blocks))]
     store = StreamedWeights(model, where, (*blocks, *heads), out.with_name(out.name + ".partial"), job)
     driver = Driver(model, plan, [Sample(((ids,), {})) for ids in samples], progress, store)
-    for one in (model.config, model.generation_config):  # blocks are called several times, so none may keep keys and values
-        one.use_cache = False
     give_back_large_pieces()
-    driver.run()
-    for one in (model.config, model.generation_config):
-        one.use_cache = True
+    with without_cache(model):
+        driver.run()
     model.__dict__["nc_record"] = Record(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict())
     artefact.write(model.eval(), out, store.files)
     store.remove()

@@ -73,7 +73,7 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
         if _fetches(config):
             msg = "its configuration asks for weights of another model"
             raise ValueError(msg)
-        if attention is not None:
+        if attention == "eager":  # "sdpa" is what transformers takes itself, for those parts of a model that have it
             config._attn_implementation = attention  # noqa: SLF001 - there is no public setter in all versions
         with LOCK, torch.random.fork_rng(devices=[]), _WithoutWeights(most=4 * tensors + 1000):
             model: torch.nn.Module = cls(config)
