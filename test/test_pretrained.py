@@ -231,7 +231,9 @@ def test_what_is_outside_of_blocks(options, tied, data, tmp_path):
     assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
 
     def said(report):
-        return [(x.operator, x.form, x.solver, x.loss, x.rtn_loss, x.bits, x.size, x.note) for x in report.layers], report.weight_bytes
+        return [
+            (x.operator, x.form, x.solver, x.loss, x.rtn_loss, x.bits, x.size, x.kernel, x.note) for x in report.layers
+        ], report.weight_bytes
 
     assert said(report) == said(nc.report(expected)) == said(nc.report(nc.load(tmp_path / "out")))
 

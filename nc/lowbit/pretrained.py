@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nc._version import __version__
+from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
 from nc.errors import ArtefactError, ArtefactMissingError, InputError, UnsupportedError
 from nc.lowbit import artefact
@@ -93,7 +94,7 @@ def quantize_folder(
     model.__dict__["nc_record"] = Record(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict())
     artefact.write(model.eval(), out, store.files)
     store.remove()
-    return weight_report(model)
+    return weight_report(set_backend(model))  # the kernels that `load` will take here
 
 
 def _empty(source: Path, tensors: int) -> Any:
