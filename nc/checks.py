@@ -13,6 +13,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_whole(value: object, least: int = 0) -> bool:
+    """Whether a value is a whole number, not a bool, and at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def require(holds: bool, name: str, what: str, value: object) -> None:  # noqa: FBT001
     """Raise ConfigError unless the value of a field is one that it can hold."""
     if not holds:

@@ -667,6 +667,22 @@ def test_contradictions_are_refused(role, fake, message):
         describe(mlp(), FakeQuantConfig(**{role: fake}), X, backend="reference")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"observer": "entropy"}, "observer of input .*'minmax'"),
+        ({"block_size": 4}, "block_size"),
+        ({"percentile": 300}, "percentile"),
+        ({"percentile": "99"}, "percentile"),
+    ],
+)
+def test_values_that_do_not_exist_are_refused_at_once(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        FakeQuantConfig(input=spec("int8", **fields))
+    with pytest.raises(ConfigError, match=message):
+        FakeQuantConfig(input={"dtype": "int8", **fields})
+
+
 @pytest.mark.parametrize("method", ROUND_METHODS)
 def test_stored_operators_are_checked(method, tmp_path):
     q = q_model(FakeQuantConfig(input=spec("int8", round_method=method)))

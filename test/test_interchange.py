@@ -585,6 +585,26 @@ class TestModels:
         export_weights(model, tmp_path)
         assert {name.split(".")[0] for name in load_file(tmp_path / "model.safetensors")} == {"a"}
 
+    def test_a_linear_under_two_names_is_read_into_both(self, tmp_path):
+        def twice(linear):
+            model = torch.nn.ModuleDict({"a": linear})
+            model["b"] = model["a"]
+            return model
+
+        export_weights(twice(QuantLinear(quantized(), torch.ones(16))), tmp_path)
+        found = import_weights(tmp_path, twice(torch.nn.Linear(64, 16)))
+        assert found["b"] is found["a"]
+        assert isinstance(found["b"], QuantLinear)
+
+    def test_two_tensors_are_not_read_into_one(self, tmp_path):
+        model, tied = net()
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach() * 2)
+        export_weights(model, tmp_path)
+        with pytest.raises(ArtefactError, match="'head.weight' and 'table.weight' are one tensor in the model and two in the files"):
+            import_weights(tmp_path, tied)
+        tied.head.weight = torch.nn.Parameter(torch.zeros(32, 64))
+        assert torch.equal(import_weights(tmp_path, tied)(self.IDS), model(self.IDS))
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [

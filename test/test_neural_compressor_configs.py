@@ -126,6 +126,9 @@ def test_parameters_mean_what_they_say(given, expected):
     ("make", "error", "message"),
     [
         (lambda: RTNConfig(bits=9), nc.ConfigError, "from 2 to 8"),
+        (lambda: RTNConfig(use_double_quant=True, double_quant_bits="6"), nc.ConfigError, "bits is 1 to 8"),
+        (lambda: AutoRoundConfig(act_bits="8"), nc.ConfigError, "act_bits"),
+        (lambda: GPTQConfig(percdamp="0.1"), nc.ConfigError, "damp is at least 0"),
         (lambda: RTNConfig(dtype="int16"), nc.ConfigError, "dtype"),
         (lambda: RTNConfig(dtype="fp4"), nc.UnsupportedError, '"nf4" or "fp4_e2m1"'),
         (lambda: RTNConfig(dtype="fp8_e4m3fnuz"), nc.UnsupportedError, '"fp8_e4m3fn"'),

@@ -130,6 +130,16 @@ def test_other_operators_have_the_values_of_the_dequantized_weight(operator):
     assert torch.allclose(torch.as_tensor(ours), torch.as_tensor(theirs))
 
 
+def test_what_is_stored_can_be_shared_between_processes():
+    layer = nc.quantize(nn.Sequential(nn.Linear(32, 16)).eval(), WeightOnlyConfig("int4", group_size=16))[0]
+    weight, values = layer.weight, layer.weight.dequantize()
+    assert not weight.is_shared()
+    assert weight.share_memory_() is weight
+    assert weight.is_shared()
+    assert layer.codes.is_shared()
+    assert torch.equal(weight.dequantize(), values)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -342,6 +352,32 @@ def test_primitives_against_brute_force(mapping, block):
             expected = [(min(max(round(v * (1 / s)) + z, -8), 7) - z) * s for v in part]
             assert values[i : i + block[0], j : j + block[1]].flatten().tolist() == pytest.approx(expected, rel=1e-12)
     assert codes.dtype is torch.int8
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint4, torch.uint3, torch.int2])
+def test_codes_of_fewer_than_8_bits_are_held_in_bytes(dtype):
+    x = torch.randn(4, 32)
+    scale, zero = choose_qparams_affine(x, MappingType.ASYMMETRIC, (1, 16), dtype)
+    codes = quantize_affine(x, (1, 16), scale, zero, dtype)
+    assert codes.dtype == (torch.uint8 if str(dtype).startswith("torch.u") else torch.int8)
+    assert len(codes.unique()) <= 2 ** int(str(dtype)[-1])
+    assert (dequantize_affine(codes, (1, 16), scale, zero, dtype) - x).abs().max() <= 0.51 * scale.max()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: choose_qparams_affine(x.long(), "SYMMETRIC", (1, 16), torch.int8),
+        lambda x: choose_qparams_affine(x[:0], "SYMMETRIC", (1, 16), torch.int8),
+        lambda x: choose_qparams_affine(x, "SYMMETRIC", 16, torch.int8),
+        lambda x: quantize_affine(x, (1, 16), torch.ones(3), None, torch.int8),
+        lambda x: quantize_affine(x, (1, 16), torch.ones(4, 2), torch.zeros(3), torch.int8),
+        lambda x: dequantize_affine(x.char(), (1, 16), torch.ones(3), None, torch.int8),
+    ],
+)
+def test_primitives_refuse_tensors_that_do_not_fit(call):
+    with pytest.raises(ConfigError):
+        call(torch.ones(4, 32))
 
 
 def test_primitives_refuse_what_does_not_fit():

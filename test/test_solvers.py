@@ -256,10 +256,18 @@ def test_registered_solvers_have_their_names():
     assert all(cls.name == name for name, cls in SOLVERS.items())
 
 
-@pytest.mark.parametrize("fields", [{"order": "act"}, {"two_sided": "both"}, {"damp": -1.0}, {"block": 0}, {"alpha": 2.0}])
-def test_values_without_a_meaning_are_refused(fields):
+@pytest.mark.parametrize(
+    ("solver", "fields"),
+    [
+        *((GPTQ, {"order": "act"}), (GPTQ, {"two_sided": "both"}), (GPTQ, {"damp": -1.0}), (GPTQ, {"block": 0}), (GPTQ, {"alpha": 2.0})),
+        *((GPTQ, {"damp": "0.01"}), (GPTQ, {"block": 1.5}), (GPTQ, {"block": None}), (GPTQ, {"static_groups": "no"})),
+        *((SOLVERS["hqq"], {"steps": 1.5}), (SOLVERS["hqq"], {"p": None}), (SOLVERS["hqq"], {"beta": "10"})),
+        *((SOLVERS["autoround"], {"steps": 2.5}), (SOLVERS["autoround"], {"lr": "0.1"}), (SOLVERS["autoround"], {"seed": None})),
+    ],
+)
+def test_values_without_a_meaning_are_refused(solver, fields):
     with pytest.raises(ConfigError):
-        GPTQ(**fields)
+        solver(**fields)
 
 
 def test_weights_with_nan_are_refused_by_name():

@@ -482,3 +482,24 @@ def test_transforms_have_names_and_come_back_from_plain_values(name):
     config = nc.WeightOnlyConfig("int4", transforms=[TRANSFORMS[name]()])
     assert nc.WeightOnlyConfig.from_dict(config.to_dict()) == config
     assert TRANSFORMS[name].name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *(
+            ("awq", {"grid": 0}),
+            ("awq", {"rows": 0}),
+            ("awq", {"finalists": 0}),
+            ("awq", {"tokens": 1.5}),
+            ("awq", {"duo_scaling": "maybe"}),
+        ),
+        *(("smooth", {"alpha": 2}), ("smooth", {"alpha": -0.1}), ("smooth", {"alpha": "0.5"})),
+        *(("teq", {"steps": 0}), ("teq", {"lr": -1.0}), ("teq", {"tokens": 0})),
+    ],
+)
+def test_values_without_a_meaning_are_refused(name, fields):
+    with pytest.raises(nc.ConfigError):
+        TRANSFORMS[name](**fields)
+    with pytest.raises(nc.ConfigError):
+        nc.WeightOnlyConfig("int4", transforms=[{"name": name, **fields}])

@@ -120,6 +120,40 @@ def test_heads_and_embeddings_stay_float_unless_asked():
     assert torch.equal(q.model.embed_tokens(ids), q.model.embed_tokens.packed.dequantize()[ids])
 
 
+class Twice(nn.Module):
+    """One linear under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.last = self.first
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x).relu()).relu())
+
+
+@pytest.mark.parametrize("fields", [{}, {"solver": GPTQ(), "transforms": [nc.AWQ()]}, {"scale_dtype": "e8m0"}])
+def test_a_module_with_two_names_is_replaced_under_both(fields, tmp_path):
+    torch.manual_seed(0)
+    model, x = Twice().eval(), X[:, :32]
+    q = quantize(model, WeightOnlyConfig("int4", group_size=16, **fields), lambda prepared: prepared(x))
+    assert q.last is q.first
+    assert isinstance(q.last, QuantLinear)
+    assert type(model.last) is nn.Linear
+    nc.save(q, tmp_path)
+    again = nc.load(tmp_path, model=Twice())
+    assert again.last is again.first
+    assert torch.equal(again(x), q(x))
+
+
+@pytest.mark.parametrize("key", [nn.Embedding, "Embedding"])
+def test_a_rule_for_the_type_of_embeddings_asks_for_them(key):
+    model = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 8)).eval()
+    q = quantize(model, WeightOnlyConfig("int4", group_size=16).set_local(key, WeightOnlyConfig("int8")))
+    assert (str(q[0].form.dtype), str(q[1].form.dtype)) == ("int8", "int4")
+    assert isinstance(quantize(model, WeightOnlyConfig(group_size=16, white_list=[key]))[0], QuantEmbedding)
+
+
 def test_tied_weights_are_quantized_once():
     model = llama(tie_word_embeddings=True)
     q = quantize(model, WeightOnlyConfig(group_size=32, lm_head="int8", embedding="int8"))

@@ -189,6 +189,36 @@ def test_loading_makes_no_float_weights_and_leaves_random_numbers_alone(tmp_path
     assert not [t.shape for t in made if t.dim() == 2 and not t.is_meta and t.shape[0] != 50]  # the head and the embedding stay float
 
 
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    return model
+
+
+def test_a_bias_that_a_rotation_moved_to_the_head_comes_back(tmp_path):
+    model = gpt2()
+    q = nc.quantize(model, config(transforms=[nc.Rotation()]))
+    assert q.lm_head.bias is not None
+    nc.save(q, tmp_path / "a")
+    for again in (nc.load(tmp_path / "a"), nc.load(tmp_path / "a", model=gpt2())):
+        assert torch.equal(again(IDS).logits, q(IDS).logits)
+        nc.save(again, tmp_path / "b")
+        assert (tmp_path / "b" / "weights.safetensors").read_bytes() == (tmp_path / "a" / "weights.safetensors").read_bytes()
+    with pytest.raises(nc.UnsupportedError, match=r"lm_head\.bias.*without Rotation"):
+        nc.export_weights(q, tmp_path / "c")
+
+
+def test_a_bias_that_the_model_has_not_is_refused_without_a_rotation(tmp_path):
+    nc.save(nc.quantize(net(), config()), tmp_path)
+    with pytest.raises(nc.ArtefactError, match="it has no 'first.bias'"):
+        nc.load(tmp_path, model=_with(net(), "first", nn.Linear(32, 32, bias=False)))
+
+
 def test_another_class_needs_a_model_and_leaves_it_alone(tmp_path):
     model = net()
     x = torch.randn(3, 32)

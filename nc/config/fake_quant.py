@@ -11,6 +11,7 @@ from nc.checks import require
 from nc.config.base import QuantConfig
 from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError
+from nc.observers import ALGORITHMS
 from nc.spec import DTYPES, FakeTensorSpec
 from nc.spec.fake_spec import ROLES
 
@@ -20,19 +21,23 @@ OFF = "fp32"
 
 def _role(name: str, value: Any) -> FakeTensorSpec | str:
     """A spec, the name of a dtype, "fp32", or the plain form of a spec."""
-    if isinstance(value, FakeTensorSpec) or (isinstance(value, str) and value == OFF):
+    if isinstance(value, FakeTensorSpec):
+        known = (None, *ALGORITHMS)
+        require(value.observer in known, f"observer of {name}", f"one of {', '.join(map(repr, ALGORITHMS))}", value.observer)
+        return value
+    if isinstance(value, str) and value == OFF:
         return value
     if isinstance(value, str):
         require(value in DTYPES, name, f'a FakeTensorSpec, "{OFF}", or one of {", ".join(DTYPES)}', value)
         return FakeTensorSpec(dtype=value)
     if isinstance(value, Mapping):
-        known = [f.name for f in dataclasses.fields(FakeTensorSpec)]
+        names = [f.name for f in dataclasses.fields(FakeTensorSpec)]
         for key in value:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
                 msg = f"{name}: a FakeTensorSpec has no field {key!r}; did you mean {near!r}?"
                 raise UnknownFieldError(msg)
-        return FakeTensorSpec(**value)
+        return _role(name, FakeTensorSpec(**value))
     msg = f'Expected {name} to be a FakeTensorSpec, the name of a dtype, or "{OFF}", but got {value!r}.'
     raise ConfigError(msg)
 

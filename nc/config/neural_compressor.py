@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nc.checks import require
+from nc.checks import is_whole, require
 from nc.config import base
 from nc.config.base import AnyConfig, QuantConfig
 from nc.config.document import check_keys, fields_of
@@ -328,6 +328,7 @@ def AutoRoundConfig(
         msg = f"AutoRoundConfig(scheme={scheme!r}): nc knows W2A16 to W8A16 and W2A8 to W8A8; use MXQuantConfig for MX formats."
         raise UnsupportedError(msg)
     act_bits = int(found[2]) if act_bits is None else act_bits
+    require(is_whole(act_bits, 1), "act_bits", "a whole number of bits", act_bits)
     per_token = act_bits == 8 and act_group_size in (None, -1) and act_dynamic in (None, True) and act_dtype in (None, "int")
     if act_bits < 16 and not per_token:
         msg = "AutoRoundConfig: activations stay as they are (act_bits=16) or get 8 bits for each token (act_bits=8, act_dynamic=True)."
@@ -573,7 +574,7 @@ def _double_quant(use: bool, dtype: str, bits: int, group_size: int) -> DoubleQu
     if found is None:
         msg = f'double_quant_dtype={dtype!r}: scales are quantized to whole numbers; use "int" and double_quant_bits.'
         raise UnsupportedError(msg)
-    return DoubleQuant(bits=int(found[1] or bits), group_size=group_size)
+    return DoubleQuant(bits=int(found[1]) if found[1] else bits, group_size=group_size)
 
 
 def _no_effect(title: str, **given: tuple[Any, Any, str]) -> None:

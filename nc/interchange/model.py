@@ -12,9 +12,12 @@ from nc.errors import ArtefactError, UnsupportedError
 from nc.interchange.folder import CONFIG, KEY
 from nc.interchange.layer import Layer
 from nc.lowbit.experts import Experts
-from nc.lowbit.layers import layers_of
+from nc.lowbit.layers import layers_of, memory_of, names_of
+from nc.lowbit.report import Record
+from nc.lowbit.transforms import Rotation
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
+from nc.storage import pretrained_class
 
 Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
 
@@ -30,6 +33,7 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
             "names that differ from model to model, so this one can't be exported; nc.save stores it."
         )
         raise UnsupportedError(msg)
+    _refuse_new_biases(model)
     layers: dict[str, Layer] = {}
     own: set[str] = set()  # names of packed tensors
     first: set[torch.nn.Module] = set()
@@ -50,6 +54,22 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
         seen.add(place)
         tensors[name] = tensor.detach()
     return layers, floats, tensors
+
+
+def _refuse_new_biases(model: torch.nn.Module) -> None:
+    """Raise UnsupportedError if a rotation gave linears biases: tools build the model from its configuration, and pass over these."""
+    rotated = any(applied.algorithm == Rotation.name for applied in model.__dict__.get("nc_record", Record()).applied)
+    described = pretrained_class.description(model) if rotated else None
+    if described is None:
+        return
+    plain = {name for name, _ in pretrained_class.build(described, len(model.state_dict())).named_parameters(remove_duplicate=False)}
+    new = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias" and name not in plain]
+    if new:
+        msg = (
+            f"Rotation() moved the bias of a norm to {new[0]!r}, which a {type(model).__name__} has not: other tools would leave it out. "
+            "Quantize without Rotation(), or store the model with nc.save."
+        )
+        raise UnsupportedError(msg)
 
 
 def settings_of(model: torch.nn.Module | Mapping[str, PackedWeight], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -75,7 +95,9 @@ def _head(model: Any) -> Any:
 def put(model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[str, torch.Tensor], path: str) -> torch.nn.Module:
     """Replace the layers of a model and load its other tensors; see `nc.interchange.import_weights`."""
     rest = dict(tensors)
-    made = {name: _module(model, name, layer, rest.pop(f"{name}.bias", None), path) for name, layer in layers.items()}
+    found = {name: _module(model, name, layer, rest.pop(f"{name}.bias", None), path) for name, layer in layers.items()}
+    names = {name: several for several in names_of(model).values() for name in several}
+    made = {name: module for first, module in found.items() for name in names[first]}
     _check_rest(model, made, rest, path)
     for name, module in made.items():
         model.set_submodule(name, module)
@@ -117,7 +139,7 @@ def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], res
     """All other tensors must be those of the model; of tied ones one is enough.
 
     Raises:
-        ArtefactError: one is missing, superfluous or of another shape.
+        ArtefactError: one is missing, superfluous or of another shape, or tied ones differ.
     """
     inside = tuple(f"{name}." for name in made)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
@@ -128,4 +150,13 @@ def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], res
     for names, what in ((missing, "is missing in the files"), (extra, "is not in the model"), (wrong, "has another shape in the model")):
         if names:
             msg = f"{path!r} does not fit this model: tensor {names[0]!r} {what} ({len(names)} in all)."
+            raise ArtefactError(msg)
+    first: dict[Any, str] = {}
+    for name, tensor in rest.items():
+        other = first.setdefault(memory_of(state[name]) if tensor.numel() else name, name)
+        if other != name and not torch.equal(rest[other], tensor):
+            msg = (
+                f"{path!r} does not fit this model: {other!r} and {name!r} are one tensor in the model and two in the files. "
+                "Build the model with weights of their own for both (of transformers: tie_word_embeddings=False)."
+            )
             raise ArtefactError(msg)

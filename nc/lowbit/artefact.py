@@ -22,6 +22,7 @@ from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import LayerDecision
 from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult
+from nc.lowbit.transforms import Rotation
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.bits import packed_size
 from nc.numerics.low_bit import ACT_DTYPES
@@ -99,7 +100,8 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
         for name, data in document["layers"].items():
             parts = {part: stored[names[f"{name}.{part}"]] for part in _PARTS if f"{name}.{part}" in names}
             _put(built, layers.get(name), name, data, parts)
-        _fill(built, {name: stored[key] for name, key in names.items()}, names)
+        rotated = any(applied["algorithm"] == Rotation.name for applied in document["record"]["applied"])
+        _fill(built, {name: stored[key] for name, key in names.items()}, names, rotated=rotated)
         built.__dict__["nc_record"] = _record_from(document["record"])
         str(weight_report(built))  # what the report reads is checked here
     return built.eval()
@@ -156,10 +158,12 @@ def _storable(name: str, tensor: torch.Tensor, memory: set[int]) -> torch.Tensor
     return tensor
 
 
-def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
-    """Put tensors in their places; those that were stored once become one."""
+def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, rotated: bool) -> None:
+    """Put tensors in their places; those that were stored once become one. A `rotated` model can have biases that its class has not."""
     expected = {name for name, _ in _all_tensors(model)}
-    missing, unknown = sorted(expected - set(tensors)), [name for name in tensors if name not in expected and not _is_free(model, name)]
+    biases = {name: p for name, p in tensors.items() if rotated and name not in expected and _is_new_bias(model, name, p)}
+    new = [name for name in tensors if name not in expected and name not in biases]
+    missing, unknown = sorted(expected - set(tensors)), [name for name in new if not _is_free(model, name)]
     if missing or unknown:
         what = f"it has {missing[0]!r}, which was not saved" if missing else f"it has no {unknown[0]!r}"
         raise ArtefactError(_other_model(model, what))
@@ -171,7 +175,10 @@ def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Ma
         there = old if old is not None else owner._buffers.get(leaf)  # noqa: SLF001
         if there is not None and there.shape != tensor.shape:
             raise ArtefactError(_other_model(model, f"its {name!r} has shape {tuple(there.shape)} instead of {tuple(tensor.shape)}"))
-        if old is None:
+        if name in biases:
+            learns = tensor.is_floating_point() and not isinstance(owner, QuantLinear)
+            owner._parameters[leaf] = parameters.setdefault(names[name], torch.nn.Parameter(tensor, learns))  # noqa: SLF001
+        elif old is None:
             owner._buffers[leaf] = tensor if there is None or there.is_meta or not _holds(owner, leaf) else there  # noqa: SLF001
         else:
             fresh = torch.nn.Parameter(tensor, requires_grad=old.requires_grad and (tensor.is_floating_point() or tensor.is_complex()))
@@ -185,6 +192,13 @@ def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Ma
 def _holds(owner: torch.nn.Module, leaf: str) -> bool:
     """Whether a buffer is a part of a packed weight, which was put there already."""
     return isinstance(owner, (QuantLinear, QuantEmbedding)) and leaf in _PARTS
+
+
+def _is_new_bias(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the bias of a linear that has none: `Rotation` moves the biases of norms there."""
+    prefix, _, leaf = name.rpartition(".")
+    owner = dict(model.named_modules(remove_duplicate=False)).get(prefix)
+    return leaf == "bias" and isinstance(owner, torch.nn.Linear) and owner.bias is None and tuple(tensor.shape) == (owner.out_features,)
 
 
 def _is_free(model: torch.nn.Module, name: str) -> bool:

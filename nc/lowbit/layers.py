@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Layer:
         transposed: its weight has shape [K, N] (`Conv1D`).
         head: it is the model's output head.
         why: why it cannot be quantized; None if it can.
+        others: further names of the same module.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Layer:
     transposed: bool = False
     head: bool = False
     why: Reason | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def module_type(self) -> str:
@@ -57,7 +59,16 @@ class Layer:
 def layers_of(model: torch.nn.Module) -> tuple[Layer, ...]:
     """All of them, each module once, in the order of `named_modules`."""
     head = _output_head(model)
-    return tuple(layer for name, module in model.named_modules() if (layer := _layer(name, module, head)) is not None)
+    found = [(names, layer) for module, names in names_of(model).items() if (layer := _layer(names[0], module, head)) is not None]
+    return tuple(replace(layer, others=tuple(names[1:])) if names[1:] else layer for names, layer in found)
+
+
+def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """All names of each module, in the order of `named_modules`."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def has_low_bit(model: torch.nn.Module) -> bool:

@@ -15,7 +15,7 @@ from nc.numerics.packed_weight import PackedWeight
 
 
 def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packed: PackedWeight, result: LayerResult | None) -> None:
-    """Put a module with a packed weight in the place of a layer."""
+    """Put a module with a packed weight in the place of a layer, under all its names."""
     module = layer.module
     new: torch.nn.Module
     if layer.kind == "embedding":
@@ -24,8 +24,9 @@ def replace(model: torch.nn.Module, layer: Layer, decision: LayerDecision, packe
     else:
         new = QuantLinear(packed, module.bias, decision.act_dtype, result, layer.weight.dtype)  # type: ignore[arg-type]
     new.train(module.training)
-    parent, _, child = layer.name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+    for name in (layer.name, *layer.others):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
 
 
 def own_weights(module: torch.nn.Module) -> None:

@@ -68,6 +68,16 @@ class QuantizedTensor(torch.Tensor):
         values = self.dequantize().numpy()
         return values if dtype is None else values.astype(dtype)
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Move what is stored to shared memory; the tensor itself holds none."""
+        for tensor in self.packed.tensors().values():
+            tensor.share_memory_()  # type: ignore[no-untyped-call] # torch annotates it in part only
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether what is stored is in shared memory."""
+        return all(tensor.is_shared() for tensor in self.packed.tensors().values())  # type: ignore[no-untyped-call] # likewise
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ARG002 - torch's
         """Shape and format."""
         return f"QuantizedTensor({tuple(self.shape)}, {self.packed.form}, dtype={self.dtype})"

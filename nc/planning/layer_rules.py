@@ -115,7 +115,7 @@ def _decide(layer: Layer, op: Operator, config: AnyConfig, modules: frozenset[st
         return LayerDecision(**base, why=Cause.OTHER_STRATEGY(strategy=type(chosen.config).__name__))
     if chosen.config.is_float:
         return LayerDecision(**base, why=Cause.ASKED(dtype=chosen.config.w_dtype))
-    named = chosen.rule.level in (Level.NAME, Level.PATTERN)
+    named = chosen.rule.level in (Level.NAME, Level.PATTERN) or (layer.kind == "embedding" and chosen.rule.level is Level.TYPE)
     dtype_name, why = _own_dtype(layer, config, named=named)
     if why is not None:
         return LayerDecision(**base, why=why)

@@ -68,6 +68,8 @@ class FakeTensorSpec:
         """Check each value alone."""
         if self.dtype is not None:
             dtype(self.dtype)
+        if isinstance(self.block_size, int):
+            _refuse("block_size", "whole numbers from 1, one for each of the last dimensions", self.block_size)
         if self.block_size is not None:
             object.__setattr__(self, "block_size", tuple(self.block_size))
         object.__setattr__(self, "scale_type", _SCALE_ALIASES.get(str(self.scale_type), self.scale_type))
@@ -81,6 +83,8 @@ class FakeTensorSpec:
         for name in ("axis", "group_size", "seed"):
             if not _is_int(getattr(self, name)) or (name == "group_size" and getattr(self, name) is not None and getattr(self, name) < 1):
                 _refuse(name, "a whole number" + " from 1" * (name == "group_size"), getattr(self, name))
+        if self.percentile is not None and not (isinstance(self.percentile, (int, float)) and 50 < self.percentile <= 100):
+            _refuse("percentile", "a number above 50, up to 100", self.percentile)
         if any(not _is_int(size) or size < 1 for size in self.block_size or ()):
             _refuse("block_size", "whole numbers from 1", self.block_size)
 

@@ -41,7 +41,7 @@ class DoubleQuant:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what can't be."""
-        if self.bits not in range(1, 9) or not (self.group_size == -1 or self.group_size > 0):
+        if self.bits not in range(1, 9) or not (self.group_size == -1 or (isinstance(self.group_size, int) and self.group_size > 0)):
             msg = f"DoubleQuant(bits={self.bits}, group_size={self.group_size}): bits is 1 to 8, group_size at least 1, or -1 for a row."
             raise ConfigError(msg)
         if self.outer_dtype not in ("fp32", "fp16", "bf16"):

@@ -8,6 +8,7 @@ computed in the dtype of the input.
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Sequence
 
@@ -68,6 +69,9 @@ def choose_qparams_affine(
         raise ConfigError(msg)
     lowest, highest = _codes(target_dtype, quant_min, quant_max)
     _check(input, block_size)
+    if not input.is_floating_point() or not input.numel():
+        msg = f"Expected a floating-point tensor with elements, but got {input.dtype} of shape {tuple(input.shape)}."
+        raise ConfigError(msg)
     low, high = affine.block_range(input, block_size)
     low, high = low.clamp(max=0), high.clamp(min=0)
     least = torch.finfo(input.dtype).smallest_normal if eps is None else eps
@@ -95,14 +99,17 @@ def quantize_affine(
     quant_min: int | None = None,
     quant_max: int | None = None,
 ) -> torch.Tensor:
-    """Codes: `clamp(round(input * (1 / scale)) + zero_point)`; arguments as in `choose_qparams_affine`."""
+    """Codes: `clamp(round(input * (1 / scale)) + zero_point)`; arguments as in `choose_qparams_affine`.
+
+    Of an `output_dtype` with fewer than 8 bits they are int8 or uint8: torch computes nothing with such dtypes.
+    """
     lowest, highest = _codes(output_dtype, quant_min, quant_max)
     _check(input, block_size)
     values, scales, zeros = _in_blocks(input, block_size, scale, zero_point)
     codes = torch.round(values * (1.0 / scales))
     if zeros is not None:
         codes = codes + zeros
-    return codes.clamp(lowest, highest).reshape(input.shape).to(output_dtype)
+    return codes.clamp(lowest, highest).reshape(input.shape).to(_held(output_dtype))
 
 
 def dequantize_affine(
@@ -122,7 +129,7 @@ def dequantize_affine(
         ConfigError: also if `input` has another dtype than `input_dtype`.
     """
     _codes(input_dtype, quant_min, quant_max)
-    if input.dtype != input_dtype:
+    if input.dtype not in (input_dtype, _held(input_dtype)):
         msg = f"The codes have dtype {input.dtype}, but input_dtype is {input_dtype}."
         raise ConfigError(msg)
     _check(input, block_size)
@@ -139,14 +146,25 @@ def _in_blocks(
     counts = [size // part for size, part in zip(x.shape, block_size, strict=True)]
     split = [n for count, part in zip(counts, block_size, strict=True) for n in (count, part)]
     outer = [n for count in counts for n in (count, 1)]
+    for name, part in (("scale", scale), ("zero_point", zero_point)):
+        if part is not None and part.numel() != math.prod(counts):
+            msg = f"{name} has shape {tuple(part.shape)}, but the blocks are {counts}, {math.prod(counts)} in all."
+            raise ConfigError(msg)
     return x.reshape(split), scale.reshape(outer), None if zero_point is None else zero_point.reshape(outer)
 
 
 def _check(x: torch.Tensor, block_size: Sequence[int]) -> None:
-    fits = len(block_size) == x.dim() and all(part > 0 and size % part == 0 for size, part in zip(x.shape, block_size, strict=False))
+    sizes = tuple(block_size) if isinstance(block_size, Sequence) else (block_size,)
+    fits = len(sizes) == x.dim() and all(part > 0 and size % part == 0 for size, part in zip(x.shape, sizes, strict=False))
     if not fits:
-        msg = f"block_size={tuple(block_size)} does not cover a tensor of shape {tuple(x.shape)}: each size must divide that dimension."
+        msg = f"block_size={sizes} does not cover a tensor of shape {tuple(x.shape)}: each size must divide that dimension."
         raise ConfigError(msg)
+
+
+def _held(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that holds codes of an integer dtype."""
+    match = re.fullmatch(r"torch\.(u?int)[1-7]", str(dtype))
+    return dtype if match is None else getattr(torch, f"{match[1]}8")
 
 
 def _codes(dtype: torch.dtype, quant_min: int | None, quant_max: int | None) -> tuple[int, int]:

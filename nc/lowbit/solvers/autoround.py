@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch.nn.utils import parametrize
 
+from nc.checks import is_number, is_whole
 from nc.errors import ConfigError
 from nc.lowbit.solvers.base import BlockProblem, Needs, Problem
 from nc.numerics import formats
@@ -58,8 +59,10 @@ class AutoRound:
 
     def __post_init__(self) -> None:
         """Check values."""
-        if not (self.steps >= 1 and self.batch >= 1 and self.samples >= 1 and all(v is None or v > 0 for v in (self.lr, self.range_lr))):
-            msg = f"{self}: steps, batch and samples are at least 1, and learning rates above 0."
+        counts, rates = (self.steps, self.batch, self.samples), (self.lr, self.range_lr)
+        fits = all(is_whole(v, 1) for v in counts) and all(v is None or (is_number(v) and v > 0) for v in rates)
+        if not (fits and is_whole(self.seed)):
+            msg = f"{self}: steps, batch and samples are whole numbers from 1, learning rates above 0, and seed a whole number from 0."
             raise ConfigError(msg)
 
     @property

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from nc.checks import is_number, is_whole
 from nc.errors import ConfigError, UnsupportedError
 from nc.lowbit.solvers.base import Needs, Problem
 from nc.lowbit.solvers.rtn import RTN
@@ -64,8 +65,9 @@ class GPTQ:
         if self.two_sided not in (None, *get_args(TwoSided)):
             msg = f"GPTQ has no two_sided {self.two_sided!r}; use None, {' or '.join(get_args(TwoSided))}."
             raise ConfigError(msg)
-        if not (self.damp >= 0 and self.block >= 1 and 0 <= self.alpha <= 1):
-            msg = f"{self}: damp is at least 0, block at least 1, and alpha from 0 to 1."
+        fits = is_number(self.damp) and self.damp >= 0 and is_whole(self.block, 1) and is_number(self.alpha) and 0 <= self.alpha <= 1
+        if not (fits and isinstance(self.static_groups, bool)):
+            msg = f"{self}: damp is at least 0, block a whole number from 1, alpha from 0 to 1, and static_groups True or False."
             raise ConfigError(msg)
 
     @property

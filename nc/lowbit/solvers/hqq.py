@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from nc.checks import is_number, is_whole
 from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs, Problem
 from nc.numerics.group_ranges import choose
@@ -49,8 +50,8 @@ class HQQ:
 
     def __post_init__(self) -> None:
         """Check values."""
-        if not (self.steps >= 0 and 0 < self.p <= 1 and self.beta > 0):
-            msg = f"{self}: steps is at least 0, p above 0 and at most 1, and beta above 0."
+        if not (is_whole(self.steps) and is_number(self.p) and 0 < self.p <= 1 and is_number(self.beta) and self.beta > 0):
+            msg = f"{self}: steps is a whole number from 0, p above 0 and at most 1, and beta above 0."
             raise ConfigError(msg)
 
     @property

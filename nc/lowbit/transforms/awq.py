@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from nc.checks import is_whole
+from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope, Target
 from nc.lowbit.transforms.clip import clip_ranges
@@ -36,6 +38,9 @@ class AWQ:
         tokens: the block's output is compared for about this many tokens.
         clip: search ranges too; None: for layers with the range rule "minmax". The rules "mse" and "wls" choose a range for each group
             themselves, "wls" weighted with the inputs.
+
+    Raises:
+        ConfigError: a value that is out of range.
     """
 
     grid: int = 20
@@ -47,6 +52,14 @@ class AWQ:
 
     name: ClassVar[str] = "awq"
     level: ClassVar[Literal["block"]] = "block"
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        counts = (self.grid, self.rows, self.finalists, self.tokens)
+        flags = self.duo_scaling in (True, False, "both") and self.clip in (True, False, None)
+        if not (flags and all(is_whole(value, 1) for value in counts)):
+            msg = f'{self}: the numbers are whole ones from 1; duo_scaling is True, False or "both", clip True, False or None.'
+            raise ConfigError(msg)
 
     @property
     def needs(self) -> Needs:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from nc.checks import is_number, require
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope
 from nc.lowbit.transforms.folding import LOOKED_AT
@@ -22,12 +23,19 @@ class Smooth:
 
     Attributes:
         alpha: share of the activations' range that moves into the weights, 0 to 1.
+
+    Raises:
+        ConfigError: a value that is out of range.
     """
 
     alpha: float = 0.5
 
     name: ClassVar[str] = "smooth"
     level: ClassVar[Literal["block"]] = "block"
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        require(is_number(self.alpha) and 0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
 
     @property
     def needs(self) -> Needs:

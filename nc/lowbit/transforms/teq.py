@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from nc.checks import is_number, is_whole
+from nc.errors import ConfigError
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.transforms.base import Scope, Target
 from nc.lowbit.transforms.folding import LOOKED_AT
@@ -27,6 +29,9 @@ class TEQ:
         steps: of Adam, each with all samples; nothing is random.
         lr: learning rate of log(s), falls linearly to 0.
         tokens: the first samples are used until there are about this many tokens.
+
+    Raises:
+        ConfigError: a value that is out of range.
     """
 
     steps: int = 40
@@ -35,6 +40,12 @@ class TEQ:
 
     name: ClassVar[str] = "teq"
     level: ClassVar[Literal["block"]] = "block"
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        if not (is_whole(self.steps, 1) and is_number(self.lr) and self.lr > 0 and is_whole(self.tokens, 1)):
+            msg = f"{self}: steps and tokens are whole numbers from 1, and lr is above 0."
+            raise ConfigError(msg)
 
     @property
     def needs(self) -> Needs:
