@@ -13,6 +13,7 @@ from nc.lowbit.experts import Experts, separated, stacked_names
 from nc.lowbit.pretrained import quantize_folder
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
+from nc.storage.tensor_file import Stored
 
 transformers = pytest.importorskip("transformers")
 COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
@@ -143,6 +144,72 @@ def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_
     nc.save(nc.convert(prepared), tmp_path / "expected")
     assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
     assert torch.equal(logits(nc.load(tmp_path / "out")), logits(nc.load(tmp_path / "expected")))
+
+
+def qwen3_vl():
+    """Its conversion looks up the shape of the stack in the model, and can only make a stack whole."""
+    if not hasattr(transformers, "Qwen3VLMoeConfig"):
+        pytest.skip("this version of transformers does not have it")
+    torch.manual_seed(0)
+    text = {**COMMON, "intermediate_size": 64, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+    tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**text, "rope_parameters": rope}, vision_config={**vision, "deepstack_visual_indexes": [0]}, **tokens
+    )
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_a_folder_with_stacks_that_are_transposed_while_they_are_read(tmp_path, monkeypatch):
+    model = qwen3_vl()
+    model.save_pretrained(tmp_path / "source")
+    read, seen = Stored.read, []
+
+    def counted(stored):
+        seen.extend([stored] if len(stored.shape) == 3 else [])
+        return read(stored)
+
+    monkeypatch.setattr(Stored, "read", counted)
+    quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
+    nc.save(nc.quantize(model, four_bits()), tmp_path / "expected")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+    assert len(seen) == 4, "each stack is read once, not once for each expert"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_one_expert_of_a_quantized_model(dtype, kept, tmp_path):
+    """Of the tensors of a stack not only the first is looked at."""
+    build("Mixtral").save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {key: (80 * value).to(dtype) for key, value in tensors.items() if "layers.1" in key and "experts.2.w" in key}
+    save_file(tensors, path)
+    config = four_bits()
+    if kept:
+        config.exclude(".*experts.*")
+    with pytest.raises(nc.ArtefactCorruptError, match=f"has dtype {dtype}; the files are of a quantized model"):
+        quantize_folder(tmp_path / "source", config, tmp_path / "out")
+
+
+def test_experts_of_two_dtypes_are_of_the_wider(tmp_path):
+    model = build("Mixtral")
+    model.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    halved = {key: value.bfloat16() for key, value in tensors.items() if "experts.0.w2" in key}
+    save_file(tensors | halved, path)
+    quantize_folder(tmp_path / "source", four_bits(), tmp_path / "out")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj[0] = layer.mlp.experts.down_proj[0].bfloat16()
+    nc.save(nc.quantize(model, four_bits()), tmp_path / "expected")
+    assert (tmp_path / "out" / "model.json").read_bytes() == (tmp_path / "expected" / "model.json").read_bytes()
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("stop", [1, 2])

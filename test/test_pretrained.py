@@ -274,7 +274,20 @@ def detr():  # attention by sdpa, with convolutions inside, for which there is n
     )
 
 
-@pytest.mark.parametrize("build", [bert, falcon, clip, detr])
+def llava():  # transformers 4 renames tensors while it saves and loads them
+    texts = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
+    images = transformers.CLIPVisionConfig(**IMAGE)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=texts, vision_config=images, image_token_index=3)
+    )
+
+
+def mamba2():  # its configuration holds an infinite number, which JSON has not
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
+@pytest.mark.parametrize("build", [bert, falcon, clip, detr, llava, mamba2])
 def test_other_architectures(build, tmp_path):
     torch.manual_seed(0)
     model = build().eval()
@@ -286,6 +299,98 @@ def test_other_architectures(build, tmp_path):
     loaded = nc.load(tmp_path / "out")
     assert type(loaded) is type(model)
     assert getattr(loaded.config, "use_cache", None) is getattr(model.config, "use_cache", None)
+    assert list(getattr(loaded.config, "time_step_limit", ())) == list(getattr(model.config, "time_step_limit", ()))
+
+
+def changed(source, change):
+    """The file of a folder with other tensors."""
+    path = source / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_files_that_hold_two_values_for_tied_weights(tmp_path):
+    """Transformers 5 does not tie them then; transformers 4 takes the embeddings."""
+    llama(tied=True).save_pretrained(tmp_path / "source")
+    changed(tmp_path / "source", lambda tensors: tensors.update({"lm_head.weight": torch.randn(100, 64)}))
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    prepared = nc.prepare(LlamaForCausalLM.from_pretrained(tmp_path / "source").eval(), CONFIG)
+    for ids in samples():
+        prepared(ids)
+    nc.save(nc.convert(prepared), tmp_path / "expected")
+    assert (tmp_path / "out" / "weights.safetensors").read_bytes() == (tmp_path / "expected" / "weights.safetensors").read_bytes()
+
+
+def test_files_that_hold_tied_weights_twice(tmp_path):
+    llama(tied=True).save_pretrained(tmp_path / "source")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "expected", samples())
+    changed(tmp_path / "source", lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+def test_files_that_hold_a_tensor_under_two_names(source, tmp_path):
+    """That of the model counts, not that of the model without its head."""
+    changed(source, lambda tensors: tensors.update({"norm.weight": torch.full((64,), 7.0)}))
+    quantize_folder(source, CONFIG, tmp_path / "out", samples())
+    assert torch.equal(nc.load(tmp_path / "out").model.norm.weight, torch.ones(64))
+
+
+def bart():
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 100}
+    return BartForConditionalGeneration(BartConfig(**sizes, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64))
+
+
+def resnet():
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]))
+
+
+@pytest.mark.parametrize(("build", "optional"), [(bart, "final_logits_bias"), (resnet, "num_batches_tracked")])
+def test_buffers_that_files_may_lack(build, optional, tmp_path):
+    """Transformers gives them their first values without a word."""
+    build().save_pretrained(tmp_path / "source")
+    config = WeightOnlyConfig("int4", group_size=32)
+    quantize_folder(tmp_path / "source", config, tmp_path / "expected")
+
+    def without(tensors):
+        lacking = [name for name in tensors if name.endswith(optional)]
+        assert lacking
+        for name in lacking:
+            del tensors[name]
+
+    changed(tmp_path / "source", without)
+    quantize_folder(tmp_path / "source", config, tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+def test_other_files_beside_those_of_the_index(tmp_path):
+    """A variant in fp16, or the files of another tool, are not read."""
+    llama().save_pretrained(tmp_path / "source", max_shard_size="100KB")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "expected", samples())
+    other = {name: torch.zeros_like(tensor) for name, tensor in llama().state_dict().items()}
+    save_file(other, tmp_path / "source" / "model.fp16-00001-of-00001.safetensors")
+    quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+    assert files(tmp_path / "out") == files(tmp_path / "expected")
+    shard = min((tmp_path / "source").glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ArtefactMissingError, match=f"has no {shard.name}, which model.safetensors.index.json names"):
+        quantize_folder(tmp_path / "source", CONFIG, tmp_path / "out", samples())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", "[]", "config.json holds a list instead of an object"),
+        ("config.json", '{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10000000}', "no model that can be built"),
+        ("generation_config.json", "{", "generation_config.json cannot be read"),
+    ],
+)
+def test_configurations_that_are_damaged(name, text, message, source, tmp_path):
+    (source / name).write_text(text)
+    with pytest.raises(ArtefactCorruptError, match=message):
+        quantize_folder(source, CONFIG, tmp_path / "out", samples())
 
 
 @pytest.mark.parametrize("use_cache", [False, True])

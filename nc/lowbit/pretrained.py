@@ -16,7 +16,7 @@ import torch
 from nc._version import __version__
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
-from nc.errors import ArtefactError, ArtefactMissingError, InputError, UnsupportedError
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, UnsupportedError
 from nc.lowbit import artefact
 from nc.lowbit.blocks import Driver, Progress
 from nc.lowbit.experts import separated, stacked_names
@@ -25,7 +25,7 @@ from nc.lowbit.layers import layers_of
 from nc.lowbit.prepared import without_cache
 from nc.lowbit.record import Sample, block_lists
 from nc.lowbit.report import Record, WeightReport, weight_report
-from nc.lowbit.sources import expert_of, sources_of
+from nc.lowbit.sources import experts_of, sources_of
 from nc.lowbit.streamed import StreamedWeights, shards, take_values_from
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
@@ -67,7 +67,7 @@ def quantize_folder(
     plan = plan_layers(config, separated(model), strict=strict)
     for name in {d.operator.rpartition(".")[0] for d in plan.quantized}.intersection(stacked_names(model)):
         experts, transposed = where.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
-        where |= {f"{name}.{i}.weight": expert_of(experts, i, transposed=transposed) for i in range(experts.shape[0])}
+        where |= {f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))}
         separated(model, inplace=True, names=(name,))
     whole = next((t.name for t in plan.transforms if t.level == "model"), None)
     if whole is not None:
@@ -80,6 +80,7 @@ def quantize_folder(
     job = {
         "nc": __version__,
         "torch": torch.__version__,
+        "transformers": folder.versions(transformers=True).get("transformers"),
         "config": config.to_dict(),
         "source": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in (*files, source / "config.json")],
         "samples": _digest(samples),
@@ -103,7 +104,7 @@ def _empty(source: Path, tensors: int) -> Any:
     if not path.is_file():
         msg = f"{source} has no config.json; give a folder that transformers' save_pretrained wrote."
         raise ArtefactMissingError(msg)
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = _object(path)
     classes = data.get("architectures") or []
     if len(classes) != 1:
         msg = f"{path} names no single class under 'architectures', but {classes}."
@@ -112,10 +113,28 @@ def _empty(source: Path, tensors: int) -> Any:
     description = {
         "class": classes[0],
         "config": data,
-        "generation_config": json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else None,
+        "generation_config": _object(generation) if generation.is_file() else None,
         "attention": None,
     }
-    return pretrained_class.build(description, tensors)
+    try:
+        return pretrained_class.build(description, tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ArtefactError):
+            raise
+        msg = f"{path} describes no model that can be built ({type(error).__name__}: {error})."
+        raise ArtefactCorruptError(msg) from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        msg = f"{path} cannot be read: {error}."
+        raise ArtefactCorruptError(msg) from error
+    if not isinstance(data, dict):
+        msg = f"{path} holds a {type(data).__name__} instead of an object."
+        raise ArtefactCorruptError(msg)
+    return data
 
 
 def _digest(samples: Sequence[torch.Tensor]) -> str:

@@ -7,7 +7,9 @@ become one parameter. What it does for a model is its own data; it is asked for 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactCorruptError
-from nc.storage.tensor_file import Source, Stored
+from nc.storage.tensor_file import FLOATS, Source, Stored
 
 #: What transformers does to experts that files hold one by one; an expert can be read alone then.
 _BY_EXPERT = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
@@ -28,7 +30,7 @@ class Computed:
     Attributes:
         name: of the parameter.
         shape: what it must have.
-        dtype: of the stored ones.
+        dtype: of the stored ones, the widest; one that is not of `FLOATS` if any of them has such a dtype.
         make: reads them and makes it.
         expert: one of a stack, if it can be read alone.
     """
@@ -43,13 +45,38 @@ class Computed:
         """The values; raises ArtefactCorruptError if the files do not give them, or give another shape."""
         try:
             made = self.make()
-        except (RuntimeError, ValueError, KeyError, IndexError) as error:
+        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
             msg = f"Tensor {self.name!r} cannot be made of those in the files ({type(error).__name__}: {error})."
             raise ArtefactCorruptError(msg) from error
         if made.shape != self.shape:
             msg = f"Tensor {self.name!r} has shape {tuple(made.shape)}, and config.json makes it {self.shape}."
             raise ArtefactCorruptError(msg)
-        return made
+        return made.to(self.dtype)
+
+
+class _Experts:
+    """The experts of a stack that can only be made whole: it is made once for all of them, as they are read one after the other."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._left: dict[int, torch.Tensor] = {}
+
+    def take(self, index: int) -> torch.Tensor:
+        """One expert, in memory of its own."""
+        if index not in self._left:
+            self._left = {i: one.clone() for i, one in enumerate(self._source.read())}
+        return self._left.pop(index)
+
+
+class _Shapes:
+    """Stands for the model as it was, of which conversions ask for shapes: its stacks are taken apart before they are read."""
+
+    def __init__(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        self._empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """The tensor without values."""
+        return self._empty[name]
 
 
 def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
@@ -66,49 +93,72 @@ def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str
     prefix = getattr(model, "base_model_prefix", "model")
     loading = _loading(model)
     if loading is None:  # transformers 4: names are those of the model
-        either = {name: (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") for name in wanted}
-        return {name: stored[key] for name, keys in either.items() for key in keys if key in stored}
+        return _by_older_versions(model, stored, wanted, prefix)
     rename, order, converters = loading
     found: dict[str, Source] = {}
     joined: dict[str, dict[str, list[str]]] = {}
     for key in sorted(stored, key=order):
         name, pattern = rename(key, prefix, wanted)
         if pattern is None and name in wanted:
-            found[name] = stored[key]
+            found.setdefault(name, stored[key])
         elif pattern is not None:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    shapes = _Shapes(wanted)
     for name, keys in joined.items():
-        converter = next(one for one in converters if set(one.source_patterns) >= set(keys))
+        converter = by_pattern[next(iter(keys))]
         for target in converter.target_patterns:  # several if it takes a tensor apart
             full = name.replace(converter.target_patterns[0], target, 1)
             if full in wanted:
                 parts = {pattern: [(key, stored[key]) for key in mine] for pattern, mine in keys.items()}
-                found[full] = _computed(model, name, full, tuple(wanted[full].shape), converter, parts)
+                found[full] = _computed(model.config, shapes, name, full, tuple(wanted[full].shape), converter, parts)
     return found
 
 
-def expert_of(source: Source, index: int, *, transposed: bool) -> Source:
-    """The weight of an expert as a linear has it, [N, K].
+def experts_of(source: Source, *, transposed: bool) -> list[Source]:
+    """The weights of the experts as linears have them, [N, K].
 
     Args:
         source: of the stack, [E, N, K], or [E, K, N] if it is transposed.
-        index: of the expert.
         transposed: see `source`.
     """
-    shape = source.shape[:0:-1] if transposed else source.shape[1:]
     if isinstance(source, Stored) and not transposed:
-        return source.part(index)
+        return [source.part(index) for index in range(source.shape[0])]
+    shape = tuple(source.shape[:0:-1] if transposed else source.shape[1:])
+    whole = _Experts(source)
 
-    def make() -> torch.Tensor:
+    def make(index: int) -> torch.Tensor:
         if isinstance(source, Stored):
             one = source.part(index).read()
         elif isinstance(source, Computed) and source.expert is not None:
             one = source.expert(index)
         else:
-            one = source.read()[index].clone()  # not a view: the others would stay in memory
+            one = whole.take(index)
         return one.t() if transposed else one
 
-    return Computed(f"{getattr(source, 'name', 'experts')}.{index}", tuple(shape), source.dtype, make)
+    name = getattr(source, "name", "experts")
+    return [Computed(f"{name}.{i}", shape, source.dtype, functools.partial(make, i)) for i in range(source.shape[0])]
+
+
+def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Source]:
+    """What transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
+
+    def renamed(key: str) -> str:
+        key, _ = model._fix_state_dict_key_on_load(key)  # noqa: SLF001 - there is no public one
+        for pattern, replacement in model._checkpoint_conversion_mapping.items():  # noqa: SLF001
+            key, count = re.subn(pattern, replacement, key)
+            if count:
+                break
+        return key
+
+    named = {**stored, **{renamed(key): one for key, one in stored.items()}}
+    found: dict[str, Source] = {}
+    first: dict[int, str] = {}
+    for name, tensor in wanted.items():
+        key = next((key for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if key in named), None)
+        if key is not None and first.setdefault(id(tensor), name) == name:
+            found[name] = named[key]
+    return found
 
 
 def _loading(model: torch.nn.Module) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
@@ -130,7 +180,13 @@ def _loading(model: torch.nn.Module) -> tuple[Callable[..., tuple[str, str | Non
 
 
 def _computed(
-    model: Any, name: str, full: str, shape: tuple[int, ...], converter: Any, parts: Mapping[str, Sequence[tuple[str, Stored]]]
+    config: Any,
+    shapes: _Shapes,
+    name: str,
+    full: str,
+    shape: tuple[int, ...],
+    converter: Any,
+    parts: Mapping[str, Sequence[tuple[str, Stored]]],
 ) -> Source:
     """The value of a converter; raises ArtefactCorruptError if an expert is missing."""
 
@@ -139,7 +195,7 @@ def _computed(
         for pattern, pieces in parts.items():
             for key, piece in pieces:
                 used.add_tensor(name, key, pattern, piece.read)
-        value = used.convert(name, model=model, config=model.config)[full]
+        value = used.convert(name, model=shapes, config=config)[full]
         made: torch.Tensor = value[0] if isinstance(value, list) else value
         return made
 
@@ -152,5 +208,6 @@ def _computed(
     if by_expert and set(counts.values()) != {shape[0]}:
         msg = f"The files have not all of the {shape[0]} experts of {full!r}, but {counts}."
         raise ArtefactCorruptError(msg)
-    dtype = next(piece.dtype for pieces in parts.values() for _, piece in pieces)
+    dtypes = [piece.dtype for pieces in parts.values() for _, piece in pieces]
+    dtype = next((one for one in dtypes if one not in FLOATS), None) or functools.reduce(torch.promote_types, dtypes)
     return Computed(full, shape, dtype, make, expert if by_expert else None)

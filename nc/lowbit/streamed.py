@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +24,9 @@ from nc.lowbit.layers import is_low_bit
 from nc.numerics.packed_weight import PARTS
 from nc.storage import folder
 from nc.storage.atomic import replaced
-from nc.storage.tensor_file import Source, Stored, stored_in
+from nc.storage.tensor_file import FLOATS, Source, Stored, stored_in
 
 _JOB = "job.json"
-#: What a float model is of.
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,13 +165,22 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shards(source: Path) -> dict[Path, dict[str, Stored]]:
-    """The tensors of each safetensors file of a folder.
+    """The tensors of each safetensors file of a folder; as transformers does, those of model.safetensors, or that its index names.
 
     Raises:
-        ArtefactMissingError: it has none.
+        ArtefactMissingError: it has none, or lacks one that is in the index.
         ArtefactCorruptError: a file cannot be read.
     """
-    files = sorted(source.glob("*.safetensors"))
+    files, index = sorted(source.glob("*.safetensors")), source / "model.safetensors.index.json"
+    if source / "model.safetensors" in files:  # others are variants (fp16) or of other tools
+        files = [source / "model.safetensors"]
+    elif index.is_file():
+        named = _indexed(index)
+        lacking = named - {path.name for path in files}
+        if lacking:
+            msg = f"{source} has no {min(lacking)}, which {index.name} names."
+            raise ArtefactMissingError(msg)
+        files = [path for path in files if path.name in named]
     if not files:
         pickles = (
             " It has pickles (*.bin), which nc does not read: load it in transformers and save it again."
@@ -184,8 +192,19 @@ def shards(source: Path) -> dict[Path, dict[str, Stored]]:
     return {path: stored_in(path) for path in files}
 
 
+def _indexed(path: Path) -> set[str]:
+    """The files that an index names."""
+    try:
+        return {str(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        msg = f"{path} cannot be read ({type(error).__name__}: {error})."
+        raise ArtefactCorruptError(msg) from error
+
+
 def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Take the values of all parameters out of a model, which get the dtypes of the files; ties stay. Buffers get their values.
+    """Take the values of all parameters out of a model, which get the dtypes of the files. Buffers get their values.
+
+    Ties stay unless the files have other values for the names.
 
     Args:
         model: the model.
@@ -198,13 +217,16 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
         ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where the model does.
     """
     together: dict[int, list[str]] = {}
+    optional = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     held = model.state_dict(keep_vars=True)  # without buffers that the model computes
     for name, tensor in held.items():
         together.setdefault(id(tensor), []).append(name)
     found: dict[str, Source] = {}
-    for names in together.values():
+    for names in (same for tied in together.values() for same in _same_values(tied, sources)):
         tensor = held[names[0]]
         value = next((sources[name] for name in names if name in sources), None)
+        if value is None and not tensor.is_meta and not isinstance(tensor, torch.nn.Parameter) and _is_optional(names[0], optional):
+            continue
         if value is None:
             msg = (
                 f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than this version of "
@@ -214,7 +236,7 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
         if tensor.shape != value.shape:
             msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
             raise ArtefactCorruptError(msg)
-        if tensor.is_floating_point() and value.dtype not in _FLOATS:
+        if tensor.is_floating_point() and value.dtype not in FLOATS:
             msg = f"Tensor {names[0]!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
             raise ArtefactCorruptError(msg)
         table = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
@@ -225,3 +247,23 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
             if table == "_parameters":
                 found[name] = value
     return found
+
+
+def _is_optional(name: str, patterns: Sequence[str]) -> bool:
+    """Whether files may lack a buffer, which keeps its first value then: transformers says so, or evaluation does not read it."""
+    return name.rpartition(".")[2] == "num_batches_tracked" or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _same_values(names: Sequence[str], sources: Mapping[str, Source]) -> list[list[str]]:
+    """The names of a tied tensor, apart where the files have other values for them: transformers 5 does not tie these then."""
+    given = [name for name in names if name in sources]
+    groups = [[name for name in names if name not in given]]
+    firsts: list[torch.Tensor] = []
+    for name in given:
+        value = sources[name].read() if len(given) > 1 else torch.empty(0)
+        at = next((i for i, one in enumerate(firsts) if one.shape == value.shape and torch.equal(one, value.to(one.dtype))), len(firsts))
+        if at == len(firsts):
+            firsts.append(value)
+            groups += [[]] if at else []
+        groups[at].append(name)
+    return [[name for name in names if name in group] for group in groups]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,9 @@ _TABLES = "transformers.models.auto.modeling_auto"
 _ATTENTION = ("sdpa", "eager")
 #: Keys of configurations that name code, or say how weights are read.
 _LEFT_OUT = ("auto_map", "quantization_config", "attn_implementation", "experts_implementation")
+#: Floats that JSON has not, as objects with this key: so transformers 5 writes them.
+_FLOAT = "__float__"
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 #: More blocks, heads or labels than this are no model, but would take for ever to build.
 _MOST = 1_000_000
 
@@ -37,8 +41,8 @@ def description(model: torch.nn.Module) -> dict[str, Any] | None:
     attention = getattr(config, "_attn_implementation", None)
     return {
         "class": cls.__name__,
-        "config": _without_code(json.loads(config.to_json_string(use_diff=True))),
-        "generation_config": None if generation is None else _without_code(json.loads(generation.to_json_string(use_diff=True))),
+        "config": _description_of(config),
+        "generation_config": None if generation is None else _description_of(generation),
         "attention": attention if attention in _ATTENTION else None,
     }
 
@@ -132,8 +136,23 @@ def _fetches(config: Any) -> bool:
     return any(getattr(part, option, None) for part in parts for option in options)
 
 
+def _description_of(config: Any) -> Any:
+    return _with_names(_without_code(json.loads(config.to_json_string(use_diff=True))))
+
+
+def _with_names(data: Any) -> Any:
+    """The same with infinite floats and NaN as JSON can hold them."""
+    if isinstance(data, dict):
+        return {key: _with_names(value) for key, value in data.items()}
+    if isinstance(data, float) and not math.isfinite(data):
+        return {_FLOAT: next(name for name, value in _FLOATS.items() if str(value) == str(data))}
+    return [_with_names(value) for value in data] if isinstance(data, list) else data
+
+
 def _without_code(data: Any) -> Any:
-    """A configuration without private keys and those in `_LEFT_OUT`, at every depth."""
+    """A configuration without private keys and those in `_LEFT_OUT`, at every depth; named floats are floats again."""
+    if isinstance(data, dict) and data.keys() == {_FLOAT} and data[_FLOAT] in list(_FLOATS):
+        return _FLOATS[data[_FLOAT]]
     if isinstance(data, dict):
         return {key: _without_code(value) for key, value in data.items() if not key.startswith("_") and key not in _LEFT_OUT}
     return [_without_code(value) for value in data] if isinstance(data, list) else data

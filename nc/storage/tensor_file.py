@@ -37,6 +37,8 @@ _DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+#: What a float model is of.
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ORDER = list(_DTYPES)
 _PIECE = 1 << 24
