@@ -554,3 +554,15 @@ def test_linears_of_different_codes_are_not_merged(monkeypatch, config, calls):
     model = Function(lambda self, x: torch.sin(self.a(x)) * self.b(x), a=nn.Linear(16, 8), b=nn.Linear(16, 8))
     _, found = kernels(monkeypatch, model, torch.randn(4, 16), config)
     assert [node.meta["operators"] for node in found] == calls
+
+
+@pytest.mark.parametrize("act_algo", ["minmax", "percentile", "kl"])
+def test_another_default_dtype_changes_nothing(act_algo):
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.GELU()).eval()
+    x, config = torch.randn(2, 3, 6, 6), StaticQuantConfig(act_algo=act_algo)
+    expected = quantized(model, x, config, "native")(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(quantized(model, x, config, "native")(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

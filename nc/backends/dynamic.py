@@ -160,7 +160,7 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     cells = []
     for i in range(0, len(params), each):
         matrices = [quantized_weight(module, p) for p in params[i : i + 2]]
-        biases = [constant_of(module, p) for p in params[i + 2 : i + each]] or [torch.zeros(len(w)) for w in matrices]
+        biases = [constant_of(module, p) for p in params[i + 2 : i + each]] or [torch.zeros(len(w), dtype=torch.float32) for w in matrices]
         with _fbgemm():
             packed = [_quantized.linear_prepack(w, b) for w, b in zip(matrices, biases, strict=True)]
         cell = _quantized.make_quantized_cell_params_dynamic(*packed, *biases, False)

@@ -164,7 +164,7 @@ def _requantize_input(node: fx.Node, spec: TensorSpec, done: _Done) -> None:
         view = Quantize.of(old)
         assert isinstance(view.zero_point, int)
         assert not isinstance(view.scale, fx.Node)
-        low, high = (torch.tensor((end - view.zero_point) * view.scale) for end in (view.quant_min, view.quant_max))
+        low, high = (torch.tensor((end - view.zero_point) * view.scale, dtype=torch.float32) for end in (view.quant_min, view.quant_max))
         limits = {"quant_min": spec.quant_min, "quant_max": spec.quant_max}
         new_scale, new_zero_point = affine.choose_qparams(low, high, symmetric=spec.symmetric, **limits)
         qparams, dtype = (float(new_scale), int(new_zero_point)), spec.dtype.storage

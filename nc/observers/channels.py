@@ -17,7 +17,7 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
 
 CHANNEL_EXTREMES = Statistic(
     name="channel_extremes",
-    start={"low": torch.tensor(float("inf")), "high": torch.tensor(float("-inf"))},
+    start={"low": torch.tensor(float("inf"), dtype=torch.float32), "high": torch.tensor(float("-inf"), dtype=torch.float32)},
     update=update,
     merge=merge_each(low=torch.minimum, high=torch.maximum),
 )

@@ -37,8 +37,8 @@ def occupied(state: State) -> tuple[torch.Tensor, torch.Tensor]:
 HISTOGRAM = Statistic(
     name="histogram",
     start={
-        "low": torch.tensor(float("inf")),
-        "high": torch.tensor(float("-inf")),
+        "low": torch.tensor(float("inf"), dtype=torch.float32),
+        "high": torch.tensor(float("-inf"), dtype=torch.float32),
         "exponent": torch.tensor(MIN_EXPONENT),
         "counts": torch.zeros(BINS, dtype=torch.int64),
     },

@@ -73,7 +73,8 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
             best, least = step, found
     borders = edges(exponent)
     first, last = SIDE + round(left * best / steps), SIDE + round(right * best / steps)
-    return torch.tensor(max(float(borders[first]), low)), torch.tensor(min(float(borders[last + 1]), high))
+    ends = max(float(borders[first]), low), min(float(borders[last + 1]), high)
+    return torch.tensor(ends[0], dtype=torch.float32), torch.tensor(ends[1], dtype=torch.float32)
 
 
 KL = RangeAlgorithm("kl", HISTOGRAM, find_range)

@@ -20,7 +20,7 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
 
 EXTREMES = Statistic(
     name="extremes",
-    start={"low": torch.tensor(float("inf")), "high": torch.tensor(float("-inf"))},
+    start={"low": torch.tensor(float("inf"), dtype=torch.float32), "high": torch.tensor(float("-inf"), dtype=torch.float32)},
     update=update,
     merge=merge_each(low=torch.minimum, high=torch.maximum),
 )

@@ -23,9 +23,10 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
         amax = max(-low, high)
         amin = 0.0 if low <= 0.0 <= high else min(abs(low), abs(high))
         limit = quantile(counts, exponent, amin, amax, 1.0 - outside)
-        return torch.tensor(max(low, -limit)), torch.tensor(min(high, limit))
-    ends = [quantile(state["counts"], exponent, low, high, share) for share in (outside / 2, 1.0 - outside / 2)]
-    return torch.tensor(ends[0]), torch.tensor(ends[1])
+        ends = [max(low, -limit), min(high, limit)]
+    else:
+        ends = [quantile(state["counts"], exponent, low, high, share) for share in (outside / 2, 1.0 - outside / 2)]
+    return torch.tensor(ends[0], dtype=torch.float32), torch.tensor(ends[1], dtype=torch.float32)
 
 
 PERCENTILE = RangeAlgorithm("percentile", HISTOGRAM, find_range)

@@ -75,7 +75,7 @@ class NativeBackend:
         check_available(self)
         with LOCK, warnings.catch_warnings():  # torch says it once per process
             warnings.simplefilter("ignore")
-            torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
+            torch.quantize_per_tensor(torch.zeros(1, dtype=torch.float32), 1.0, 0, torch.quint8)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """See `lower.lower`; raises BackendUnavailableError when it can't run here."""

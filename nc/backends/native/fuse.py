@@ -339,7 +339,7 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
     codes = constant_of(module, view.codes)
     if isinstance(view.scale, fx.Node):
         return codes, constant_of(module, view.scale)
-    return codes, torch.full((codes.shape[0],), view.scale)
+    return codes, torch.full((codes.shape[0],), view.scale, dtype=torch.float32)
 
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.Node:

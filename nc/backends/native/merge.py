@@ -89,4 +89,4 @@ def _has_constant_bias(node: fx.Node) -> bool:
 
 def _bias(module: fx.GraphModule, node: fx.Node, size: int) -> torch.Tensor:
     bias = Linear.of(node).bias
-    return torch.zeros(size) if bias is None else constant_of(module, bias)
+    return torch.zeros(size, dtype=torch.float32) if bias is None else constant_of(module, bias)

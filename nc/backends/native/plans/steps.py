@@ -157,7 +157,7 @@ def _binary(operation: str) -> Handler:
 def _operand(recorder: Recorder, value: Any) -> Traced | None:
     """A tensor, or a number as a tensor."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Traced(torch.tensor(float(value)), None)
+        return Traced(torch.tensor(float(value), dtype=torch.float32), None)
     return _read(recorder, value)
 
 
@@ -248,7 +248,7 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     result = _new(recorder, x.tensor.shape, x.tensor.dtype)
     (eps,) = struct.unpack("<i", struct.pack("<f", a["eps"]))
     kind = _DTYPES[x.tensor.dtype]
-    factors = [torch.empty(0) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in (weight, bias)]
+    factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in (weight, bias)]
     recorder.call_function(function("layer_norm"), [kind, kind, x.tensor.numel() // width, width, eps], [result, x, *factors], node)
     return result
 
