@@ -1,9 +1,14 @@
 """The call contract: every argument that does not fit is refused with words that say which and what to do."""
 
+import collections
+import dataclasses
+
+import numpy
 import pytest
 import torch
 from torch import nn
 
+import nc
 from nc import InputError, StaticQuantConfig, prepare
 
 
@@ -142,6 +147,74 @@ def test_structures_inside_arguments():
     refused(prepared, r"'batch'.*structure", {"a": torch.randn(2, 4)})
     refused(prepared, r"'batch'.*structure", {"a": torch.randn(2, 4), "b": [torch.randn(2, 4)] * 2})
     refused(prepared, r"batch\['b'\]\[1\]", {"a": torch.randn(2, 4), "b": (torch.randn(2, 4), torch.randn(2))})
+
+
+Named = collections.namedtuple("Named", "a, b")
+
+
+@dataclasses.dataclass
+class Members:
+    """A registered one, for inputs and outputs."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+torch.export.register_dataclass(Members)
+
+
+class OfOne(nn.Module):
+    """One argument, whose members `get` reads."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.fc, self.get = nn.Linear(4, 4), get
+
+    def forward(self, batch):
+        return self.fc(self.get(batch, "a")) - self.get(batch, "b")
+
+
+def test_the_order_of_keys_does_not_matter():
+    one, two = torch.randn(2, 4), torch.randn(2, 4)
+    model = OfOne(lambda batch, name: batch[name]).eval()
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=({"a": one, "b": two},), backend="reference")
+    expected = prepared({"a": one, "b": two})
+    assert torch.equal(prepared({"b": two, "a": one}), expected)
+    assert torch.equal(prepared(batch={"b": two, "a": one}), expected)
+    refused(prepared, r"'batch'.*structure", {"b": two, "c": one})
+    refused(prepared, r"'batch'.*structure", {"b": two, "a": one, "c": one})
+
+
+@pytest.mark.filterwarnings("ignore:The captured model takes inputs of exactly")  # torch frees no sizes in dataclasses
+@pytest.mark.parametrize("cls", [Named, Members])
+def test_a_loaded_model_takes_the_users_own_classes(cls, tmp_path):
+    example = (cls(torch.randn(2, 4), torch.randn(2, 4)),)
+    q_model = nc.quantize(OfOne(getattr).eval(), StaticQuantConfig(), lambda p: p(*example), example_inputs=example, backend="reference")
+    nc.save(q_model, tmp_path / "model")
+    loaded = nc.load(tmp_path / "model", backend="reference")
+    assert torch.equal(loaded(*example), q_model(*example))
+    refused(loaded, r"'batch'.*structure", {"a": torch.randn(2, 4)})
+
+
+def test_structures_that_do_not_fit_are_explained():
+    example = (collections.defaultdict(list, a=torch.randn(2, 4), b=torch.randn(2, 4)),)
+    model = OfOne(lambda batch, name: batch[name]).eval()
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=example, backend="reference")
+    for other in ({"a": example[0]["a"], "b": example[0]["b"]}, Members(*example[0].values()), Named(*example[0].values())):
+        refused(prepared, r"'batch'.*structure", other)
+    prepared = prepare(OfOne(getattr).eval(), StaticQuantConfig(), example_inputs=(Named(*example[0].values()),), backend="reference")
+    for other in (Members(*example[0].values()), tuple(example[0].values()), dict(example[0])):
+        refused(prepared, r"'batch'.*structure", other)
+
+
+def test_a_dataclass_that_torch_does_not_know():
+    other = dataclasses.make_dataclass("Other", ["a", "b"])
+    with pytest.raises(InputError, match=r"hold a Other.*register_dataclass"):
+        prepare(OfOne(getattr).eval(), StaticQuantConfig(), example_inputs=(other(torch.randn(2, 4), torch.randn(2, 4)),))
+
+
+def test_an_array_instead_of_a_constant(prepared):
+    refused(prepared, "'flag' was captured as the constant True", **good(flag=numpy.ones(2)))
 
 
 def test_a_refused_call_changes_nothing(prepared):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,10 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]
 
 def _check_examples(values: dict[str, Any]) -> None:
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    unknown = next((type(v) for v in pytree.tree_leaves(values) if dataclasses.is_dataclass(v)), None)
+    if unknown is not None:
+        msg = f"example_inputs hold a {unknown.__name__}, whose members torch does not know: call torch.export.register_dataclass with it."
+        raise InputError(msg)
     if not tensors:
         msg = "example_inputs hold no tensor; give one batch of real inputs."
         raise InputError(msg)

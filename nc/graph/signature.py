@@ -5,9 +5,10 @@ It is plain data (names, `TreeSpec`s, shapes), so that it can be written to JSON
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,9 @@ class Signature:
         """
         values = self._by_name(args, kwargs)
         flat, spec = pytree.tree_flatten(values)
+        if spec != self.in_spec:
+            values = _fitted(values, self.in_spec)
+            flat, spec = pytree.tree_flatten(values)
         if spec != self.in_spec:
             self._explain_structure(values)
         sizes: dict[str, int] = {}
@@ -197,6 +201,36 @@ def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ..
     return tuple(parameters)
 
 
+def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:
+    """A value in the captured structure, as far as it fits.
+
+    The order of a dict's keys does not matter. An artefact knows a named tuple as a tuple, and a dataclass by the names of its members.
+    """
+    if spec.is_leaf():
+        return value
+    names, below = spec.context, children(spec)
+    if isinstance(value, tuple) and spec.type in (tuple, collections.namedtuple):
+        items = list(value)
+    elif type(value) is list and spec.type is list:
+        items = value
+    elif type(value) is spec.type and spec.type in (dict, collections.OrderedDict) and set(value) == set(names):
+        items = [value[name] for name in names]
+    elif dataclasses.is_dataclass(value) and _is_object(spec) and {f.name for f in dataclasses.fields(value)} == set(names):
+        items = [getattr(value, name) for name in names]
+    else:
+        return value
+    if len(items) != len(below):
+        return value
+    if spec.type is collections.namedtuple and type(value) is not names:
+        return value
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn([_fitted(i, s) for i, s in zip(items, below, strict=True)], names)
+
+
+def _is_object(spec: pytree.TreeSpec) -> bool:
+    """Whether it is what an artefact has for an object: a mapping by the names of its members."""
+    return isinstance(spec.type, type) and issubclass(spec.type, Mapping) and all(isinstance(name, str) for name in spec.context)
+
+
 def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
     """Raise InputError when a flat input is not what was captured.
 
@@ -206,7 +240,7 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
         sizes: free sizes seen so far; those of `value` are added.
     """
     if leaf.dtype is None:
-        if isinstance(value, torch.Tensor) or value != leaf.value:
+        if not _equal(value, leaf.value):
             msg = (
                 f"Argument {leaf.path!r} was captured as the constant {leaf.value!r} and can't be {_describe(value)}; give that value "
                 "in example_inputs to prepare()."
@@ -235,6 +269,14 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
             )
             msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}."
             raise InputError(msg)
+
+
+def _equal(value: Any, constant: Any) -> bool:
+    """Whether a value is the constant; tensors and arrays are none."""
+    try:
+        return not isinstance(value, torch.Tensor) and bool(value == constant)
+    except ValueError:  # an array has no truth value
+        return False
 
 
 #: What torch and IPEX say of look-ups; TorchScript gives errors a type of its own.
