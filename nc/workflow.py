@@ -275,7 +275,7 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
     """
     if isinstance(model, QuantizedModel):
         return model.report(**options)
-    if not has_low_bit(model):
+    if not isinstance(model, torch.nn.Module) or not has_low_bit(model):
         msg = f"report() expects the result of convert() or load(), but this {type(model).__name__} has no quantized layer."
         raise StateError(msg)
     inputs = options.pop("profile_inputs", None)
@@ -318,6 +318,10 @@ def _check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
         raise InputError(msg)
+    lazy = next((name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)), None)
+    if lazy is not None:
+        msg = f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before prepare()."
+        raise InputError(msg)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
         devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, device in devices.items():
@@ -359,6 +363,10 @@ def _capture(
 ) -> Graph:
     if isinstance(model, ExportedModel):
         return model.own_graph()
+    script = next((name or "The model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if script is not None:
+        msg = f"{script} is TorchScript, which can't be captured; call prepare() with the torch.nn.Module that it was made from."
+        raise InputError(msg)
     with LOCK:  # capture in another thread switches the same flags for a while
         _warn_of_training(model, inplace=inplace, frames=2)
         return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

@@ -244,6 +244,27 @@ def test_the_model_is_not_touched(step):
     assert calls == [1]
 
 
+class Remembers(nn.Module):
+    """Counts its calls, keeps results and makes an attribute: what forward may do outside of buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls, self.last, self.all, self.sizes = nn.Linear(4, 4), 0, None, [], {}
+
+    def forward(self, x):
+        self.calls, self.last, self.new = self.calls + 1, self.fc(x), True
+        self.all.append(self.last)
+        self.sizes[len(self.all)] = 1
+        return self.last
+
+
+@pytest.mark.parametrize("step", [prepare, describe])
+def test_what_forward_remembers_is_as_it_was(step):
+    model = Remembers().eval()
+    step(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
+    assert (model.calls, model.last, model.all, model.sizes, hasattr(model, "new")) == (0, None, [], {}, False)
+
+
 def test_the_flags_come_back_when_capture_fails():
     model = Function(lambda self, x: x if x.sum() > 0 else -x, drop=nn.Dropout())
     model.train()

@@ -315,3 +315,42 @@ def test_weights_that_are_not_finite_are_named(bad, parameter):
     with pytest.raises(InputError, match=rf"'1.{parameter}' of operator '1' holds NaN or infinite values"):
         prepare(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
     prepare(model, StaticQuantConfig().exclude("1"), example_inputs=torch.randn(2, 4), backend="reference")
+
+
+# ---- models that cannot be captured ----
+
+
+class Sparse(nn.Module):
+    """A product with a sparse buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.graph, self.fc(x))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_sparse_buffer(step):
+    with pytest.raises(nc.CaptureError, match="Sparse can't be captured"):
+        step(Sparse().eval(), CONFIG, example_inputs=torch.randn(4, 4), backend="reference")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript(inside):
+    script = torch.jit.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    with pytest.raises(InputError, match=r"^(0|The model) is TorchScript"):
+        prepare(nn.Sequential(script).eval() if inside else script, CONFIG, example_inputs=torch.randn(2, 4), backend="reference")
+
+
+def test_a_parameter_without_a_value():
+    with pytest.raises(InputError, match=r"'0\.weight' has no value yet"):
+        prepare(nn.Sequential(nn.LazyLinear(4)).eval(), CONFIG, example_inputs=torch.randn(2, 4), backend="reference")
+
+
+def test_a_report_of_no_model():
+    with pytest.raises(nc.StateError, match=r"expects the result of convert\(\) or load\(\)"):
+        nc.report(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -20,10 +21,11 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put every submodule in eval mode. Afterwards each has its own mode again, and the buffers have the values that they had before."""
+    """Put every submodule in eval mode. Afterwards each has its own mode again, and buffers and attributes are what they were before."""
     flags = [(m, m.training) for m in model.modules()]
-    owners = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    attributes = [(m, dict(vars(m))) for m in model.modules()]
+    contents = [(value, value.copy()) for _, own in attributes for value in own.values() if type(value) in _CONTAINERS]
     try:
         model.eval()
     except NotImplementedError:  # modules of torch.export have no such call
@@ -32,14 +34,32 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, own in attributes:  # forward may count its calls, keep tensors, or put others in the place of buffers
+            for name in set(vars(module)) - set(own):
+                del vars(module)[name]
+            vars(module).update(own)
+        for value, content in contents:
+            _put_back(value, content)
         for module, flag in flags:
             module.training = flag
-        for module, own in owners:
-            module._buffers.update(own)  # forward may have put other tensors in their place
         with torch.no_grad():
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+                # torch compares no sparse tensors; their values are a tensor of their own
+                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+#: Attributes that forward may change without a new value for the attribute.
+_CONTAINERS = (list, dict, set, collections.OrderedDict)
+
+
+def _put_back(value: Any, content: Any) -> None:
+    """Give a container the content that it had."""
+    if type(value) is list:
+        value[:] = content
+    else:
+        value.clear()
+        value.update(content)
 
 
 @contextlib.contextmanager
