@@ -167,7 +167,11 @@ class Plan:
         decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
         steps = tuple(Step(**step) for step in data.get("algorithms", ()))  # artefacts of 0.1 development versions have none
         placement = data.get("placement", INPUTS)
-        return cls(decisions=decisions, backend=data["backend"], isa=tuple(data["isa"]), algorithms=steps, placement=placement)
+        isa = tuple(data["isa"])
+        if not all(isinstance(feature, str) for feature in isa):
+            msg = f"expected names of CPU features, but got {data['isa']!r}"
+            raise TypeError(msg)
+        return cls(decisions=decisions, backend=data["backend"], isa=isa, algorithms=steps, placement=placement)
 
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""

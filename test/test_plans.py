@@ -461,3 +461,9 @@ def test_memory_is_used_again():
     (plan,) = call._plans.values()
     assert isinstance(plan, Plan)
     assert plan.arena <= 3 * 8 * 64 * 64
+
+
+def test_features_that_are_no_names():
+    plan = nc.describe(nn.Linear(4, 4).eval(), nc.StaticQuantConfig(), torch.randn(2, 4), backend="reference")
+    with pytest.raises(TypeError, match="names of CPU features"):
+        type(plan).from_dict({**plan.to_dict(), "isa": [None]})

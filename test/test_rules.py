@@ -435,6 +435,7 @@ def test_exclude_is_the_fp32_fallback(ten):
     plan = resolve(StaticQuantConfig().exclude("fc1", torch.matmul, r"deep\..*"), ten, ALL)
     assert floats(plan) == {"fc1", "matmul", "matmul_1", "matmul_2", "deep.0", "deep.2"}
     assert floats(resolve(DynamicQuantConfig().exclude("fc1"), ten, ALL)) == {"fc1"}
+    assert StaticQuantConfig().exclude(["fc1", torch.matmul], "fc2") == StaticQuantConfig().exclude("fc1", torch.matmul, "fc2")
 
 
 def test_a_white_list_leaves_everything_else_alone(ten):

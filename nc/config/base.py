@@ -158,7 +158,7 @@ class QuantConfig(Document):
 
     def exclude(self, *keys: RuleKey) -> Any:
         """Leave operators in fp32: the same as `set_local` with `w_dtype="fp32", act_dtype="fp32"`. Returns `self`."""
-        return self.set_local(list(keys), self.all_float())
+        return self.set_local([key for each in keys for key in (each if isinstance(each, (list, tuple)) else (each,))], self.all_float())
 
     @classmethod
     def all_float(cls) -> QuantConfig:
