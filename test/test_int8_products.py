@@ -125,6 +125,40 @@ def test_any_number_of_rows(rows):
         assert not rows or worst_db([expected], [got]) > 25
 
 
+@pytest.mark.parametrize("how", ["add", "mul"])
+@pytest.mark.parametrize("sizes", [(3, 1, 1, 1), (1, 4, 1, 1), (1, 1, 5, 1), (1, 1, 1, 8), (3, 1, 1, 8), (1, 4, 5, 1), (1, 4, 5, 8), (3, 4, 1, 8)])
+@pytest.mark.parametrize("codes", [True, False])
+def test_what_follows_a_product_whose_result_lies_transposed(how, sizes, codes):
+    def forward(self, a, b, other):
+        result = getattr(torch, how)(a @ b, other).transpose(1, 2)
+        return self.out(result.flatten(2)) if codes else result
+
+    inputs = torch.rand(3, 4, 5, 6), torch.rand(3, 4, 6, 8) - 0.5, torch.rand(sizes) + 0.2
+    q = quantized(Function(forward, out=nn.Linear(32, 16)).eval(), inputs, None, "native")
+    assert "run by" not in q.report().details
+    assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 40
+
+
+def test_a_bias_that_lies_transposed():
+    inputs = torch.randn(X), torch.randn(6, 6, 4).permute(2, 0, 1)[None]
+    q = quantized(Function(sdpa, **layers()).eval(), inputs, None, "native")
+    table = Function(lambda self, x: sdpa(self, x, self.table(torch.arange(36).reshape(6, 6)).permute(2, 0, 1)), table=nn.Embedding(36, 4), **layers())
+    of_a_table = quantized(table.eval(), inputs[0], None, "native")
+    for model, given in ((q, inputs), (of_a_table, inputs[:1])):
+        assert "run by" not in model.report().details
+        assert worst_db([model.reference(*given)], [model(*given)]) > 25
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 1, 6), (3, 1, 6, 6), (3, 4, 6, 6), (1, 4, 6, 6), (6, 6)])
+def test_masks_of_any_size(sizes):
+    mask = torch.rand(sizes) > 0.4
+    mask[..., 0] = True
+    inputs = torch.randn(X), mask
+    q = quantized(Function(sdpa, **layers()).eval(), inputs, None, "native")
+    assert "run by" not in q.report().details
+    assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 25
+
+
 def test_values_are_those_of_exact_arithmetic():
     """The codes, multiplied in int64 and rescaled in float64."""
     model = Function(lambda self, x, y: x @ y.transpose(-1, -2) * 0.5).eval()

@@ -54,8 +54,9 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     def expanded() -> Traced:
         return multiply(a["output_dtype"], [recorder.expanded(other, sizes, node) for other in others])
 
-    # kernels know some broadcasts of what follows, but not all
-    ways = (lambda: multiply(a["output_dtype"], others), *((separately, expanded) if others else ()))
+    # kernels know some broadcasts of what follows, but not all; where the result lies transposed, oneDNN 3.12 reads wrong addresses for some
+    together = _strides(node, sizes) == contiguous_strides(sizes) or all(o.tensor.numel() == 1 or o.tensor.shape == sizes for o in others)
+    ways = (*((lambda: multiply(a["output_dtype"], others),) if together else ()), *((separately, expanded) if others else ()))
     result: Traced | None = recorder.first_possible(*ways)
     return result
 
@@ -70,6 +71,7 @@ def _multiply(
     others: Sequence[Traced],
 ) -> Traced:
     """The call; raises Unimplemented where there is no fast kernel for it."""
+    others = [in_rows(recorder, other, node) for other in others]  # oneDNN 3.12 reads others as if they lay like this
     post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
     tensors: dict[int, Any] = {POST_OP * (i + 1) | SRC_1: other for i, other in enumerate(others)}
     attributes = with_qparams(Attributes({}, {}, post_ops), tensors, SRC, a["left_scale"] * a["factor"], a["left_zero_point"])
