@@ -54,7 +54,7 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     def expanded() -> Traced:
         return multiply(a["output_dtype"], [recorder.expanded(other, sizes, node) for other in others])
 
-    # kernels know some broadcasts of what follows, but not all; where the result lies transposed, oneDNN 3.12 reads wrong addresses for some
+    # kernels know some broadcasts of what follows, not all; where the result lies transposed, oneDNN 3.12 reads wrong addresses for some
     together = _strides(node, sizes) == contiguous_strides(sizes) or all(o.tensor.numel() == 1 or o.tensor.shape == sizes for o in others)
     ways = (*((lambda: multiply(a["output_dtype"], others),) if together else ()), *((separately, expanded) if others else ()))
     result: Traced | None = recorder.first_possible(*ways)
