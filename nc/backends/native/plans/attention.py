@@ -54,9 +54,8 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     def expanded() -> Traced:
         return multiply(a["output_dtype"], [recorder.expanded(other, sizes, node) for other in others])
 
-    # kernels know some broadcasts of what follows, not all; where the result lies transposed, oneDNN 3.12 reads wrong addresses for some
-    together = _strides(node, sizes) == contiguous_strides(sizes) or all(o.tensor.numel() == 1 or o.tensor.shape == sizes for o in others)
-    ways = (*((lambda: multiply(a["output_dtype"], others),) if together else ()), *((separately, expanded) if others else ()))
+    # kernels know some broadcasts of what follows, but not all
+    ways = (lambda: multiply(a["output_dtype"], others), *((separately, expanded) if others else ()))
     result: Traced | None = recorder.first_possible(*ways)
     return result
 
@@ -78,7 +77,9 @@ def _multiply(
     attributes = with_qparams(attributes, tensors, WEIGHTS, a["right_scale"], a["right_zero_point"])
     if not dtype.is_floating_point:
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
-    target = Desc(tuple(sizes), _strides(node, sizes), dtype)
+    # where the result lies transposed, oneDNN 3.12 reads wrong addresses for some broadcasts, and crashes
+    whole = all(o.tensor.numel() == 1 or o.tensor.shape == tuple(sizes) for o in others)
+    target = Desc(tuple(sizes), _strides(node, sizes) if whole else contiguous_strides(sizes), dtype)
     left, right = sides
     if left.tensor.shape[-1] == 1:  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
         right = in_rows(recorder, right, node)
