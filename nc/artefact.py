@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nc.autocast import without_autocast
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
@@ -26,7 +27,7 @@ from nc.lowbit.layers import has_low_bit
 from nc.onnx import OnnxReport
 from nc.onnx import write as write_onnx
 from nc.ops import RECURRENT
-from nc.quantized import QuantizedModel, without_autocast
+from nc.quantized import QuantizedModel
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
 

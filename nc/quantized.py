@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nc.autocast import without_autocast
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
@@ -18,11 +18,6 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
 from nc.reporting import Report, build
 from nc.storage.store import write
-
-
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off: the plan decides the precision of each operator, also inside the user's autocast block."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
 
 class ReferenceModule(torch.nn.Module):

@@ -25,6 +25,7 @@ from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.pytorch_utils import Conv1D
 
+import nc
 from nc import CaptureError, InputError, NCWarning, StaticQuantConfig, describe, prepare
 from nc.graph.catalogue import op_name
 
@@ -1009,3 +1010,21 @@ def test_an_operator_on_constants_alone_stays_fp32():
     (reason,) = {op.reason for op in graph.operators if op.kind == "linear" and not op.quantizable}
     assert reason == "its input is a constant: computed once, not at each call"
     assert sum(op.quantizable for op in graph.operators if op.kind == "linear") == 1
+
+
+def test_autocast_around_prepare_has_no_effect():
+    """It would capture another model, in bf16, of which nothing is int8."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16)).eval()
+    x = torch.randn(4, 16)
+
+    def quantized():
+        return nc.quantize(model, nc.StaticQuantConfig(), lambda prepared: prepared(x), example_inputs=x, backend="reference")
+
+    expected = quantized()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=x, backend="reference")
+    found(x)
+    found = nc.convert(found)
+    assert found(x).dtype == torch.float32
+    assert torch.equal(found(x), expected(x))

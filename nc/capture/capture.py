@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from nc.autocast import without_autocast
 from nc.capture import rewrites
 from nc.capture.examples import another_batch, bind_examples, with_batch
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
@@ -83,7 +84,7 @@ def capture(
     parameters = parameters_of(model.forward, values)
     run = functools.partial(_run, model, parameters, precautions)
     failures: list[Exception] = []
-    with LOCK, eval_mode(model), torch.no_grad():
+    with LOCK, eval_mode(model), torch.no_grad(), without_autocast():
         expected = _first_run(model, run, values)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
