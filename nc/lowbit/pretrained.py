@@ -65,7 +65,8 @@ def quantize_folder(
     model = _empty(source, len(stored))
     where = take_values_from(model, sources_of(model, stored))
     plan = plan_layers(config, separated(model), strict=strict)
-    for name in {d.operator.rpartition(".")[0] for d in plan.quantized}.intersection(stacked_names(model)):
+    asked = {d.operator.rpartition(".")[0] for d in plan.quantized}
+    for name in [name for name in stacked_names(model) if name in asked]:  # in the model's order, as files are the same in each run
         experts, transposed = where.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
         where |= {f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))}
         separated(model, inplace=True, names=(name,))
