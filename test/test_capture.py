@@ -1,5 +1,6 @@
 """Capture: names as the user would say them, and a graph that computes what the model computes."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -262,7 +263,9 @@ class Remembers(nn.Module):
 @pytest.mark.parametrize("step", [prepare, describe])
 def test_what_forward_remembers_is_as_it_was(step):
     model = Remembers().eval()
-    step(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
+    refused = torch.__version__ < (2, 9)  # torch.export refuses lists and dicts of the model's that grow
+    with pytest.raises(CaptureError) if refused else contextlib.nullcontext():
+        step(model, StaticQuantConfig(), example_inputs=torch.randn(2, 4), backend="reference")
     assert (model.calls, model.last, model.all, model.sizes, hasattr(model, "new")) == (0, None, [], {}, False)
 
 
