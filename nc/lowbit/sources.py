@@ -143,9 +143,13 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
 def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Source]:
     """What transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
 
+    fix = getattr(model, "_fix_state_dict_key_on_load", None)  # no version has public ones, and early ones none at all
+    patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+
     def renamed(key: str) -> str:
-        key, _ = model._fix_state_dict_key_on_load(key)  # noqa: SLF001 - there is no public one
-        for pattern, replacement in model._checkpoint_conversion_mapping.items():  # noqa: SLF001
+        fixed = key if fix is None else fix(key)
+        key = fixed if isinstance(fixed, str) else fixed[0]
+        for pattern, replacement in patterns.items():
             key, count = re.subn(pattern, replacement, key)
             if count:
                 break
