@@ -142,7 +142,6 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
 
 def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Source]:
     """What transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
-
     fix = getattr(model, "_fix_state_dict_key_on_load", None)  # no version has public ones, and early ones none at all
     patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
