@@ -130,6 +130,7 @@ INSIDE = {
             "nc.storage.atomic",
             "nc.storage.mapped",
             "nc.storage.json_values",
+            "nc.storage.json_file",
             "nc.storage.allowlist",
             "nc.storage.schema_1",
             "nc.storage.arguments",

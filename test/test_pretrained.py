@@ -381,10 +381,10 @@ def test_other_files_beside_those_of_the_index(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "config.json holds a list instead of an object"),
+        ("config.json", "{", "config.json' is no JSON"),
+        ("config.json", "[]", "config.json' is no JSON object, but a list"),
         ("config.json", '{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10000000}', "no model that can be built"),
-        ("generation_config.json", "{", "generation_config.json cannot be read"),
+        ("generation_config.json", "{", "generation_config.json' is no JSON"),
     ],
 )
 def test_configurations_that_are_damaged(name, text, message, source, tmp_path):

@@ -17,40 +17,35 @@ from typing import Any, TextIO
 import torch
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
+#: Attributes that forward may change without a new value for the attribute.
+_CONTAINERS = (list, dict, set, collections.OrderedDict)
 
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put every submodule in eval mode. Afterwards each has its own mode again, and buffers and attributes are what they were before."""
-    flags = [(m, m.training) for m in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     attributes = [(m, dict(vars(m))) for m in model.modules()]
     contents = [(value, value.copy()) for _, own in attributes for value in own.values() if type(value) in _CONTAINERS]
     try:
         model.eval()
     except NotImplementedError:  # modules of torch.export have no such call
-        for module, _ in flags:
+        for module in model.modules():
             module.training = False
     try:
         yield
     finally:
-        for module, own in attributes:  # forward may count its calls, keep tensors, or put others in the place of buffers
+        for module, own in attributes:  # the mode; forward may count its calls, keep tensors, or put others in the place of buffers
             for name in set(vars(module)) - set(own):
                 del vars(module)[name]
             vars(module).update(own)
         for value, content in contents:
             _put_back(value, content)
-        for module, flag in flags:
-            module.training = flag
         with torch.no_grad():
             for buffer, before in buffers:
                 # torch compares no sparse tensors; their values are a tensor of their own
                 if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)
-
-
-#: Attributes that forward may change without a new value for the attribute.
-_CONTAINERS = (list, dict, set, collections.OrderedDict)
 
 
 def _put_back(value: Any, content: Any) -> None:

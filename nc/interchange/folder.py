@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError
 from nc.storage.atomic import replaced
+from nc.storage.json_file import json_object
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 KEY = "quantization_config"
@@ -70,7 +71,7 @@ def _complete(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     index = folder / f"{WEIGHTS}.index.json"
     if not index.is_file():
         return
-    listed = _json(index).get("weight_map")
+    listed = json_object(index).get("weight_map")
     missing = sorted(set(listed if isinstance(listed, dict) else ()) - tensors.keys())
     if missing:
         msg = f"{str(index)!r} lists tensor {missing[0]!r}, which no file has. The files are incomplete; get them again."
@@ -79,23 +80,11 @@ def _complete(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _settings(folder: Path) -> dict[str, Any]:
     if (folder / CONFIG).is_file():
-        found = _json(folder / CONFIG).get(KEY)
+        found = json_object(folder / CONFIG).get(KEY)
         if isinstance(found, dict):
             return found
     old = folder / "quantize_config.json"  # AutoGPTQ's
     if old.is_file():
-        return {"quant_method": "gptq", **_json(old)}
+        return {"quant_method": "gptq", **json_object(old)}
     msg = f"No file in {str(folder)!r} says how its weights are quantized: config.json has no {KEY}."
     raise ArtefactSchemaError(msg)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        msg = f"{str(path)!r} is no JSON ({error}). Get it again."
-        raise ArtefactCorruptError(msg) from error
-    if not isinstance(found, dict):
-        msg = f"{str(path)!r} is no JSON object. Get it again."
-        raise ArtefactCorruptError(msg)
-    return found

@@ -6,7 +6,6 @@ Finished blocks are kept in a folder beside the result. A run that was stopped g
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from nc.lowbit.sources import experts_of, sources_of
 from nc.lowbit.streamed import StreamedWeights, shards, take_values_from
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
+from nc.storage.json_file import json_object
 
 
 def quantize_folder(
@@ -105,7 +105,7 @@ def _empty(source: Path, tensors: int) -> Any:
     if not path.is_file():
         msg = f"{source} has no config.json; give a folder that transformers' save_pretrained wrote."
         raise ArtefactMissingError(msg)
-    data = _object(path)
+    data = json_object(path)
     classes = data.get("architectures") or []
     if len(classes) != 1:
         msg = f"{path} names no single class under 'architectures', but {classes}."
@@ -114,7 +114,7 @@ def _empty(source: Path, tensors: int) -> Any:
     description = {
         "class": classes[0],
         "config": data,
-        "generation_config": _object(generation) if generation.is_file() else None,
+        "generation_config": json_object(generation) if generation.is_file() else None,
         "attention": None,
     }
     try:
@@ -124,18 +124,6 @@ def _empty(source: Path, tensors: int) -> Any:
             raise
         msg = f"{path} describes no model that can be built ({type(error).__name__}: {error})."
         raise ArtefactCorruptError(msg) from error
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        msg = f"{path} cannot be read: {error}."
-        raise ArtefactCorruptError(msg) from error
-    if not isinstance(data, dict):
-        msg = f"{path} holds a {type(data).__name__} instead of an object."
-        raise ArtefactCorruptError(msg)
-    return data
 
 
 def _digest(samples: Sequence[torch.Tensor]) -> str:

@@ -24,6 +24,7 @@ from nc.lowbit.layers import is_low_bit
 from nc.numerics.packed_weight import PARTS
 from nc.storage import folder
 from nc.storage.atomic import replaced
+from nc.storage.json_file import json_object
 from nc.storage.tensor_file import FLOATS, Source, Stored, stored_in
 
 _JOB = "job.json"
@@ -194,11 +195,11 @@ def shards(source: Path) -> dict[Path, dict[str, Stored]]:
 
 def _indexed(path: Path) -> set[str]:
     """The files that an index names."""
-    try:
-        return {str(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{path} cannot be read ({type(error).__name__}: {error})."
-        raise ArtefactCorruptError(msg) from error
+    listed = json_object(path).get("weight_map")
+    if not isinstance(listed, dict):
+        msg = f"{str(path)!r} has no weight_map. Get it again."
+        raise ArtefactCorruptError(msg)
+    return {str(name) for name in listed.values()}
 
 
 def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:

@@ -58,7 +58,8 @@ class AWQ:
         counts = (self.grid, self.rows, self.finalists, self.tokens)
         flags = self.duo_scaling in (True, False, "both") and self.clip in (True, False, None)
         if not (flags and all(is_whole(value, 1) for value in counts)):
-            msg = f'{self}: the numbers are whole ones from 1; duo_scaling is True, False or "both", clip True, False or None.'
+            names = "grid, rows, finalists and tokens are whole numbers from 1"
+            msg = f'{self}: {names}; duo_scaling is True, False or "both", and clip True, False or None.'
             raise ConfigError(msg)
 
     @property

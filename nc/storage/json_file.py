@@ -1,0 +1,22 @@
+"""JSON files that other tools wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nc.errors import ArtefactCorruptError
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; raises ArtefactCorruptError if it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        msg = f"{str(path)!r} is no JSON ({error}). Get it again."
+        raise ArtefactCorruptError(msg) from error
+    if not isinstance(found, dict):
+        msg = f"{str(path)!r} is no JSON object, but a {type(found).__name__}. Get it again."
+        raise ArtefactCorruptError(msg)
+    return found
