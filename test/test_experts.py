@@ -14,6 +14,7 @@ from nc.lowbit.pretrained import quantize_folder
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
 from nc.storage.tensor_file import Stored
+from nc.torchao import quantize_
 
 transformers = pytest.importorskip("transformers")
 COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
@@ -248,6 +249,22 @@ def test_in_place():
     expected = logits(nc.quantize(model, four_bits()))
     assert nc.quantize(model, four_bits(), inplace=True) is model
     assert torch.equal(logits(model), expected)
+
+
+def test_a_filter_of_torchao_sees_each_expert_and_the_models_own_modules():
+    model = build("Qwen3Moe")
+    own, seen = set(map(id, model.modules())), {}
+
+    def chosen(module, name):
+        seen[name] = module
+        return name.endswith("gate_up_proj.1")
+
+    quantize_(model, four_bits(), chosen)
+    found = sorted(name for name, module in model.named_modules() if isinstance(module, QuantLinear))
+    assert found == [f"model.layers.{i}.mlp.experts.gate_up_proj.1" for i in range(2)]
+    assert len(stacked_names(model)) == 2, "down_proj of both layers stays as it was"
+    assert all(isinstance(module, torch.nn.Linear) for name, module in seen.items() if "experts." in name)
+    assert id(seen["model.layers.0.self_attn.q_proj"]) in own
 
 
 def test_stacks_without_quantized_experts_stay(tmp_path):

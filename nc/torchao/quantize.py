@@ -10,6 +10,7 @@ import torch
 
 from nc.config import WeightOnlyConfig
 from nc.errors import ConfigError
+from nc.lowbit.experts import separated
 from nc.lowbit.layers import layers_of
 from nc.workflow import quantize
 
@@ -23,7 +24,8 @@ def quantize_(
         model: its linears, and embeddings if the configuration asks for them, are replaced by modules with low-bit weights.
         config: a `WeightOnlyConfig`. Other strategies give a new model: `nc.quantize`.
         filter_fn: `(module, name) -> bool`: False leaves a layer float, whatever the configuration says. True leaves it to the
-            configuration, which quantizes embeddings and the output head only if they are asked for.
+            configuration, which quantizes embeddings and the output head only if they are asked for. Of a mixture of experts whose
+            weights are stacked it sees each expert as a linear.
         options: `run_fn`, `run_args` and `progress` of `nc.quantize`, for configurations that need data.
 
     Raises:
@@ -41,8 +43,9 @@ def quantize_(
         msg = f"quantize_() takes a WeightOnlyConfig, but got {type(config).__name__}; nc.quantize() takes all, and gives a new model."
         raise ConfigError(msg)
     if filter_fn is not None:
-        layers = layers_of(model)
-        others = [layer.name for layer in layers if not filter_fn(layer.module, layer.name)]
+        layers = layers_of(separated(model))
+        yours = dict(model.named_modules())  # a stack's experts are not among them yet
+        others = [layer.name for layer in layers if not filter_fn(yours.get(layer.name, layer.module), layer.name)]
         if len(others) == len(layers):
             msg = f"filter_fn selects none of the {len(layers)} layers that can be quantized."
             raise ConfigError(msg)
