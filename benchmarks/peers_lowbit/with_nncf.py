@@ -38,6 +38,8 @@ def make(task: Task) -> Made:
     if task.method != "RTN":
         rows = [{k: v[i : i + 1].numpy() for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
         more |= {"dataset": nncf.Dataset(rows), "subset_size": len(rows)}
+    if getattr(getattr(subject.model, "config", None), "use_cache", False):
+        subject.model.config.use_cache = False  # a cache among the outputs can't be traced
     with torch.no_grad():
         model = openvino.convert_model(subject.model, example_input=dict(example))
     products = by_layer(model, subject.layers)
