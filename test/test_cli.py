@@ -200,6 +200,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(run):
 def test_calibration_data_that_does_not_suit_the_model_is_one_line(run):
     np.savez("wide.npz", np.ones((20, 9), dtype=np.float32))
     assert "itself fails on example_inputs" in refused(quantize(run, "mlp", "wide.npz"))
+    np.savez("named.npz", pixels=np.ones((20, 8), dtype=np.float32))
+    line = refused(quantize(run, "mlp", "named.npz"))
+    assert "do not fit" in line
+    assert line.endswith("The example inputs are from named.npz, which has the arrays pixels.")
     np.savez("swapped.npz", np.ones((20, 8), dtype=">f4"))
     assert quantize(run, "mlp", "swapped.npz").exit_code == 0
 

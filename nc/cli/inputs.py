@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from nc.config import AnyConfig, config_from
-from nc.errors import NCError
+from nc.errors import InputError, NCError
 from nc.lowbit.mixed import PreparedMixed
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.prepared import PreparedWeights
@@ -105,6 +106,16 @@ def read_data(calib: Path | None, example: Path | None) -> tuple[Arrays | None, 
         msg = f"Expected --example to have the arrays of --calib, {_names(arrays)}, but got {_names(examples)}."
         raise RequestError(msg)
     return arrays, examples
+
+
+@contextlib.contextmanager
+def whence(path: Path | None, examples: Arrays) -> Iterator[None]:
+    """Say of inputs that do not fit the model which file they are from: the user of the command line gave no `example_inputs`."""
+    try:
+        yield
+    except InputError as error:
+        msg = f"{str(error).rstrip('.')}. The example inputs are from {path}, which has the arrays {_names(examples)}."
+        raise RequestError(msg) from error
 
 
 def check_needs_no_data(prepared: PreparedModel | PreparedWeights | PreparedMixed) -> None:

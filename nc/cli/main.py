@@ -175,7 +175,8 @@ def quantize(
 
     with _progress() as progress:
         step = progress.add_task("prepare", total=1)
-        prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
+        with inputs.whence(example or calib, examples):
+            prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
         progress.update(step, completed=1)
         if arrays is None:
             inputs.check_needs_no_data(prepared)
