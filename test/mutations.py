@@ -276,6 +276,14 @@ MUTATIONS = (
         ("plans",),
     ),
     Mutation(
+        "plan-alike",
+        "primitives are shared by layers of the same attributes only",
+        "onednn/primitives.py",
+        "key = make.__name__, args[1:], tuple(kwargs.items())",
+        "key = make.__name__, args[1:-1], tuple(kwargs.items())",
+        ("plans",),
+    ),
+    Mutation(
         "plan-waiting",
         "what torch reads while a plan is made is computed",
         "backends/native/plans/recorder.py",

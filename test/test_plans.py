@@ -144,6 +144,20 @@ def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
     assert [p for p in made if p.kind == "matmul"] == (products if not most else products[:2] if reads else [])
 
 
+def test_layers_that_are_alike_share_a_primitive():
+    """Those with other sizes, or with something else behind the product, have their own."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 8))
+    x = torch.randn(5, 16)
+    _, module, call = planned(model, x)
+    with torch.no_grad():
+        assert worst_sqnr_db(module(x), call(x)) > 100
+        call(torch.randn(6, 16))
+    by_rows = [[e.primitive for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "matmul"] for plan in call._plans.values()]
+    for products in by_rows:
+        assert [products.index(p) for p in products] == [0, 0, 0, 3, 0, 5]
+    assert not set(map(id, by_rows[0])) & set(map(id, by_rows[1])), "of other sizes"
+
+
 def test_results_stay_what_they_are():
     """The next call writes neither to what a call returned nor to what it was given, nor does a caller write to constants."""
     model = Function(lambda self, x: (self.b(F.relu(self.a(x))), x + 0, torch.arange(3.0)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))

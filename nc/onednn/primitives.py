@@ -5,13 +5,18 @@ The numbers are those of oneDNN's C headers (dnnl_types.h, version 3); names say
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
 import torch
 
 from nc.onednn.api import Handle, Library
+
+_P = ParamSpec("_P")
 
 DTYPES: Mapping[torch.dtype, int] = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int32: 4, torch.int8: 5, torch.uint8: 6}
 SRC, SRC_1, DST, WEIGHTS, BIAS, SCALE, SHIFT, SCRATCHPAD, MULTIPLE_SRC = 1, 2, 17, 33, 41, 51, 52, 80, 1024
@@ -121,6 +126,10 @@ class Attributes:
     zero_points: Mapping[int, int] = dataclasses.field(default_factory=dict)
     post_ops: tuple[PostOp, ...] = ()
 
+    def __hash__(self) -> int:
+        """Equal for equal attributes, whose mappings are not hashable."""
+        return hash((frozenset(self.scales.items()), frozenset(self.zero_points.items()), self.post_ops))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Layout:
@@ -159,17 +168,45 @@ class Primitive:
         return self.kernel.startswith("ref")
 
 
+def _shared(make: Callable[_P, Primitive]) -> Callable[_P, Primitive]:
+    """Let a method of `Maker` give the primitive that it made of equal arguments, if the maker keeps them."""
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> Primitive:
+        maker: Any = args[0]
+        kept: dict[object, Primitive] | None = maker.kept
+        if kept is None:
+            return make(*args, **kwargs)
+        key = make.__name__, args[1:], tuple(kwargs.items())
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = make(*args, **kwargs)
+        return found
+
+    return made
+
+
 class Maker:
     """Makes descriptors and primitives with one library.
 
     Args:
         library: where the functions come from.
+
+    Attributes:
+        kept: primitives by what they were made of; None: each call makes a new one.
     """
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self.engine = library.create("engine_create", _CPU, 0, destroy="engine_destroy")
         self._layouts: dict[Desc, Layout] = {}
+        self.kept: dict[object, Primitive] | None = None
+
+    def keeping(self) -> Maker:
+        """A maker for one plan, made on one number of threads. It makes equal primitives once: layers of a model are often alike."""
+        maker = copy.copy(self)
+        maker.kept = {}
+        return maker
 
     def stream(self) -> Handle:
         """A queue of calls; one per thread."""
@@ -189,12 +226,14 @@ class Maker:
             self._layouts[desc] = found
         return found
 
+    @_shared
     def reorder(self, source: Layout, target: Layout, attributes: Attributes | None = None) -> Primitive:
         """Copy with another layout or dtype."""
         with_attributes = self._attributes(attributes or Attributes())
         arguments = source.handle, self.engine, target.handle, self.engine, with_attributes
         return self._primitive("reorder_primitive_desc_create", arguments, {SRC: source, DST: target}, attributes)
 
+    @_shared
     def matmul(
         self, source: Desc, weights: Desc | Layout, bias: Desc | None, target: Desc, attributes: Attributes, *, keep: bool = False
     ) -> Primitive:
@@ -214,6 +253,7 @@ class Maker:
         arguments = self.engine, tensors[SRC].handle, given.handle, bias_handle, tensors[DST].handle, self._attributes(attributes)
         return self._primitive("matmul_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype)
 
+    @_shared
     def convolution(
         self,
         source: Desc,
@@ -252,6 +292,7 @@ class Maker:
         )
         return self._primitive(f"{kind}_forward_primitive_desc_create", arguments, tensors, attributes, weights=given.dtype)
 
+    @_shared
     def layer_norm(self, source: Desc, target: Desc, epsilon: float, attributes: Attributes) -> Primitive:
         """Over the last dimension, with `SCALE` and `SHIFT` of its size."""
         size = Desc.dense(source.sizes[-1:], torch.float32)
@@ -260,6 +301,7 @@ class Maker:
         arguments = (self.engine, _FORWARD_INFERENCE, *handles, epsilon, _USE_SCALE_AND_SHIFT, self._attributes(attributes))
         return self._primitive("layer_normalization_forward_primitive_desc_create", arguments, tensors, attributes)
 
+    @_shared
     def softmax(self, source: Desc, target: Desc, axis: int, attributes: Attributes) -> Primitive:
         """Along one dimension."""
         tensors = {SRC: self.layout(source), DST: self.layout(target)}
@@ -267,7 +309,8 @@ class Maker:
         arguments = (self.engine, _FORWARD_INFERENCE, _SOFTMAX, *handles, axis, self._attributes(attributes))
         return self._primitive("softmax_forward_primitive_desc_create", arguments, tensors, attributes)
 
-    def pooling(self, name: str, source: Desc, target: Desc, kernel: Sequence[int], geometry: Geometry) -> Primitive:
+    @_shared
+    def pooling(self, name: str, source: Desc, target: Desc, kernel: tuple[int, ...], geometry: Geometry) -> Primitive:
         """Maximum or mean of windows; `name` is one of `POOLING`."""
         tensors = {SRC: self.layout(source), DST: self.layout(target)}
         dilations = _dims([d - 1 for d in geometry.dilations])
@@ -276,6 +319,7 @@ class Maker:
         arguments = (self.engine, _FORWARD_INFERENCE, POOLING[name], *handles, *sizes, self._attributes(Attributes()))
         return self._primitive("pooling_forward_primitive_desc_create", arguments, tensors)
 
+    @_shared
     def eltwise(self, operation: Eltwise, source: Desc, target: Desc, attributes: Attributes) -> Primitive:
         """A function of each element."""
         tensors = {SRC: self.layout(source), DST: self.layout(target)}
@@ -284,6 +328,7 @@ class Maker:
         arguments = (self.engine, _FORWARD_INFERENCE, ELTWISE[operation.name], *handles, *numbers)
         return self._primitive("eltwise_forward_primitive_desc_create", arguments, tensors, attributes)
 
+    @_shared
     def binary(self, name: str, first: Desc, second: Desc, target: Desc, attributes: Attributes) -> Primitive:
         """An operation of two tensors, the second of which may have size 1 where the first has more; `name` is one of `BINARY`."""
         tensors = {SRC: self.layout(first), SRC_1: self.layout(second), DST: self.layout(target)}
@@ -291,7 +336,8 @@ class Maker:
         arguments = (self.engine, BINARY[name], *handles, self._attributes(attributes))
         return self._primitive("binary_primitive_desc_create", arguments, tensors, attributes)
 
-    def concat(self, sources: Sequence[Desc], target: Desc, axis: int) -> Primitive:
+    @_shared
+    def concat(self, sources: tuple[Desc, ...], target: Desc, axis: int) -> Primitive:
         """Tensors one behind the other along a dimension; arguments are `MULTIPLE_SRC`, `MULTIPLE_SRC + 1`, ..."""
         tensors = {MULTIPLE_SRC + i: self.layout(desc) for i, desc in enumerate(sources)} | {DST: self.layout(target)}
         pointers = (ctypes.c_void_p * len(sources))(*(tensors[MULTIPLE_SRC + i].handle.pointer for i in range(len(sources))))

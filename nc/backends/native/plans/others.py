@@ -168,7 +168,7 @@ def _pool(
     how = zip(x.tensor.shape[2:], kernel, strides, pads, dilations, strict=True)
     sizes = *x.tensor.shape[:2], *((i + 2 * p - (d * (k - 1) + 1)) // s + 1 for i, k, s, p, d in how)
     result = recorder.new(sizes, channels_last_strides(sizes), x.tensor.dtype)
-    primitive = recorder.maker.pooling(name, x.desc, result.desc, kernel, geometry)
+    primitive = recorder.maker.pooling(name, x.desc, result.desc, tuple(kernel), geometry)
     recorder.call(primitive, {SRC: x, DST: result}, node)
     return result
 
@@ -295,7 +295,7 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
     sizes[axis] = sum(t.shape[axis] for t in tensors)
     images = tensors[0].dim() in _SPATIAL and all(tuple(t.stride()) == channels_last_strides(t.shape) for t in tensors)
     result = recorder.new(sizes, channels_last_strides(sizes) if images else contiguous_strides(sizes), tensors[0].dtype)
-    primitive = recorder.maker.concat([part.desc for part in parts if part is not None], result.desc, axis)
+    primitive = recorder.maker.concat(tuple(part.desc for part in parts if part is not None), result.desc, axis)
     recorder.call(primitive, {MULTIPLE_SRC + i: part for i, part in enumerate(parts) if part is not None} | {DST: result}, node)
     return result
 

@@ -74,7 +74,7 @@ class Recorder:
         later: Mapping[Any, Callable[[fx.Node], bool]],
         follow: bool = False,
     ) -> None:
-        self.module, self.maker, self.weights, self._follow = module, maker, weights, follow
+        self.module, self.maker, self.weights, self._follow = module, maker.keeping(), weights, follow
         self._handlers, self._later = handlers, later
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
