@@ -30,6 +30,7 @@ LEVELS = (
     (
         "nc.graph.signature",
         "nc.graph.caches",
+        "nc.graph.schemas",
         "nc.graph.tensor_meta",
         "nc.graph.catalogue",
         "nc.graph.dataflow",
@@ -97,7 +98,7 @@ INSIDE = {
         ("nc.spec",),
     ),
     "nc.graph": (
-        ("nc.graph.signature", "nc.graph.tensor_meta"),
+        ("nc.graph.schemas", "nc.graph.signature", "nc.graph.tensor_meta"),
         ("nc.graph.catalogue",),
         ("nc.graph.views",),
         ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),

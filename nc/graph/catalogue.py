@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from torch import fx
 
+from nc.graph.schemas import schema_of
 from nc.graph.tensor_meta import TENSORS
 from nc.spec.reasons import Cause, Reason
 
@@ -229,13 +230,13 @@ def joined_inputs(node: fx.Node) -> Sequence[object]:
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by their schema name, defaults filled in; none for Python functions, which have no schema."""
     values: dict[str, Any] = {}
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if i < len(node.args):
-            values[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            values[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
+    args, kwargs = node.args, node.kwargs
+    for i, argument in enumerate(schema_of(node.target)):
+        if i < len(args):
+            values[argument.name] = args[i]
+        elif argument.name in kwargs:
+            values[argument.name] = kwargs[argument.name]
+        elif argument.has_default:
             values[argument.name] = argument.default_value
     return values
 

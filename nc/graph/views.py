@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import schema_arguments
+from nc.graph.schemas import schema_of
 
 #: Other names that schemas have for a field.
 _ALSO = {"input": ("self", "x", "codes"), "left": ("self", "input"), "right": ("other", "mat2")}
@@ -26,14 +28,21 @@ class _View:
         """The view of a node; KeyError where its schema has no such argument."""
         arguments = schema_arguments(node)
         values = {}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type] # every view is a dataclass
-            found = [name for name in (field.name, *_ALSO.get(field.name, ())) if name in arguments]
-            if found:
-                values[field.name] = arguments[found[0]]
-            elif field.default is dataclasses.MISSING:
-                msg = f"{node.target} has no argument {field.name!r}"
+        for name, names, is_needed in _fields(cls):  # type: ignore[arg-type] # a class is hashable
+            found = next((other for other in names if other in arguments), None)
+            if found is not None:
+                values[name] = arguments[found]
+            elif is_needed:
+                msg = f"{node.target} has no argument {name!r}"
                 raise KeyError(msg)
         return cls(**values)
+
+
+@functools.cache
+def _fields(view: type) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
+    """For each field its name, those that schemas have for it, and whether it has no default."""
+    fields = dataclasses.fields(view)
+    return tuple((field.name, (field.name, *_ALSO.get(field.name, ())), field.default is dataclasses.MISSING) for field in fields)
 
 
 def options(node: fx.Node) -> tuple[Any, ...]:
@@ -44,8 +53,7 @@ def options(node: fx.Node) -> tuple[Any, ...]:
 def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name, as `fx.Node` has them; by position also those that the graph gives by name where it could."""
     args, kwargs = list(node.args), dict(node.kwargs)
-    schema = getattr(node.target, "_schema", None)
-    for argument in schema.arguments[len(args) :] if schema is not None else ():
+    for argument in schema_of(node.target)[len(args) :]:
         if argument.kwarg_only or argument.name not in kwargs:
             break
         args.append(kwargs.pop(argument.name))
@@ -61,8 +69,7 @@ def returned(module: fx.GraphModule) -> tuple[Any, ...]:
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Give an operator another argument, by its name in a view or in the operator's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    index, argument = next((i, a) for i, a in enumerate(arguments) if a.name in (name, *_ALSO.get(name, ())))
+    index, argument = next((i, a) for i, a in enumerate(schema_of(node.target)) if a.name in (name, *_ALSO.get(name, ())))
     if index < len(node.args):
         node.update_arg(index, value)
     elif index == len(node.args) and not argument.kwarg_only and argument.name not in node.kwargs:

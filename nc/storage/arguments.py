@@ -14,6 +14,7 @@ from torch import fx
 from nc.errors import ConfigError
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
+from nc.graph.schemas import returns_of, schema_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
 from nc.ops import (
     DEQUANTIZE,
@@ -59,7 +60,7 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if not isinstance(target, torch._ops.OpOverload):
         _check_python(target, args, kwargs)
         return
-    arguments = target._schema.arguments
+    arguments = schema_of(target)
     names = {a.name for a in arguments}
     if not set(kwargs) <= names:
         msg = f"{target} has no argument {', '.join(sorted(set(kwargs) - names))}"
@@ -75,13 +76,14 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     given.update(kwargs)
     for argument in arguments:
         if argument.name not in given:
-            if not argument.has_default_value():
+            if not argument.has_default:
                 msg = f"{target} lacks its argument {argument.name!r}"
                 raise ValueError(msg)
             continue
-        expected, value = str(argument.real_type), given[argument.name]
-        length: int | None = argument.N  # type: ignore[attr-defined] # missing in torch's stub
-        if not _fits(expected, value, length) or (target.namespace == "nc" and expected == "Tensor" and not isinstance(value, fx.Node)):
+        expected, value = argument.type, given[argument.name]
+        if not _fits(expected, value, argument.length) or (
+            target.namespace == "nc" and expected == "Tensor" and not isinstance(value, fx.Node)
+        ):
             msg = f"{target}: argument {argument.name!r} should be {expected}, not {value!r}"
             raise ValueError(msg)
     if target.namespace == "nc":
@@ -213,7 +215,7 @@ def _yields(node: fx.Node) -> str:
         return "list"
     if not isinstance(node.target, torch._ops.OpOverload):
         return "any" if node.target is operator.getitem else "number"
-    returns = [str(r.type) for r in node.target._schema.returns]
+    returns = returns_of(node.target)
     if len(returns) != 1 or returns[0].startswith("List"):
         return "list"
     return "tensor" if returns[0] == "Tensor" else "number"
@@ -234,7 +236,7 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         if not several or not isinstance(index, int) or isinstance(index, bool):
             msg = f"getitem takes an operator with several results and an index, not {source!r} and {index!r}"
             raise ValueError(msg)
-        returns = source.target._schema.returns if isinstance(source.target, torch._ops.OpOverload) else ()
+        returns = returns_of(source.target) if isinstance(source.target, torch._ops.OpOverload) else ()
         if len(returns) > 1 and not 0 <= index < len(returns):
             msg = f"{source.target} gives {len(returns)} results, and none with index {index}"
             raise ValueError(msg)

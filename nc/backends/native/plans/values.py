@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.entries import Block, Slot
+from nc.graph.schemas import schema_of
 from nc.onednn.primitives import Desc, Layout
 
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "numel"})
@@ -80,11 +81,11 @@ class Weights:
 
 def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluated arguments by the names of the operator's schema, with its defaults."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if not isinstance(node.target, torch._ops.OpOverload):
         return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
-    values = {argument.name: argument.default_value for argument in schema.arguments}
-    return values | {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    schema = schema_of(node.target)
+    values = {argument.name: argument.default_value for argument in schema}
+    return values | {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
 
 
 def reads_inputs(value: Any) -> bool:

@@ -1,0 +1,54 @@
+"""The arguments that operators take, each operator's read once: torch makes new objects of a schema at every look."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch.fx.immutable_collections import immutable_list
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of an operator.
+
+    Attributes:
+        name: of the argument.
+        kwarg_only: whether it is given by name only.
+        has_default: whether it may be left out.
+        default_value: what it is then; a list that can't be changed.
+        type: as torch writes it, e.g. "Optional[List[int]]".
+        length: of a list that may be given as one number; else None.
+    """
+
+    name: str
+    kwarg_only: bool
+    has_default: bool
+    default_value: Any
+    type: str
+    length: int | None
+
+
+def schema_of(target: object) -> tuple[Argument, ...]:
+    """The arguments of an operator in their order; none for Python functions, which have no schema."""
+    return _arguments(target) if isinstance(target, torch._ops.OpOverload) else ()
+
+
+@functools.cache
+def returns_of(target: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The types of what an operator returns, as torch writes them."""
+    return tuple(str(each.type) for each in target._schema.returns)
+
+
+@functools.cache
+def _arguments(target: torch._ops.OpOverload) -> tuple[Argument, ...]:
+    return tuple(
+        Argument(a.name, a.kwarg_only, a.has_default_value(), _frozen(a.default_value), str(a.real_type), a.N)  # type: ignore[attr-defined]
+        for a in target._schema.arguments
+    )
+
+
+def _frozen(value: Any) -> Any:
+    return immutable_list(value) if isinstance(value, list) else value
