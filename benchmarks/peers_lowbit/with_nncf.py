@@ -34,14 +34,16 @@ def make(task: Task) -> Made:
             refuse("data-aware int8 weights")
     else:
         more |= {"ratio": 1.0, "all_layers": True, "group_size": task.group}
-    example = subject.calibration[0]
-    if task.method != "RTN":
-        rows = [{k: v[i : i + 1].numpy() for k, v in b.items()} for b in subject.calibration for i in range(len(next(iter(b.values()))))]
-        more |= {"dataset": nncf.Dataset(rows), "subset_size": len(rows)}
+    calls = [dict(batch) for batch in subject.calibration]
     if getattr(getattr(subject.model, "config", None), "use_cache", False):
-        subject.model.config.use_cache = False  # a cache among the outputs can't be traced
+        # what can't be translated: a cache among the outputs, and the search for several texts in a row without a mask
+        subject.model.config.use_cache = False
+        calls = [batch | {"attention_mask": torch.ones_like(batch["input_ids"])} for batch in calls]
+    if task.method != "RTN":
+        rows = [{k: v[i : i + 1].numpy() for k, v in b.items()} for b in calls for i in range(len(next(iter(b.values()))))]
+        more |= {"dataset": nncf.Dataset(rows), "subset_size": len(rows)}
     with torch.no_grad():
-        model = openvino.convert_model(subject.model, example_input=dict(example))
+        model = openvino.convert_model(subject.model, example_input=calls[0])
     products = by_layer(model, subject.layers)
     wanted = {node.get_friendly_name() for node in products.values()}
     others = [
