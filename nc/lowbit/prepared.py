@@ -70,7 +70,7 @@ class PreparedWeights(torch.nn.Module):
                 model was quantized in place before, perhaps in a run that stopped.
         """
         if self.inplace and any(is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized):
-            msg = "With inplace=True convert() replaces the model's own layers, and it has done so: call prepare() with the float model again."
+            msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
             raise StateError(msg)
         ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
         samples = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
