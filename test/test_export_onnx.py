@@ -217,11 +217,13 @@ def test_codes_of_fewer_bits_than_their_type():
 
 
 @needs_packages
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8"])
 @pytest.mark.parametrize(("dtype", "kind"), [("int4", "UINT4"), ("int2", "UINT4"), ("int8", "UINT8"), ("nf4", None)])
-def test_low_bit_weights_keep_their_codes(dtype, kind, tmp_path):
+def test_low_bit_weights_keep_their_codes(dtype, kind, act_dtype, tmp_path):
     import onnx
 
-    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), nc.WeightOnlyConfig(dtype, group_size=16))
+    config = nc.WeightOnlyConfig(dtype, group_size=16, act_dtype=act_dtype)
+    layer = nc.quantize(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), config)
     q = converted(layer, torch.randn(4, 64))
     export_onnx(q, tmp_path / "m.onnx")
     found = {c.data_type for c in weights(onnx.load(tmp_path / "m.onnx")).values()}

@@ -460,6 +460,16 @@ def test_shapes_of_inputs_and_what_the_operator_computes():
     assert torch.equal(inside, layer(x))
 
 
+@native
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("shape", [(3, 127), (3, 129), (2, 256), (2, 64), (64,), ()])
+def test_inputs_of_another_size_are_refused(shape, act_dtype):
+    layer = QuantLinear(weight(form()), act_dtype=act_dtype)
+    set_backend(layer, "native")
+    with pytest.raises(RuntimeError, match="cannot be multiplied|at least 1D"):  # torch's own words, as for a float linear
+        layer(torch.randn(shape))
+
+
 @pytest.fixture(scope="module")
 def llama():
     transformers = pytest.importorskip("transformers")

@@ -95,6 +95,23 @@ def test_the_result_is_the_users_class_and_the_users_model_does_not_change():
     assert type(model.model.layers[0].mlp.up_proj) is QuantLinear
 
 
+def test_in_place_the_layers_are_replaced_once():
+    prepared = prepare(llama(), WeightOnlyConfig(group_size=32), inplace=True)
+
+    def stop(done, *_):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(prepared, progress=stop)
+    with pytest.raises(StateError, match="inplace=True.*float model"):  # some layers were replaced
+        convert(prepared)
+    prepared = prepare(llama(), WeightOnlyConfig(group_size=32), inplace=True)
+    assert convert(prepared) is prepared.model
+    with pytest.raises(StateError, match="inplace=True.*float model"):
+        convert(prepared)
+
+
 def test_generate_with_a_cache_gives_what_the_dequantized_model_gives():
     model = llama()
     q = quantize(model, WeightOnlyConfig(group_size=32))

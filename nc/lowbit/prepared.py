@@ -13,6 +13,7 @@ from nc.calibration.ranks import Ranks
 from nc.config import AnyConfig
 from nc.errors import StateError
 from nc.lowbit.blocks import Driver, Progress
+from nc.lowbit.layers import is_low_bit
 from nc.lowbit.modules import own_weights, sharing
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Sample
@@ -65,8 +66,12 @@ class PreparedWeights(torch.nn.Module):
         """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own; the same one on all ranks of a group.
 
         Raises:
-            StateError: the configuration needs calibration data, and there is none; or another rank has another model, or stopped.
+            StateError: the configuration needs calibration data, and there is none; another rank has another model, or stopped; or the
+                model was quantized in place before, perhaps in a run that stopped.
         """
+        if self.inplace and any(is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized):
+            msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
+            raise StateError(msg)
         ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
         samples = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
         if self.plan.needs_data and not samples:

@@ -55,8 +55,13 @@ class LowBitEngine:
         return engine, (self.name,)
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU."""
+        """See `nc.nn.LinearEngine`. The operator computes what needs gradients, is traced, is empty or is not on the CPU.
+
+        Inputs of another size are its to refuse: a kernel would read behind their end.
+        """
         if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
+            return None
+        if x.shape[-1:] != (layer.in_features,):
             return None
         if (x.requires_grad and torch.is_grad_enabled()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return None

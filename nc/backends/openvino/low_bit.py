@@ -52,11 +52,12 @@ def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], we
         if arguments["act_dtype"] == "bf16":
             x, values = (_to(graph, _to(graph, side, torch.bfloat16), kind) for side in (x, values))
         elif arguments["act_dtype"] == "int8":
+            sizes = x.meta["val"]  # later passes read them
             x = call_operator(graph, quantize_dequantize_dynamic, x, True, -127, 127, True, torch.int8)
+            x.meta["val"] = sizes
         elif arguments["act_dtype"] != "fp32":
-            msg = (
-                f'openvino has no linear with act_dtype={arguments["act_dtype"]!r}: use act_dtype="int8" (per token), or backend="native".'
-            )
+            what = f"OpenVINO and ONNX have no linear with act_dtype={arguments['act_dtype']!r}"
+            msg = f'{what}: use act_dtype="int8" (per token), or backend="native".'
             raise UnsupportedError(msg)
         if kind != torch.float32:
             values = _to(graph, values, kind)
