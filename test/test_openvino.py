@@ -333,3 +333,23 @@ def test_bf16():
     q = quantized(model, x, config, "openvino")
     assert {op.operator: op.ran for op in q.report().ops if op.operator in "ab"} == {"a": "int8", "b": "bf16"}
     assert worst_db([q.reference(x)], [q(x)]) > 30
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda self, x: x[:, 0] * self.v,
+        lambda self, x: x[:, 0] / self.v + 1,
+        lambda self, x: x[:, 0] + self.v,
+        lambda self, x: x.reshape(x.shape[0] * x.shape[1], -1) * self.v * 2,
+        lambda self, x: x.mean(1) * self.v,
+    ],
+)
+def test_a_number_for_each_channel_in_front_of_a_quantization(make):
+    """OpenVINO makes ranges of channels of it, and its kernel takes wrong ones where it does not know the sizes."""
+    torch.manual_seed(0)
+    model = Function(lambda self, x: self.fc(make(self, x)), fc=nn.Linear(8, 8), v=nn.Parameter(torch.randn(8).exp()))
+    q = quantized(model, torch.randn(6, 5, 8), None, "openvino")
+    assert q.report().ran_int8 == 1
+    x = torch.randn(3, 5, 8)
+    assert worst_db([q.reference(x)], [q(x)]) > 60

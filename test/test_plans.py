@@ -185,6 +185,14 @@ def test_inputs_may_lie_in_memory_in_any_way():
     assert worst_sqnr_db([q(x)], expected) > 100
 
 
+def test_rows_of_one_element_may_have_any_stride():
+    model = Function(lambda self, x: self.b(self.a(x).transpose(-1, -2)), a=nn.Linear(1, 1), b=nn.Linear(4, 3)).eval()
+    q_model = quantized(model, torch.randn(4, 1), None, "native")
+    x = torch.randn(1, 4).t()
+    assert x.stride() == (1, 4)
+    torch.testing.assert_close(q_model(x), q_model.reference(x))
+
+
 def test_threads_do_not_disturb_each_other():
     make, inputs = CASES["residual"]
     _, _, call = planned(make(), inputs[0])
@@ -481,3 +489,15 @@ def test_features_that_are_no_names():
     plan = nc.describe(nn.Linear(4, 4).eval(), nc.StaticQuantConfig(), torch.randn(2, 4), backend="reference")
     with pytest.raises(TypeError, match="names of CPU features"):
         type(plan).from_dict({**plan.to_dict(), "isa": [None]})
+
+
+def test_the_users_default_device_is_not_asked_for_memory():
+    """Kernels would write to addresses that are none."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)).eval()
+    q_model = quantized(model, torch.randn(2, 3, 4, 4), None, "native")
+    x = torch.randn(3, 3, 4, 4)
+    expected = q_model.reference(x)
+    with torch.device("meta"):
+        first, second = q_model(x), q_model(x)
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(first, second)

@@ -6,6 +6,7 @@ import dataclasses
 import numpy
 import pytest
 import torch
+from models import quantized
 from torch import nn
 
 import nc
@@ -113,6 +114,27 @@ def test_sizes_that_must_be_equal(prepared):
 def test_device(prepared):
     text = refused(prepared, "'x' is on device meta", **good(x=torch.randn(2, 3, 4, device="meta")))
     assert "Call .cpu()" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (torch.Tensor.to_sparse, r"torch.sparse_coo.*\.to_dense\(\)"),
+        (torch.Tensor.to_mkldnn, r"_mkldnn.*\.to_dense\(\)"),
+        (lambda x: torch.nested.nested_tensor(list(x)), r"nested.*\.to_padded_tensor"),
+    ],
+)
+def test_layout(prepared, make, what):
+    refused(prepared, f"'x' is .*{what}", **good(x=make(torch.randn(2, 3, 4))))
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_sign_that_is_not_in_memory_yet(backend):
+    x = torch.randn(1, 1)
+    q_model = quantized(nn.Linear(1, 8).eval(), x, None, backend)
+    later = torch.complex(torch.zeros(1, 1), -x).conj().imag
+    assert later.is_neg()
+    assert torch.equal(q_model(later), q_model(x))
 
 
 @pytest.mark.parametrize("value", [False, None, 2, "yes", torch.tensor(True)])

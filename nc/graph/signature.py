@@ -111,7 +111,7 @@ class Signature:
         for leaf, value in zip(self.leaves, flat, strict=True):
             check_leaf(leaf, value, sizes)
             if leaf.used:
-                tensors.append(value)
+                tensors.append(value.resolve_conj().resolve_neg())  # engines read memory, where a lazy sign or conjugate is not yet
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
@@ -252,6 +252,10 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
         raise InputError(msg)
     if value.device.type != "cpu":
         msg = f"Argument {leaf.path!r} is on device {value.device}; expected the CPU. Call .cpu() on it."
+        raise InputError(msg)
+    if value.is_nested or value.layout is not torch.strided:
+        kind, call = ("nested", ".to_padded_tensor(padding)") if value.is_nested else (f"of layout {value.layout}", ".to_dense()")
+        msg = f"Argument {leaf.path!r} is {kind}; expected a dense tensor. Call {call} on it."
         raise InputError(msg)
     if value.dtype != leaf.dtype:
         msg = f"Argument {leaf.path!r}: expected dtype {leaf.dtype}, but got {value.dtype}. Call .to({leaf.dtype})."

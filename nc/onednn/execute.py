@@ -33,7 +33,7 @@ def run_once(maker: Maker, primitive: Primitive, tensors: Mapping[int, torch.Ten
     keep = []
     for key, layout in primitive.layouts.items():
         if key not in given:
-            given[key] = torch.empty(layout.size, dtype=torch.uint8)
+            given[key] = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     memories = {}
     for key, tensor in given.items():
         layout_of = primitive.layouts.get(key) or maker.layout(Desc.of(tensor))
@@ -46,12 +46,12 @@ class Scratch:
     """Memory that is used again and again: the system needs longer to give new memory than a copy takes."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
         """That many bytes."""
         if size > self._memory.numel():
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size]
 
 
@@ -65,7 +65,7 @@ def packed(maker: Maker, tensor: torch.Tensor, desc: Desc, layout: Layout, scrat
         layout: the layout wanted.
         scratch: memory to work in.
     """
-    result = torch.empty(layout.size, dtype=torch.uint8)
+    result = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
     dense = Desc.dense(desc.sizes, desc.dtype)
     if desc != dense:
         # oneDNN packs a transposed matrix slowly: 10 ms for 3072 x 768 codes, and 0.8 ms by way of one that is not

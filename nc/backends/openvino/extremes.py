@@ -1,16 +1,24 @@
-"""Keeps OpenVINO from a wrong kernel: a ReduceMax or ReduceMin that its CPU plugin fuses with the FakeQuantize behind it gives 0 to 20 dB.
+"""Keeps OpenVINO from wrong kernels: what its CPU plugin fuses with the FakeQuantize behind it can give 0 to 20 dB.
 
-The plugin also fuses what stands between them, but only operators of one value. The larger of a maximum and one of the elements is the
-maximum, and its operator has two values.
+A ReduceMax or ReduceMin: the plugin also fuses what stands between them, but only operators of one value. The larger of a maximum and one
+of the elements is the maximum, and its operator has two values.
+
+A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where the plugin does not know the
+number of channels, and behind a ReduceMean. The larger of a value and itself is the value.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+_AFFINE = ("Multiply", "Divide", "Add", "Subtract")
+#: Their weights say how many channels there are, and what follows is fused with them rightly.
+_KERNELS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
 
 
 def keep_unfused(model: Any) -> None:
-    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin).
+    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of each range that would be split.
 
     Args:
         model: an `openvino.Model`, changed in place.
@@ -19,6 +27,9 @@ def keep_unfused(model: Any) -> None:
 
     pairwise = {"ReduceMax": opset13.maximum, "ReduceMin": opset13.minimum}
     for node in model.get_ordered_ops():
+        if node.get_type_name() == "FakeQuantize" and _would_split(node):
+            value = node.input_value(0)
+            node.input(0).replace_source_output(opset13.maximum(value, value).output(0))
         if node.get_type_name() not in pairwise or not node.get_element_type().is_real():
             continue
         if node.get_input_partial_shape(0).rank == 0:  # a single number has no part
@@ -34,3 +45,22 @@ def keep_unfused(model: Any) -> None:
         result.set_friendly_name(f"{node.get_friendly_name()}/of_pair")
         for reader in readers:
             reader.replace_source_output(result.output(0))
+
+
+def _would_split(quantize: Any) -> bool:
+    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into its range."""
+    node, vectors = _source(quantize, 0), False
+    while node.get_type_name() in _AFFINE:
+        sides = [_source(node, 0), _source(node, 1)]
+        constants = [side for side in sides if side.get_type_name() == "Constant"]
+        if len(constants) != 1:
+            return vectors
+        vectors |= math.prod(constants[0].get_output_shape(0)) > 1
+        (node,) = (side for side in sides if side.get_type_name() != "Constant")
+    return vectors and node.get_type_name() not in _KERNELS
+
+
+def _source(node: Any, index: int) -> Any:
+    """What an input of a node is made by, before conversions."""
+    source = node.input_value(index).get_node()
+    return _source(source, 0) if source.get_type_name() == "Convert" else source

@@ -93,7 +93,7 @@ class Context:
         for index, tensor in zip(self._slots, inputs, strict=True):
             tensors[index] = tensor
         for block, index in self._returned.items():
-            tensors[index] = torch.empty(block.size, dtype=torch.uint8)
+            tensors[index] = torch.empty(block.size, dtype=torch.uint8, device="cpu")
         return tensors
 
     def _calls(self, entries: Sequence[Call | FunctionCall]) -> _Run:
@@ -186,7 +186,7 @@ def _refs(plan: Plan) -> list[Ref]:
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:
     """A tensor that lies `offset` bytes behind the begin of another."""
-    typed = torch.empty(0, dtype=desc.dtype)
+    typed = torch.empty(0, dtype=desc.dtype, device="cpu")
     begin = memory.storage_offset() * memory.element_size() + offset
     return typed.set_(memory.untyped_storage(), begin // desc.dtype.itemsize, desc.sizes, desc.strides)
 

@@ -59,7 +59,7 @@ class _Memory(threading.local):
     """What a thread keeps of a model: memory that all its plans share, and contexts, which hold addresses in it."""
 
     def __init__(self) -> None:
-        self.arena = torch.empty(0, dtype=torch.uint8)
+        self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.contexts: weakref.WeakKeyDictionary[Plan, Context] = weakref.WeakKeyDictionary()
 
 
@@ -195,7 +195,7 @@ class PlannedModel:
 
     def _separate(self, plan: Plan) -> Context:
         """A context of its own, which runs entries one by one."""
-        arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8)
+        arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
         return Context(plan, self._source.maker, self._runner, arena, together=False)
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
@@ -220,7 +220,7 @@ class PlannedModel:
             needed = plan.arena + plan.scratchpad
             if needed > memory.arena.numel():
                 memory.contexts.clear()  # they point into the memory that goes now
-                memory.arena = torch.empty(needed, dtype=torch.uint8)
+                memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
             found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
         return found
 

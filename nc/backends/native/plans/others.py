@@ -317,7 +317,7 @@ def _scaled(recorder: Recorder, node: fx.Node, x: tuple[Traced, Desc], result: t
 
     Two to four times as fast as oneDNN's reorder, and ties are rounded as torch rounds them.
     """
-    one = torch.ones(1, dtype=torch.float32)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
     attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
     primitive = recorder.maker.binary("mul", x[1], Desc.of(one), result[1], attributes)
     recorder.call(primitive, {SRC: x[0], SRC_1: one, DST: result[0]}, node)

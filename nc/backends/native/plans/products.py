@@ -210,6 +210,8 @@ def _rows(x: Traced) -> Traced | None:
     """A tensor [..., K] as rows, where that needs no copy."""
     if x.tensor.dim() == 2 and x.tensor.stride(1) == 1:
         return x
+    if x.tensor.shape[-1] == 1 and x.tensor.is_contiguous():  # a stride of one element says nothing
+        return Traced(x.tensor.as_strided((x.tensor.numel(), 1), (1, 1)), x.root)
     try:
         return Traced(x.tensor.view(-1, x.tensor.shape[-1]), x.root) if x.tensor.stride(-1) == 1 else None
     except RuntimeError:  # rows with gaps that no stride describes
@@ -268,11 +270,11 @@ def _attributes(
 
 def with_qparams(attributes: Attributes, tensors: dict[int, Any], argument: int, scale: float, zero_point: int) -> Attributes:
     """Attributes of a primitive one of whose arguments has codes; scale and zero point become tensors of the call, which grow by them."""
-    tensors[SCALES | argument] = torch.tensor([scale], dtype=torch.float32)
+    tensors[SCALES | argument] = torch.tensor([scale], dtype=torch.float32, device="cpu")
     zero_points = dict(attributes.zero_points)
     if zero_point:
         zero_points[argument] = 0
-        tensors[ZERO_POINTS | argument] = torch.tensor([zero_point], dtype=torch.int32)
+        tensors[ZERO_POINTS | argument] = torch.tensor([zero_point], dtype=torch.int32, device="cpu")
     return dataclasses.replace(attributes, scales={**attributes.scales, argument: 0}, zero_points=zero_points)
 
 

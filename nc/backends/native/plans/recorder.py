@@ -151,7 +151,7 @@ class Recorder:
 
     def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Traced:
         """Memory for a result."""
-        tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype)
+        tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device="cpu")
         block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
         self._blocks.append(block)
         self._held += block.size
