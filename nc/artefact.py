@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from nc.autocast import without_autocast
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
@@ -28,6 +27,7 @@ from nc.onnx import OnnxReport
 from nc.onnx import write as write_onnx
 from nc.ops import RECURRENT
 from nc.quantized import QuantizedModel
+from nc.settings import check_default_device, without_autocast
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
 
@@ -103,6 +103,7 @@ def load(
         `verify`, `isolate` and `compile` have no effect.
 
     Raises:
+        StateError: torch's default device is not the CPU.
         ArtefactMissingError: the directory or one of its files does not exist.
         ArtefactCorruptError: a file is truncated or altered.
         ArtefactSchemaError: a newer version wrote it, or it is not an artefact.
@@ -118,6 +119,7 @@ def load(
     if format != "default" or device != "cpu":
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
+    check_default_device("load")
     content = folder.read(model_name_or_path, wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
         if content.format == low_bit.FORMAT:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nc.autocast import without_autocast
 from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
@@ -17,6 +16,7 @@ from nc.errors import InputError, NCError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
 from nc.reporting import Report, build
+from nc.settings import without_autocast
 from nc.storage.store import write
 
 

@@ -43,6 +43,7 @@ from nc.planning.rules import decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule, as_call
 from nc.reporting import Report
+from nc.settings import check_default_device
 
 
 def prepare(
@@ -84,10 +85,11 @@ def prepare(
         UnmatchedRuleError: a rule matches nothing.
         UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one.
         BackendUnavailableError: the backend cannot run here.
-        StateError: the model is already prepared or converted.
+        StateError: the model is already prepared or converted, or torch's default device is not the CPU.
         ConfigError: no placement has that name.
     """
     check_option("placement", placement, PLACEMENTS)
+    check_default_device("prepare")
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
     if weight_only(config):
@@ -154,7 +156,7 @@ def convert(
         A `QuantizedModel`; with weight-only quantization a module of the class of the user's model.
 
     Raises:
-        StateError: not a prepared model, or nothing was calibrated.
+        StateError: not a prepared model, nothing was calibrated, or torch's default device is not the CPU.
         ConfigError: `quant_config` differs from that of `prepare`, or the backend has no `compile`.
         UnsupportedError: the other engine has no kernel for a requested dtype.
         VerificationError: the results of the engine differ from those of the reference.
@@ -170,6 +172,7 @@ def convert(
     if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
+    check_default_device("convert")
     if isinstance(model, PreparedWeights):
         name = backend or model.asked
         low_bit_engine(name)  # refused before the work, not after it
@@ -247,6 +250,7 @@ def describe(
         NCError: as `prepare`.
     """
     check_option("placement", placement, PLACEMENTS)
+    check_default_device("describe")
     config = config_from(quant_config)
     _check_model(model)
     if weight_only(config):

@@ -354,3 +354,27 @@ def test_a_parameter_without_a_value():
 def test_a_report_of_no_model():
     with pytest.raises(nc.StateError, match=r"expects the result of convert\(\) or load\(\)"):
         nc.report(None)
+
+
+@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=8)], ids=["static", "weight-only"])
+def test_another_default_device_is_refused_where_tensors_are_made(config, tmp_path):
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8)).eval(), torch.randn(2, 8)
+    options = {"example_inputs": x, "backend": "reference"}
+    prepared = nc.prepare(model, config, **options)
+    prepared(x)
+    q_model = nc.convert(prepared)
+    nc.save(q_model, tmp_path / "model")
+    steps = {
+        "prepare": lambda: nc.prepare(model, config, **options),
+        "describe": lambda: nc.describe(model, config, **options),
+        "convert": lambda: nc.convert(prepared),
+        "load": lambda: nc.load(tmp_path / "model", model=model, backend="reference"),
+    }
+    expected = q_model(x)
+    with torch.device("meta"):
+        for name, step in steps.items():
+            with pytest.raises(nc.StateError, match=rf"^{name}\(\) .* default device is meta"):
+                step()
+        with torch.device("cpu"):
+            assert torch.equal(steps["load"]()(x), expected)
+        assert torch.equal(q_model(x), expected), "a call makes none"

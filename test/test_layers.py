@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.autocast", "nc.errors", "nc.global_lock", "nc.graph"),
-    ("nc.spec",),
+    ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
+    ("nc.settings", "nc.spec"),
     ("nc.checks", "nc.numerics", "nc.plan", "nc.installation", "nc.c_code"),
     ("nc.onednn",),
     ("nc.ops",),
@@ -434,3 +434,18 @@ def test_the_table_catches_an_import_upward(monkeypatch):
     for module in fake:
         with pytest.raises(AssertionError, match=f"{module} imports"):
             test_imports_go_down(module)
+
+
+#: What torch makes of floats is of the user's default dtype, unless it is named.
+_OF_FLOATS = {"as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+
+
+def test_new_tensors_name_their_dtype():
+    found = []
+    for path in sorted((ROOT / "nc").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_FLOATS:
+                of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+                if of_torch and "dtype" not in {keyword.arg for keyword in node.keywords}:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found

@@ -470,6 +470,27 @@ def test_inputs_of_another_size_are_refused(shape, act_dtype):
         layer(torch.randn(shape))
 
 
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("act_dtype", ["fp32", "bf16", "int8", "int8_block32"])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_what_new_tensors_are_changes_nothing(backend, act_dtype, warm):
+    """A kernel writes where it is told to: memory of another dtype or on another device gave infinite numbers, or no process."""
+    if backend == "native" and nc.available_backends()["native"]:
+        pytest.skip("needs AVX2")
+    packed, x = weight(form()), torch.randn(3, 128)
+    expected = set_backend(QuantLinear(packed, act_dtype=act_dtype), backend)(x)
+    layer = set_backend(QuantLinear(packed, act_dtype=act_dtype), backend)
+    if warm:
+        layer(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            result = layer(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(result, expected)
+
+
 @pytest.fixture(scope="module")
 def llama():
     transformers = pytest.importorskip("transformers")

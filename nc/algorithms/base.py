@@ -126,7 +126,7 @@ class Context:
                 codes = codes_of(weight)
                 if codes is not None and spec is not None:
                     scale = Dequantize.of(weight).scale
-                    value = constant_of(self.quantized, scale) if isinstance(scale, fx.Node) else torch.tensor(scale)
+                    value = constant_of(self.quantized, scale) if isinstance(scale, fx.Node) else torch.tensor(scale, dtype=torch.float32)
                     return WeightCodes(self.quantized, str(codes.target), value, weight_axis(node), groups_of(node), spec)
         return None
 

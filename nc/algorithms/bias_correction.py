@@ -53,7 +53,7 @@ class BiasCorrection:
 
 def _add_up(state: State, output: torch.Tensor, node: fx.Node) -> State:
     total, positions = _channel_sums(node, output)
-    count = torch.tensor(positions)
+    count = torch.tensor(positions, dtype=torch.int64)
     return {"sum": state["sum"] + total, "positions": state["positions"] + count} if state else {"sum": total, "positions": count}
 
 

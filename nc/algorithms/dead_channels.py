@@ -74,7 +74,7 @@ def never_above_0(state: State, output: torch.Tensor, axis: int) -> State:
         return state
     channels = output.shape[axis]
     silent = state.get("silent", torch.arange(channels))
-    positions = state.get("positions", torch.tensor(0)) + output.numel() // channels
+    positions = state.get("positions", torch.tensor(0, dtype=torch.int64)) + output.numel() // channels
     rest = output if len(silent) == channels else output.index_select(axis, silent)
     others = [d for d in range(rest.dim()) if d != axis % rest.dim()]
     if rest.numel():

@@ -106,7 +106,7 @@ def inputs_of(
     def keep(node: fx.Node, value: Any, _: object) -> Any:
         if node.name in kept:
             flat = value.reshape(-1, value.shape[-1])
-            picked = torch.linspace(0, len(flat) - 1, min(each, len(flat))).round().long()
+            picked = torch.linspace(0, len(flat) - 1, min(each, len(flat)), dtype=torch.float32).round().long()
             kept[node.name].append(flat[picked].clone())
         return value
 

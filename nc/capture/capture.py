@@ -19,7 +19,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from nc.autocast import without_autocast
 from nc.capture import rewrites
 from nc.capture.examples import another_batch, bind_examples, with_batch
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
@@ -32,6 +31,7 @@ from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
+from nc.settings import without_autocast
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

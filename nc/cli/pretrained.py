@@ -67,7 +67,7 @@ def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.
     except Exception as error:
         msg = f"{source} has no tokenizer that transformers can load ({type(error).__name__}: {error}). Save the model's tokenizer there."
         raise inputs.RequestError(msg) from error
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     count = min(samples, len(ids) // length)
     if count == 0:
         msg = f"{calib} has {len(ids)} tokens, fewer than one piece of {length}. Give more text, or a smaller --length."

@@ -52,8 +52,8 @@ def accelerate_generation(model: _Model) -> _Model:
         raise UnsupportedError(msg)
     with torch.no_grad():
         cache = empty_cache(model)
-        model(input_ids=torch.tensor([[0, 1, 2]]), past_key_values=cache, use_cache=True)
-        decoder.prove({"input_ids": torch.tensor([[3]]), "past_key_values": cache, "use_cache": True})
+        model(input_ids=torch.tensor([[0, 1, 2]], dtype=torch.int64), past_key_values=cache, use_cache=True)
+        decoder.prove({"input_ids": torch.tensor([[3]], dtype=torch.int64), "past_key_values": cache, "use_cache": True})
     model.forward = decoder
     return model
 

@@ -279,11 +279,11 @@ def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
 def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> torch.Tensor:
     """The logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
     ids, positions, mask = kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask")
-    place = torch.tensor([count])
+    place = torch.tensor([count], dtype=torch.int64, device="cpu")
     given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}
     given["positions"] = (place if positions is None else positions.long()).expand(len(ids), 1)
     if "mask" in step.inputs:
-        seen = torch.ones(len(ids), count + 1, dtype=torch.int64) if mask is None else mask.bool().long()
+        seen = torch.ones(len(ids), count + 1, dtype=torch.int64, device="cpu") if mask is None else mask.bool().long()
         given["mask"] = torch.nn.functional.pad(seen, (0, memory.places - count - 1))
     with torch.no_grad():
         (logits,) = step.model(*(given[name] for name in step.inputs))

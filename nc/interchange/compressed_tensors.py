@@ -90,7 +90,7 @@ def _scheme(layer: Layer, codes: Codes) -> dict[str, Any]:
 
 
 def _packed(codes: Codes) -> dict[str, torch.Tensor]:
-    parts = {"weight_packed": words(codes.codes, codes.bits), "weight_shape": torch.tensor(codes.codes.shape)}
+    parts = {"weight_packed": words(codes.codes, codes.bits), "weight_shape": torch.tensor(codes.codes.shape, dtype=torch.int64)}
     if codes.zero is not None:
         parts["weight_zero_point"] = words(codes.zero.T, codes.bits).T.contiguous()
     return parts

@@ -131,7 +131,7 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
     if weight.is_meta:
         module = _small(module)
         weight = module.weight
-    x = torch.linspace(-20, 20, 3 * weight.shape[1]).sin().reshape(3, -1).to(weight.dtype)
+    x = torch.linspace(-20, 20, 3 * weight.shape[1], dtype=torch.float32).sin().reshape(3, -1).to(weight.dtype)
     with torch.no_grad():
         expected = torch.nn.functional.linear(x, weight, module.bias)  # type: ignore[arg-type]
         try:
@@ -145,7 +145,7 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
 def _small(module: torch.nn.Module) -> torch.nn.Module:
     """A linear like another one, whose weight has no values yet, but of 8 x 16 and with values."""
     small = copy.copy(module)
-    values = torch.linspace(-20, 20, 8 * 16 + 8).cos().to(module.weight.dtype)  # type: ignore[arg-type]
+    values = torch.linspace(-20, 20, 8 * 16 + 8, dtype=torch.float32).cos().to(module.weight.dtype)  # type: ignore[arg-type]
     parts = {"weight": values[8:].view(8, 16), "bias": None if module.bias is None else values[:8]}
     small._parameters = {key: None if part is None else torch.nn.Parameter(part) for key, part in parts.items()}  # noqa: SLF001 - of the copy
     small.in_features, small.out_features = 16, 8  # type: ignore[assignment]

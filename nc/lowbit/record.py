@@ -127,7 +127,9 @@ def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> t
 
 
 def _rest(output: Any) -> Sequence[Any]:
-    return () if isinstance(output, torch.Tensor) else tuple(output)[1:] if isinstance(output, (tuple, list)) else (torch.empty(0),)
+    if isinstance(output, torch.Tensor):
+        return ()
+    return tuple(output)[1:] if isinstance(output, (tuple, list)) else (torch.empty(0, dtype=torch.float32),)
 
 
 def _same(one: Sequence[Call], other: Sequence[Call]) -> bool:

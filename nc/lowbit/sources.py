@@ -72,7 +72,7 @@ class _Shapes:
     """Stands for the model as it was, of which conversions ask for shapes: its stacks are taken apart before they are read."""
 
     def __init__(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        self._empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
+        self._empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in wanted.items()}
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """The tensor without values."""

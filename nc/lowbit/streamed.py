@@ -261,7 +261,7 @@ def _same_values(names: Sequence[str], sources: Mapping[str, Source]) -> list[li
     groups = [[name for name in names if name not in given]]
     firsts: list[torch.Tensor] = []
     for name in given:
-        value = sources[name].read() if len(given) > 1 else torch.empty(0)
+        value = sources[name].read() if len(given) > 1 else torch.empty(0, dtype=torch.float32)
         at = next((i for i, one in enumerate(firsts) if one.shape == value.shape and torch.equal(one, value.to(one.dtype))), len(firsts))
         if at == len(firsts):
             firsts.append(value)

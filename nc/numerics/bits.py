@@ -46,7 +46,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
             packed |= together >> ((8 - bits) * i)
         return packed.to(torch.uint8)
     parts = padded.reshape(rows, padded.shape[1] // period, period)
-    found = torch.zeros(rows, parts.shape[1], period * bits // 8, dtype=torch.uint8)
+    found = torch.zeros(rows, parts.shape[1], period * bits // 8, dtype=torch.uint8, device=parts.device)
     for i in range(period):
         byte, shift = divmod(i * bits, 8)
         found[..., byte] |= parts[..., i] << shift
@@ -75,7 +75,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     size = period * bits // 8
     groups = -(-count // period)
     padded = torch.nn.functional.pad(packed, (0, groups * size - packed.shape[1])).reshape(rows, groups, size)
-    codes = torch.empty(rows, groups, period, dtype=torch.uint8)
+    codes = torch.empty(rows, groups, period, dtype=torch.uint8, device=packed.device)
     for i in range(period):
         byte, shift = divmod(i * bits, 8)
         low = padded[..., byte] >> shift

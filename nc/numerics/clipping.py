@@ -36,7 +36,7 @@ def search(
     group = form.group(weight.shape[1])
     groups = weight.shape[1] // group
     own = torch.stack([hessian[i : i + group, i : i + group] for i in range(0, weight.shape[1], group)])
-    best = torch.ones(weight.shape[0], groups)
+    best = torch.ones(weight.shape[0], groups, dtype=torch.float32)
     least = torch.full_like(best, float("inf"))
     for step in range(max(1, grid // 2)):
         part = torch.full_like(best, 1 - step / grid)

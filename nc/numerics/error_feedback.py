@@ -65,7 +65,7 @@ class Factor:
         diagonal = self.lower.diagonal().flip(0)
         pieces = []
         for start in range(0, size, step):
-            piece = torch.empty(min(step, size - start), size - start)
+            piece = torch.empty(min(step, size - start), size - start, dtype=torch.float32)
             for rows in chunks(*piece.shape):
                 last = size - start - rows.start
                 piece[rows] = (self.lower[last - (rows.stop - rows.start) : last, : size - start].flip(0, 1) / diagonal[start:]).float()
@@ -143,7 +143,7 @@ def round_columns(
     current = original.clone()
     codes = torch.empty(inputs, outputs, dtype=torch.uint8)
     for start, end in _blocks(inputs, block, group):
-        errors = torch.empty(end - start, outputs)
+        errors = torch.empty(end - start, outputs, dtype=torch.float32)
         for i in range(start, end):
             if begin is not None and i % group == 0:
                 begin(i, _best_fit(original, current, feed, slice(i, i + group)).T)

@@ -47,7 +47,7 @@ def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     codes, starts = _sorted_codes(dtype, numbers.dtype)
     if len(codes) > 16:
         return codes[torch.bucketize(numbers, starts, out_int32=True, right=True)]
-    steps = torch.zeros(x.shape, dtype=torch.uint8)
+    steps = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for start in starts.tolist():
         steps += numbers >= start  # faster than a search
     return codes.index_select(0, steps.flatten().int()).reshape(x.shape)
@@ -63,7 +63,7 @@ def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
 @functools.cache
 def values(dtype: DType) -> torch.Tensor:
     """The value of each code, fp32; not to be changed."""
-    return torch.tensor(dtype.values, dtype=torch.float32)
+    return torch.tensor(dtype.values, dtype=torch.float32, device="cpu")
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor | float, dtype: DType, block_size: Sequence[int] | None = None) -> torch.Tensor:
@@ -98,8 +98,8 @@ def _sorted_codes(dtype: DType, kind: torch.dtype) -> tuple[torch.Tensor, torch.
     starts = []
     for below, above in itertools.pairwise(order):
         middle = (below + above) / 2
-        start = torch.tensor(middle, dtype=kind)
+        start = torch.tensor(middle, dtype=kind, device="cpu")
         if float(start) < middle or (float(start) == middle and codes[above] % 2):  # a tie belongs to the even code
-            start = torch.nextafter(start, torch.tensor(math.inf, dtype=kind))
+            start = torch.nextafter(start, torch.tensor(math.inf, dtype=kind, device="cpu"))
         starts.append(start)
-    return torch.tensor([codes[value] for value in order], dtype=torch.uint8), torch.stack(starts)
+    return torch.tensor([codes[value] for value in order], dtype=torch.uint8, device="cpu"), torch.stack(starts)

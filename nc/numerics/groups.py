@@ -115,7 +115,7 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
     Returns:
         uint8, shape [N, K].
     """
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for rows in chunks(*weight.shape):
         part, scale = weight[rows].reshape(-1, params.scale.shape[1], weight.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
         if form.dtype.kind == "float":
@@ -131,7 +131,7 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
 
 def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
     """The fp32 weights of codes; arguments as for `encode`."""
-    weight = torch.empty(codes.shape, dtype=torch.float32)
+    weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in chunks(*codes.shape):
         part, scale = codes[rows].reshape(-1, params.scale.shape[1], codes.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]
         if form.dtype.kind == "float":

@@ -11,7 +11,7 @@ from nc.observers.base import State, Statistic
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
     """Count the values of `x`."""
     exponent = exponent_for(max(abs(float(low)), abs(float(high))))
-    new = {"low": low.float(), "high": high.float(), "exponent": torch.tensor(exponent), "counts": count(x, exponent)}
+    new = {"low": low.float(), "high": high.float(), "exponent": torch.tensor(exponent, dtype=torch.int64), "counts": count(x, exponent)}
     return merge(state, new)
 
 
@@ -39,7 +39,7 @@ HISTOGRAM = Statistic(
     start={
         "low": torch.tensor(float("inf"), dtype=torch.float32),
         "high": torch.tensor(float("-inf"), dtype=torch.float32),
-        "exponent": torch.tensor(MIN_EXPONENT),
+        "exponent": torch.tensor(MIN_EXPONENT, dtype=torch.int64),
         "counts": torch.zeros(BINS, dtype=torch.int64),
     },
     update=update,

@@ -35,7 +35,11 @@ def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tens
 
 AVERAGES = Statistic(
     name="moving_average",
-    start={"low": torch.tensor(0.0, dtype=torch.float64), "high": torch.tensor(0.0, dtype=torch.float64), "batches": torch.tensor(0)},
+    start={
+        "low": torch.tensor(0.0, dtype=torch.float64),
+        "high": torch.tensor(0.0, dtype=torch.float64),
+        "batches": torch.tensor(0, dtype=torch.int64),
+    },
     update=update,
     merge=merge,
 )

@@ -19,8 +19,8 @@ def why_wrong(maker: Maker) -> str:
         BackendError: a call failed.
     """
     generator = torch.Generator().manual_seed(0)
-    scales = torch.rand(_OUTPUTS, generator=generator) * 0.01 + 0.001
-    bias = torch.randn(_OUTPUTS, generator=generator)
+    scales = torch.rand(_OUTPUTS, generator=generator, dtype=torch.float32) * 0.01 + 0.001
+    bias = torch.randn(_OUTPUTS, generator=generator, dtype=torch.float32)
     weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS), generator=generator, dtype=torch.int8)
     codes = torch.randint(0, 256, (1, _INPUTS, _SIZE, _SIZE), generator=generator, dtype=torch.uint8)
     rows = codes[0].flatten(1).t()[:_ROWS].contiguous()
@@ -29,7 +29,7 @@ def why_wrong(maker: Maker) -> str:
 
 
 def _why_product_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> str:
-    result = torch.empty(_ROWS, _OUTPUTS)
+    result = torch.empty(_ROWS, _OUTPUTS, dtype=torch.float32)
     desc = Desc((_INPUTS, _OUTPUTS), (1, _INPUTS), torch.int8)
     attributes = Attributes({SRC: 0, WEIGHTS: 2}, {SRC: 0})
     primitive = maker.matmul(Desc.of(x), desc, Desc.dense((1, _OUTPUTS), torch.float32), Desc.of(result), attributes)
@@ -43,7 +43,7 @@ def _why_product_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scal
 
 def _why_convolution_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> str:
     kernel = weight[:, :, None, None].expand(-1, -1, 3, 3).contiguous()
-    result = torch.empty(1, _OUTPUTS, _SIZE, _SIZE).to(memory_format=torch.channels_last)
+    result = torch.empty(1, _OUTPUTS, _SIZE, _SIZE, dtype=torch.float32).to(memory_format=torch.channels_last)
     geometry = Geometry((1, 1), (1, 1), (1, 1), (1, 1))
     bias_desc = Desc.dense((_OUTPUTS,), torch.float32)
     attributes = Attributes({SRC: 0, WEIGHTS: 1}, {SRC: 0})
@@ -65,7 +65,7 @@ def _why_convolution_wrong(maker: Maker, x: torch.Tensor, weight: torch.Tensor, 
 
 def _numbers(scales: torch.Tensor) -> dict[int, torch.Tensor]:
     return {
-        SCALES | SRC: torch.tensor([_SCALE]),
+        SCALES | SRC: torch.tensor([_SCALE], dtype=torch.float32),
         SCALES | WEIGHTS: scales,
         ZERO_POINTS | SRC: torch.tensor([_ZERO_POINT], dtype=torch.int32),
     }

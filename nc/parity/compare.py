@@ -263,7 +263,7 @@ def _judged(
 
 
 def _side(point: Point, value: torch.Tensor, local: Local, tolerance: float) -> Side:
-    slack = torch.zeros(()) if local.slack is None else local.slack
+    slack = torch.zeros((), dtype=torch.float32) if local.slack is None else local.slack
     bounded = point.how != "recurrent" and not bool(slack.isinf().any())
     errors, different = _distances(value, local.value)
     if point.how == "exact":

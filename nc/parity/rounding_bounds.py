@@ -56,7 +56,7 @@ def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
 def _rounded(node: fx.Node, codes: torch.Tensor, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> torch.Tensor | None:
     view = Quantize.of(node)
     exact = position(env[view.input], view)
-    reach = slacks.get(view.input, torch.zeros(())).double() / view.numbers[0] + TIE
+    reach = slacks.get(view.input, torch.zeros((), dtype=torch.float32)).double() / view.numbers[0] + TIE
     ends = [(exact + side * reach).clamp(view.quant_min, view.quant_max).round() for side in (-1, 1)]
     slack = torch.maximum(*[(end - codes).abs() for end in ends]).float()
     return slack if bool(slack.any()) else None

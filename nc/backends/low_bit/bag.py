@@ -52,18 +52,18 @@ def _pack(weight: PackedWeight) -> PackedLayout:
     found = grid(form.dtype.name) if form.dtype.kind == "float" else None
     if found is not None:
         low, step, steps = found
-        codes = torch.tensor(steps, dtype=torch.uint8)[codes.view(torch.uint8).int()]
+        codes = torch.tensor(steps, dtype=torch.uint8, device="cpu")[codes.view(torch.uint8).int()]
     size = _table_bits(form)
     padding = -codes.shape[0] % (8 // size)
     table = bits.pack(torch.nn.functional.pad(codes.t(), (0, padding)), size)
-    factors = torch.tensor([step, low], dtype=torch.float32 if size == 8 else torch.float16).view(torch.uint8)
+    factors = torch.tensor([step, low], dtype=torch.float32 if size == 8 else torch.float16, device="cpu").view(torch.uint8)
     table = torch.cat([table, factors.expand(table.shape[0], -1)], 1)
     offset = None
     if params.minimum is not None:
         offset = params.minimum + form.middle * params.scale
     elif params.zero is not None:
         offset = (form.middle - params.zero) * params.scale
-    index = torch.arange(table.shape[0], dtype=torch.int32)
+    index = torch.arange(table.shape[0], dtype=torch.int32, device="cpu")
     return table, index, params.scale.t().contiguous(), None if offset is None else offset.t().contiguous()
 
 
@@ -88,7 +88,7 @@ def _linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight) -> torc
     size = inputs // groups
     summed = _summed(size)
     reader = getattr(torch.ops.quantized, _READERS[_table_bits(weight.form)])
-    starts = torch.arange(0, rows * inputs, summed, dtype=torch.int32)
+    starts = torch.arange(0, rows * inputs, summed, dtype=torch.int32, device="cpu")
     sums = reader(table, index if rows == 1 else index.repeat(rows), starts, False, 0, False, x.view(-1), None, False)  # noqa: FBT003
     sums = sums.view(rows, groups, size // summed, -1)[..., :outputs]
     result: torch.Tensor = sums.mul_(scale.unsqueeze(1)).sum((1, 2))

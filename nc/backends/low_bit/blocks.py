@@ -16,7 +16,7 @@ from nc.numerics.packed_weight import PackedWeight
 BLOCK = 1 << 19
 _BITS = tuple(range(1, 9))
 #: FBGEMM's operators read rows of codes with a scale and an offset behind them, both fp16.
-_FACTORS = torch.tensor([1.0, 0.0], dtype=torch.float16).view(torch.uint8)
+_FACTORS = torch.tensor([1.0, 0.0], dtype=torch.float16, device="cpu").view(torch.uint8)
 _ROW_READERS = {4: "embedding_bag_4bit_rowwise_offsets", 2: "embedding_bag_2bit_rowwise_offsets"}
 
 
@@ -47,7 +47,7 @@ def _dequantized(weight: PackedWeight) -> torch.Tensor:
     if weight.form.dtype.kind == "float" or reader is None or columns * weight.form.bits % 8:
         return weight.dequantize()
     with_factors = torch.cat([weight.codes, _FACTORS.expand(rows, 4)], 1)
-    each = torch.arange(rows, dtype=torch.int32)
+    each = torch.arange(rows, dtype=torch.int32, device="cpu")
     codes = getattr(torch.ops.quantized, reader)(with_factors, each, each, False, 0, False, None, None, False)  # noqa: FBT003 - no names
     return decode(codes, weight.params, weight.form)
 

@@ -109,12 +109,12 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         codes = low | high << 4
     else:
         codes = codes.view(panels, PANEL, padded // 4, 4)
-    values, middle = torch.zeros(16), form.middle
+    values, middle = torch.zeros(16, dtype=torch.float32, device="cpu"), form.middle
     if form.dtype.kind == "float":
         middle = -1
-        values[: len(form.dtype.values)] = torch.tensor(form.dtype.values)
+        values[: len(form.dtype.values)] = torch.tensor(form.dtype.values, dtype=torch.float32, device="cpu")
     else:
-        values[:] = torch.arange(16.0) - form.middle
+        values[:] = torch.arange(16, dtype=torch.float32, device="cpu") - form.middle
     offset = None
     if params.minimum is not None:
         offset = params.minimum + form.middle * params.scale
@@ -125,7 +125,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         scale = scale.to(weight.scale.dtype)  # as they are stored
     best = isa() if best is None else best
     row = padded if group == inputs else group
-    sizes = torch.tensor([outputs, inputs, padded, row, size, middle, best, _SCALES[scale.dtype]])
+    sizes = torch.tensor([outputs, inputs, padded, row, size, middle, best, _SCALES[scale.dtype]], dtype=torch.int64, device="cpu")
     return _MEMORY.copied(codes.permute(0, 2, 1, 3)), _MEMORY.copied(scale), None if offset is None else _panels(offset), values, sizes
 
 
@@ -162,7 +162,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         x = torch.nn.functional.pad(x, (0, -inputs % STEP))
     if bias is not None:
         bias = bias.float().contiguous()
-    result = torch.empty(rows, outputs)
+    result = torch.empty(rows, outputs, dtype=torch.float32, device="cpu")
     code = _code()
     assert not isinstance(code, str), "kernels that are not available are never chosen"
     failed = code.function(

@@ -33,7 +33,7 @@ class LargePages:
     def empty(self, size: int) -> torch.Tensor:
         """Bytes, in large pages where the system has them: shape [size], uint8, aligned to a cache line."""
         if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
         if size > _PIECE // 2:
             return _part(*_new(size), size)
         with self._lock:

@@ -34,7 +34,7 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     dims = node.meta["val"].dim() - 2
     stride, padding, dilation = conv.sizes(dims)
     output_padding = [*conv.output_padding] * (dims if len(conv.output_padding) == 1 else 1)
-    given = constant_of(module, weight.scale) if isinstance(weight.scale, fx.Node) else torch.tensor([weight.scale])
+    given = constant_of(module, weight.scale) if isinstance(weight.scale, fx.Node) else torch.tensor([weight.scale], dtype=torch.float32)
     scales = given.float()
     last = region.nodes[-1]
     with module.graph.inserting_before(last):

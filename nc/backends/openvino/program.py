@@ -111,7 +111,7 @@ def _spell_weights(module: fx.GraphModule) -> None:
             shape[schema_arguments(node)["axis"]] = -1
             scales = constant_of(module, view.scale).reshape(shape)
         else:
-            scales = torch.full(shape, view.scale)
+            scales = torch.full(shape, view.scale, dtype=torch.float32)
         scale = add_constant(module, node, f"{node.name}_scales", scales.float().clone(), f"{view.codes.meta.get('fqn', '')}.scale")
         with graph.inserting_before(node):
             values = graph.call_function(_aten.to.dtype, (view.codes, torch.float32))

@@ -20,7 +20,7 @@ def read_bandwidth(threads: int) -> float:
         threads: how many torch uses now; another number is measured again.
     """
     del threads
-    data = torch.ones(_BYTES // 4)
+    data = torch.ones(_BYTES // 4, dtype=torch.float32)
     best = float("inf")
     for _ in range(_READS):
         start = time.perf_counter()

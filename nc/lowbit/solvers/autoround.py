@@ -205,7 +205,7 @@ def _straight(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
 
 def _gaps(units: torch.Tensor, problem: Problem) -> torch.Tensor:
     """The distance of the two values of a floating-point format that each number is between."""
-    values = torch.tensor(sorted(set(filter(math.isfinite, problem.form.dtype.values))))
+    values = torch.tensor(sorted(set(filter(math.isfinite, problem.form.dtype.values))), dtype=torch.float32)
     above = torch.bucketize(units.contiguous(), values).clamp(1, len(values) - 1)
     return values[above] - values[above - 1]
 

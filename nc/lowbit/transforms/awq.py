@@ -97,7 +97,7 @@ class AWQ:
 
     def _search(self, found: ScaleSet) -> torch.Tensor | None:
         """The best scale by the error of the layers' outputs; None for none at all."""
-        one = torch.ones(found.link.size)
+        one = torch.ones(found.link.size, dtype=torch.float32)
         candidates = [one, *self._candidates(found)]
         parts = [_Part(found, index, target, self.rows) for index, target in found.targets.items()]
         quick = [sum(part.error(s, "minmax") for part in parts) for s in candidates]
@@ -136,7 +136,7 @@ class _Part:
     def __init__(self, found: ScaleSet, index: int, target: Target, rows: int) -> None:
         weight = weight_of(target)
         if weight.shape[0] > rows:
-            weight = weight[torch.linspace(0, weight.shape[0] - 1, rows).long()]
+            weight = weight[torch.linspace(0, weight.shape[0] - 1, rows, dtype=torch.float32).long()]
         self.link, self.index, self.target, self.weight = found.link, index, target, weight
         self.hessian = target.reached.hessian.float()
 

@@ -222,7 +222,7 @@ def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: Call) ->
 def _subtracts_mean(norm: torch.nn.Module) -> bool:
     """Whether a norm's output does not depend on the mean of the channels."""
     weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, weight.numel()).sin().to(weight.dtype).unsqueeze(0)
+    x = torch.linspace(-1, 1, weight.numel(), dtype=torch.float32).sin().to(weight.dtype).unsqueeze(0)
     with torch.no_grad():
         return bool(torch.allclose(norm(x), norm(x + 1), rtol=1e-2, atol=1e-3))
 

@@ -71,7 +71,7 @@ class TEQ:
 
     def _learn(self, sets: list[ScaleSet], error: BlockError) -> list[torch.Tensor]:
         with torch.enable_grad():
-            logs = [torch.zeros(found.link.size, requires_grad=True) for found in sets]
+            logs = [torch.zeros(found.link.size, dtype=torch.float32, requires_grad=True) for found in sets]
             optimizer = torch.optim.Adam(logs, lr=self.lr)
             best, least = [log.detach().clone() for log in logs], float("inf")
             for step in range(self.steps):

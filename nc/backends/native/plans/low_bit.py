@@ -19,7 +19,7 @@ from nc.backends.native.plans.values import Traced
 from nc.c_code import openmp
 from nc.onednn.primitives import contiguous_strides
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32)
 
 
 def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
