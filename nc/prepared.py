@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import fx
@@ -108,6 +109,30 @@ class PreparedModel(torch.nn.Module):
     def statistics(self) -> Statistics:
         """What was collected so far, to save, load or merge."""
         return Statistics(self.graph.module, self.observers, self._samples)
+
+    def __copy__(self) -> PreparedModel:
+        """A model that shares everything."""
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModel:
+        """A model that shares nothing."""
+        memo[id(self)] = copied = self.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """What pickle and `torch.save` call: of a graph they keep the code only.
+
+        Raises:
+            StateError: always.
+        """
+        msg = (
+            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with prepared.statistics.save(), and "
+            "load that in a model that is prepared alike."
+        )
+        raise StateError(msg)
 
     def train(self, mode: bool = True) -> PreparedModel:
         """Stays in eval mode: the captured graph has no other."""

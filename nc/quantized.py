@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -12,7 +13,7 @@ from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
 from nc.backends.profiling.verdict import Verdict
-from nc.errors import InputError, NCError, UnsupportedError
+from nc.errors import InputError, NCError, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
 from nc.reporting import Report, build
@@ -96,9 +97,22 @@ class QuantizedModel(torch.nn.Module):
             raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True) from error
         return graph.signature.unflatten(outputs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+    def __copy__(self) -> QuantizedModel:
         """A new model with the same engine, which never changes."""
         return QuantizedModel(self._graph, self.engine, self.backend, self.chosen, self.verdict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        """The same."""
+        return copy.copy(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """What pickle and `torch.save` call: an engine holds addresses of this process.
+
+        Raises:
+            StateError: always.
+        """
+        msg = "A quantized model can't be pickled, nor saved with torch.save(): use nc.save() and nc.load(), also for another process."
+        raise StateError(msg)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stays in eval mode: there is nothing to train."""

@@ -1,7 +1,10 @@
 """Every refusal of the front door: its type, and that its text names the thing and the way out."""
 
+import copy
 import importlib.metadata
 import inspect
+import io
+import pickle
 import subprocess
 import sys
 
@@ -354,6 +357,31 @@ def test_a_parameter_without_a_value():
 def test_a_report_of_no_model():
     with pytest.raises(nc.StateError, match=r"expects the result of convert\(\) or load\(\)"):
         nc.report(None)
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"])
+def test_a_quantized_model_is_saved_by_nc_only(dump):
+    q_model = quantized(MLP(), X, backend="reference")
+    with pytest.raises(StateError, match="nc.save"):
+        dump(q_model)
+    with pytest.raises(StateError, match="nc.save"):
+        dump(torch.nn.Sequential(q_model))
+    for copied in (copy.copy(q_model), copy.deepcopy(q_model), copy.deepcopy(torch.nn.Sequential(q_model))):
+        assert torch.equal(copied(X), q_model(X))
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch.save"])
+def test_a_prepared_model_is_not_pickled_but_copied(dump):
+    prepared = prepare(MLP().eval(), CONFIG, example_inputs=X, backend="reference")
+    prepared(X)
+    with pytest.raises(StateError, match="statistics.save"):
+        dump(prepared)
+    expected = convert(prepared)(X)
+    whole, shared = copy.deepcopy(prepared), copy.copy(prepared)
+    shared(2 * X)
+    assert torch.equal(convert(prepared)(X), convert(shared)(X)), "observers are shared"
+    assert not torch.equal(convert(prepared)(X), expected)
+    assert torch.equal(convert(whole)(X), expected)
 
 
 @pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=8)], ids=["static", "weight-only"])
