@@ -13,6 +13,7 @@ from nc.backends import get_backend
 from nc.backends.base import EngineModel
 from nc.backends.profiling.process import profile_in_child
 from nc.backends.profiling.verdict import Verdict
+from nc.c_code.openmp import leave_threads_of_parent
 from nc.errors import InputError, NCError, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
@@ -86,6 +87,7 @@ class QuantizedModel(torch.nn.Module):
             InputError: the inputs do not fit the captured model.
             BackendError: the engine fails on inputs of the example's sizes.
         """
+        leave_threads_of_parent()
         graph = self._graph
         tensors = graph.signature.bind(args, kwargs)
         try:

@@ -566,3 +566,32 @@ def test_another_default_dtype_changes_nothing(act_algo):
         assert torch.equal(quantized(model, x, config, "native")(x), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+FORKED = """
+import os, signal, sys, warnings
+import torch, nc
+torch.set_num_threads(2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 62 * 62, 10)).eval()
+x = torch.randn(4, 3, 64, 64)
+q = nc.quantize(model, getattr(nc, sys.argv[1])(), lambda m: m(x), example_inputs=x, backend=sys.argv[2], measure=False)
+expected = q(x)
+if not os.fork():
+    signal.alarm(60)  # ends a process that waits for ever
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same = torch.allclose(q(x), expected, atol=1e-4) and torch.allclose(q(x[:2]), expected[:2], atol=1e-4)
+    said = [str(w.message) for w in caught if "forked from one that computed on 2 threads" in str(w.message)]
+    print(same, len(said), torch.get_num_threads(), os.path.basename(caught[0].filename), flush=True)
+    os._exit(0)
+print(os.wait()[1], torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("config", ["StaticQuantConfig", "DynamicQuantConfig"])
+def test_a_forked_process_goes_on_with_one_thread(config, backend):
+    """OpenMP's threads do not survive a fork, and a call would wait for them for ever."""
+    done = subprocess.run([sys.executable, "-c", FORKED, config, backend], capture_output=True, text=True, check=False, timeout=240)
+    assert done.stdout.split("\n")[:2] == ["True 1 1 <string>", "0 2"], done.stdout + done.stderr

@@ -5,21 +5,36 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 from pathlib import Path
 
 import torch
+
+from nc.errors import NCWarning
 
 _NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 def threads() -> int:
-    """As many as torch uses; one in a forked process, where OpenMP would wait for threads that do not exist there."""
-    return torch.get_num_threads() if _first_process() == os.getpid() else 1
+    """As many as torch uses."""
+    leave_threads_of_parent()
+    return torch.get_num_threads()
+
+
+def leave_threads_of_parent() -> None:
+    """In a forked process, compute on one thread from now on: OpenMP would wait for ever for threads that only the parent has."""
+    if torch.get_num_threads() > 1 and _first_process() != os.getpid():
+        text = (
+            f"This process was forked from one that computed on {torch.get_num_threads()} threads, which do not exist here. It computes "
+            'on one thread: torch.set_num_threads(1). Start processes by "spawn" to use more.'
+        )
+        warnings.warn(text, NCWarning, stacklevel=5)  # the caller of a module
+        torch.set_num_threads(1)
 
 
 @functools.cache
 def _first_process() -> int:
-    """The process that asked first: it, or none, has started threads."""
+    """The process that asked first on several threads: it, or none, has started some."""
     return os.getpid()
 
 
