@@ -343,6 +343,9 @@ def test_bf16():
         lambda self, x: x[:, 0] + self.v,
         lambda self, x: x.reshape(x.shape[0] * x.shape[1], -1) * self.v * 2,
         lambda self, x: x.mean(1) * self.v,
+        lambda self, x: F.relu(x[:, 0] * self.v),
+        lambda self, x: F.relu6(x[:, 0] - self.v),
+        lambda self, x: (x[:, 0] * self.v).clamp(-0.5, 1.0),
     ],
 )
 def test_a_number_for_each_channel_in_front_of_a_quantization(make):
@@ -352,4 +355,17 @@ def test_a_number_for_each_channel_in_front_of_a_quantization(make):
     q = quantized(model, torch.randn(6, 5, 8), None, "openvino")
     assert q.report().ran_int8 == 1
     x = torch.randn(3, 5, 8)
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.Identity])
+def test_a_batch_norm_in_front_of_a_quantization(activation):
+    """As in networks whose blocks begin with it."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.5)
+    q = quantized(nn.Sequential(norm, activation(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(2, 8, 9, 9), None, "openvino")
+    assert q.report().ran_int8 == 1
+    x = torch.randn(3, 8, 7, 7)
     assert worst_db([q.reference(x)], [q(x)]) > 60

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-_AFFINE = ("Multiply", "Divide", "Add", "Subtract")
-#: Their weights say how many channels there are, and what follows is fused with them rightly.
-_KERNELS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
+_WITH_CONSTANT = ("Multiply", "Divide", "Add", "Subtract", "Maximum", "Minimum")
+_PASSED = ("Relu", "Clamp")
+#: What follows these is fused with them, and rightly.
+_RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
 
 
 def keep_unfused(model: Any) -> None:
@@ -48,16 +49,19 @@ def keep_unfused(model: Any) -> None:
 
 
 def _would_split(quantize: Any) -> bool:
-    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into its range."""
+    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into its range, also past a relu or a clamp."""
     node, vectors = _source(quantize, 0), False
-    while node.get_type_name() in _AFFINE:
-        sides = [_source(node, 0), _source(node, 1)]
-        constants = [side for side in sides if side.get_type_name() == "Constant"]
-        if len(constants) != 1:
-            return vectors
-        vectors |= math.prod(constants[0].get_output_shape(0)) > 1
-        (node,) = (side for side in sides if side.get_type_name() != "Constant")
-    return vectors and node.get_type_name() not in _KERNELS
+    while (kind := node.get_type_name()) in (*_WITH_CONSTANT, *_PASSED, "BatchNormInference"):
+        data = 0
+        if kind in _WITH_CONSTANT:
+            constants = [index for index in (0, 1) if _source(node, index).get_type_name() == "Constant"]
+            if len(constants) != 1:
+                return vectors
+            data = 1 - constants[0]
+            vectors |= math.prod(node.get_input_shape(constants[0])) > 1
+        vectors |= kind == "BatchNormInference"
+        node = _source(node, data)
+    return vectors and kind not in _RIGHT
 
 
 def _source(node: Any, index: int) -> Any:
