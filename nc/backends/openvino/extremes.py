@@ -49,7 +49,7 @@ def keep_unfused(model: Any) -> None:
 
 
 def _would_split(quantize: Any) -> bool:
-    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into its range, also past a relu or a clamp."""
+    """Whether a FakeQuantize would get a range for each channel: constants in front of it move into it, also past a relu or a clamp."""
     node, vectors = _source(quantize, 0), False
     while (kind := node.get_type_name()) in (*_WITH_CONSTANT, *_PASSED, "BatchNormInference"):
         data = 0
