@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from nc.checks import is_number, is_whole
-from nc.errors import ConfigError
+from nc.errors import ConfigError, UnsupportedError
 from nc.lowbit.solvers.base import BlockProblem, Needs, Problem
 from nc.numerics import formats
 from nc.numerics.group_ranges import choose
@@ -93,7 +93,11 @@ class AutoRound:
             return total
 
         with _rounded(problem.module, roundings):
-            self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
+            try:
+                self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
+            except RuntimeError as error:  # torch's, e.g. of a block that changes in place what its layers read
+                msg = f"AutoRound needs gradients inside block {problem.name!r}, and torch gives none: {error} Use another solver for it."
+                raise UnsupportedError(msg) from error
         return {name: rounding.packed() for name, rounding in roundings.items()}
 
     def _learn(self, roundings: list[_Rounding], loss: Callable[[Sequence[int]], torch.Tensor], samples: int) -> None:
