@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from nc.checks import is_number, is_whole
-from nc.errors import ConfigError, UnsupportedError
-from nc.lowbit.solvers.base import BlockProblem, Needs, Problem
+from nc.errors import ConfigError
+from nc.lowbit.solvers.base import BlockProblem, Needs, Problem, needing_gradients
 from nc.numerics import formats
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import GroupParams, decode, spread
@@ -92,12 +92,8 @@ class AutoRound:
             total: torch.Tensor = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)  # type: ignore[assignment]
             return total
 
-        with _rounded(problem.module, roundings):
-            try:
-                self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
-            except RuntimeError as error:  # torch's, e.g. of a block that changes in place what its layers read
-                msg = f"AutoRound needs gradients inside block {problem.name!r}, and torch gives none: {error} Use another solver for it."
-                raise UnsupportedError(msg) from error
+        with _rounded(problem.module, roundings), needing_gradients("AutoRound", problem.name):
+            self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
         return {name: rounding.packed() for name, rounding in roundings.items()}
 
     def _learn(self, roundings: list[_Rounding], loss: Callable[[Sequence[int]], torch.Tensor], samples: int) -> None:
