@@ -17,7 +17,7 @@ from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, StateError, UnsupportedError
+from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, UnsupportedError
 from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.graph.saturation import named, narrow
@@ -26,7 +26,7 @@ from nc.lowbit.layers import has_low_bit
 from nc.onnx import OnnxReport
 from nc.onnx import write as write_onnx
 from nc.ops import RECURRENT
-from nc.quantized import QuantizedModel
+from nc.quantized import QuantizedModel, checked
 from nc.settings import check_default_device, without_autocast
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
@@ -59,7 +59,7 @@ def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved
     if isinstance(model, torch.nn.Module) and not isinstance(model, QuantizedModel) and has_low_bit(model):
         low_bit.write(model, checkpoint_dir)
         return
-    q_model = _checked(model, "save")
+    q_model = checked(model, "save")
     store.write(q_model.graph, q_model.backend, checkpoint_dir)
 
 
@@ -278,7 +278,7 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
 
 
 def _export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], step: str, **options: Any) -> OnnxReport:
-    graph = _checked(q_model, step).graph
+    graph = checked(q_model, step).graph
     _check_reads(graph)
     return write_onnx(graph, Path(path), frames=1, **options)
 
@@ -307,7 +307,7 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
     """`export_model`; `step` is the name of the public function, for messages."""
-    graph = _checked(q_model, step).graph
+    graph = checked(q_model, step).graph
     _check_reads(graph)
     names = exporting_backends(format)
     own = exports_of(get_backend(q_model.backend)).get(format)
@@ -342,13 +342,6 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
     with contextlib.ExitStack() as stack:
         for suffix, content in data.items():
             stack.enter_context(replaced(Path(path).with_suffix(suffix))).write_bytes(content)
-
-
-def _checked(q_model: object, step: str) -> QuantizedModel:
-    if not isinstance(q_model, QuantizedModel):
-        msg = f"{step}() expects the result of convert() or load(), but got {type(q_model).__name__}."
-        raise StateError(msg)
-    return q_model
 
 
 def _check_reads(graph: QDQGraph) -> None:

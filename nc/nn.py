@@ -15,6 +15,9 @@ from nc.lowbit.result import LayerResult
 from nc.numerics.packed_weight import PARTS, PackedWeight
 from nc.spec import WeightFormat
 
+#: Key in the metadata of a state dict: the format of a layer's weight.
+_FORM = "nc.form"
+
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
@@ -90,6 +93,21 @@ class _Packed(torch.nn.Module):
     def _parts(self) -> tuple[torch.Tensor | None, ...]:
         return tuple(getattr(self, name) for name in PARTS)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {})  # torch's, which comes along without a key of its own
+        metadata[prefix[:-1]] = {**metadata.get(prefix[:-1], {}), _FORM: str(self.form)}
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
+    ) -> None:
+        """Codes of another format may have the same shapes, and would be other weights."""
+        found = local_metadata.get(_FORM, str(self.form))
+        if found != str(self.form):
+            errors.append(f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got one of format {found}.")
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to(dtype)` leaves what is stored alone: another dtype would be another weight."""
 
@@ -143,7 +161,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
                 found = self.engine.linear(self, input)
                 if found is not None:
                     return found
-            elif not torch.compiler.is_exporting() and not (input.requires_grad and torch.is_grad_enabled()):
+            elif not torch.compiler.is_exporting() and not (torch.is_grad_enabled() and (input.requires_grad or self._bias_trains())):
                 called: torch.Tensor = layer_calls.call_layer(input, self._number, self.out_features)
                 return called
         result: torch.Tensor = ops.quant_linear(input, *self._parts(), self.bias, self.form.dtype.name, self.in_features, self.act_dtype)
@@ -165,6 +183,9 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         """A copy is a layer of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call] # torch annotates it in part only
         self._number = layer_calls.number(self)
+
+    def _bias_trains(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad
 
     def extra_repr(self) -> str:
         """Sizes and format."""

@@ -17,6 +17,7 @@ from nc.c_code.openmp import leave_threads_of_parent
 from nc.errors import InputError, NCError, StateError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
+from nc.lowbit.layers import has_low_bit
 from nc.reporting import Report, build
 from nc.settings import without_autocast
 from nc.storage.store import write
@@ -158,6 +159,25 @@ class QuantizedModel(torch.nn.Module):
     def reference(self) -> ReferenceModule:
         """The QDQ graph as a plain module. Every engine is compared with it."""
         return ReferenceModule(self.graph)
+
+
+def checked(model: object, step: str) -> QuantizedModel:
+    """A model that has a quantized graph; `step` is the public function that needs one.
+
+    Raises:
+        StateError: it is something else.
+    """
+    if isinstance(model, QuantizedModel):
+        return model
+    name = type(model).__name__
+    if isinstance(model, torch.nn.Module) and has_low_bit(model):
+        msg = (
+            f"{step}() needs a captured graph, and this {name} with low-bit weights is a plain module. Write its weights with "
+            "export_weights(), or prepare() and convert() it with another strategy, e.g. StaticQuantConfig, which keeps these layers."
+        )
+    else:
+        msg = f"{step}() expects the result of convert() or load(), but got {name}."
+    raise StateError(msg)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -364,6 +364,22 @@ def test_inputs_come_in_every_form():
     assert {t.verdict for t in nc.compare(q, q.reference, (torch.randn(3, 9, 32), torch.zeros(3, 1, 9, 9))).tensors} == {"equal"}
 
 
+def test_low_bit_weights_alone_have_no_graph(tmp_path):
+    x = torch.randn(4, 16)
+    q = nc.quantize(MLP().eval(), nc.WeightOnlyConfig("int8", group_size=-1))
+    for step, wrong in {
+        "compare": lambda: nc.compare(q, "reference", x),
+        "export_onnx": lambda: nc.export_onnx(q, tmp_path / "model.onnx"),
+        "export_pt2": lambda: nc.export_pt2(q, tmp_path / "model.pt2"),
+    }.items():
+        with pytest.raises(
+            StateError, match=rf"{step}\(\) needs a captured graph, .* MLP with low-bit weights .*export_weights.*StaticQuantConfig"
+        ):
+            wrong()
+    inside = nc.quantize(q, nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="reference")  # what the message says
+    assert nc.compare(inside, "reference", x).tensors is not None
+
+
 def test_what_can_not_be_compared_says_why(tmp_path):
     x = torch.randn(4, 16)
     q = quantized(MLP().eval(), x)

@@ -667,6 +667,17 @@ def test_contradictions_are_refused(role, fake, message):
         describe(mlp(), FakeQuantConfig(**{role: fake}), X, backend="reference")
 
 
+def test_sizes_that_differ_between_calls_are_not_those_of_the_example():
+    """They are captured with another batch than the user's."""
+    with pytest.raises(ConfigError, match=r"does not fit its shape \(any, 64\)\. Blocks of 48"):
+        describe(mlp(), FakeQuantConfig(input=group("int4", 48, dynamic=True)), X, backend="reference")
+    blocks = FakeQuantConfig(input=spec("int4", granularity="per_block", block_size=(4, 4), dynamic=True))
+    q = quantize(mlp(), blocks, example_inputs=X.repeat(4, 1), backend="reference")
+    assert q(X.repeat(8, 1)).shape[0] == 40
+    with pytest.raises(ConfigError, match="Blocks of 4 do not cover axis 0 of 5 elements"):
+        q(X)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

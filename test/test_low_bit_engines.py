@@ -569,6 +569,58 @@ def test_gradients_go_through_a_compiled_model():
     assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_biases_can_be_trained(compiled, kind):
+    """As adapters' `bias="all"` does."""
+    q = set_backend(nc.quantize(mlp(), CONFIG), "auto")
+    plain = copy.deepcopy(mlp()).double()
+    for i in (0, 2):
+        plain[i].weight.data = exact(q[i].packed)
+    q[0].bias.requires_grad_(True)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(kind)
+    torch._dynamo.reset()
+    run = torch.compile(q, backend="aot_eager") if compiled else q
+    run(x).float().pow(2).sum().backward()
+    plain(x.double()).pow(2).sum().backward()
+    assert q[0].bias.grad.dtype == q[0].bias.dtype
+    error = (q[0].bias.grad.double() - plain[0].bias.grad).norm() / plain[0].bias.grad.norm()
+    assert error < (1e-5 if kind == torch.float32 else 0.02)
+    assert q[2].bias.grad is None
+    with torch.no_grad():
+        assert not q(x).requires_grad
+
+
+@native
+def test_a_parametrized_bias():
+    class Doubled(torch.nn.Module):
+        def forward(self, bias):
+            return 2 * bias
+
+    q, x = set_backend(nc.quantize(mlp(), CONFIG), "native"), torch.randn(3, 64)
+    expected = q[0](x) + q[0].bias
+    torch.nn.utils.parametrize.register_parametrization(q[0], "bias", Doubled())
+    assert torch.allclose(q[0](x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_dict_of_another_format_is_refused():
+    first, second = (nc.quantize(mlp(), nc.WeightOnlyConfig(name, group_size=32)) for name in ("int4", "nf4"))
+    state = first.state_dict()
+    assert [(n, t.shape) for n, t in state.items()] == [(n, t.shape) for n, t in second.state_dict().items()]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for other in (state, torch.load(file)):
+        with pytest.raises(RuntimeError, match="0 holds a weight of format nf4 .* but got one of format int4"):
+            second.load_state_dict(other)
+        with pytest.raises(RuntimeError, match="holds a weight of format nf4"):
+            second.load_state_dict(other, strict=False)
+    x, again = torch.randn(2, 64), nc.quantize(mlp(), nc.WeightOnlyConfig("int4", group_size=32))
+    again.load_state_dict(state)
+    assert torch.equal(again(x), first(x))
+    again.load_state_dict(dict(state))  # without metadata nothing can be said
+
+
 def test_a_layer_that_is_gone_is_an_error():
     from nc.layer_calls import call_layer
 

@@ -19,6 +19,7 @@ from nc import (
     StateError,
     StaticQuantConfig,
     UnmatchedRuleError,
+    UnsupportedError,
     WeightOnlyConfig,
     available_backends,
     convert,
@@ -462,6 +463,59 @@ def test_a_cache_is_no_part_of_what_reaches_a_block():
     (calls,) = record(model, list(model.model.layers), [Sample(((ids,), {"use_cache": True}))])
     caches = [value for _, kwargs in calls for name, value in kwargs.items() if name in ("past_key_value", "past_key_values")]
     assert caches == [None] * 3
+
+
+class InPlace(nn.Module):
+    """A block that may change its input; with "layers" also what its layers read."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place, self.norm, self.short = in_place, nn.LayerNorm(64), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        inside = self.norm(x)
+        short = self.short(inside)
+        hidden = self.down(self.up(inside.relu_() if self.in_place == "layers" else inside.relu()).relu())
+        if self.in_place:
+            x += hidden
+            return x.add_(short)
+        return x + hidden + short
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"solver": GPTQ()},
+        {"solver": GPTQ(two_sided="gptaq")},
+        {"solver": GPTQ(two_sided="qronos")},
+        {"solver": nc.AutoRound(steps=4)},
+        {"transforms": [nc.AWQ()]},
+    ],
+    ids=["gptq", "gptaq", "qronos", "autoround", "awq"],
+)
+def test_blocks_that_change_tensors_in_place_get_the_codes_of_those_that_do_not(fields, whole):
+    """`whole`: the model is one block, so what it changes is the user's input."""
+    results = []
+    learned = isinstance(fields.get("solver"), nc.AutoRound)  # by gradients, which need what layers read
+    for in_place in ("", "input" if learned else "layers"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(InPlace(in_place) for _ in range(1 if whole else 3))).eval()
+        prepared = prepare(model, WeightOnlyConfig("int3", group_size=32, **fields))
+        for seed in range(3):
+            prepared(torch.randn(9, 64, generator=torch.Generator().manual_seed(seed)))
+        results.append(convert(prepared).state_dict())
+    plain, in_place = results
+    assert [n for n in plain if not torch.equal(plain[n], in_place[n])] == []
+
+
+@pytest.mark.parametrize(("who", "fields"), [("AutoRound", {"solver": nc.AutoRound()}), ("TEQ", {"transforms": [nc.TEQ()]})])
+def test_what_learns_by_gradients_says_which_block_has_none(who, fields):
+    prepared = prepare(nn.Sequential(*(InPlace("layers") for _ in range(2))).eval(), WeightOnlyConfig(group_size=32, **fields))
+    prepared(torch.randn(4, 64))
+    with pytest.raises(UnsupportedError, match=f"{who} needs gradients inside block '0', and torch gives none: .*inplace"):
+        convert(prepared)
 
 
 @pytest.mark.parametrize("kind", ["gptaq", "qronos"])

@@ -31,6 +31,7 @@ from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
+from nc.graph.tensor_meta import dim_of
 from nc.settings import without_autocast
 
 
@@ -304,17 +305,9 @@ def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None])
             leaves.append(Leaf(name, None, value=value, used=False))
             continue
         shape = node.meta["val"].shape if node is not None else value.shape
-        dims = tuple(_dim(size) for size in shape)
+        dims = tuple(map(dim_of, shape))
         leaves.append(Leaf(name, value.dtype, dims, used=node is not None and bool(node.users)))
     return tuple(leaves), in_spec
-
-
-def _dim(size: Any) -> int | str:
-    """A size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.shape_env.replace(size.node.expr)
-    return int(expression) if expression.is_number else str(expression)
 
 
 def _first_line(error: Exception) -> str:

@@ -44,6 +44,14 @@ class Traced:
 TENSORS = (torch.Tensor, Traced)
 
 
+def dim_of(size: int | torch.SymInt) -> int | str:
+    """A size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.shape_env.replace(size.node.expr)
+    return int(expression) if expression.is_number else str(expression)
+
+
 def hint_of(size: int | torch.SymInt | Size) -> int | None:
     """The size when the model was traced; None where it depends on data."""
     if isinstance(size, int):

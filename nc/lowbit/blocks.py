@@ -21,7 +21,7 @@ from nc.lowbit.heap import give_back_small_pieces
 from nc.lowbit.layers import Layer, layers_of
 from nc.lowbit.modules import replace, sharing
 from nc.lowbit.plan import WeightPlan
-from nc.lowbit.record import Call, Sample, block_lists, filled, first_tensor, record, run, with_forwards
+from nc.lowbit.record import Call, Sample, block_lists, called, filled, record, run, with_forwards
 from nc.lowbit.result import LayerResult
 from nc.lowbit.shared_work import Share
 from nc.lowbit.solvers.base import BlockProblem, BlockSolver, Needs, Problem
@@ -299,7 +299,7 @@ class Driver:
                     layers=problems,
                     samples=calls,
                     targets=targets,
-                    run=lambda call: first_tensor(module(*call[0], **call[1])),
+                    run=partial(called, module),
                 )
             )
             found |= {f"{name}.{layer}": packed for layer, packed in solved.items()}

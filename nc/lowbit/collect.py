@@ -26,7 +26,7 @@ class Collector:
         self.of: dict[str, InputStatistics] = {}
         self._owner: dict[str, str] = {}
         self._keep: torch.Tensor | None = None
-        self._seen: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
         self._float: dict[str, torch.Tensor] | None = None
 
     @contextlib.contextmanager
@@ -56,16 +56,16 @@ class Collector:
         return hook
 
     def _add(self, name: str, x: torch.Tensor) -> None:
-        owner = self._owner.get(name)
+        owner, now = self._owner.get(name), (x, _version(x))
         if owner is None:
-            owner = next((other for other, seen in self._seen.items() if seen is x and self._owner[other] == other), name)
+            owner = next((other for other, seen in self._seen.items() if _same(seen, now) and self._owner[other] == other), name)
             self._owner[name] = owner
             if owner != name:
                 self.of[name] = self.of[owner]
-        elif owner != name and self._seen.get(owner) is not x:  # they read one tensor so far, and no longer
+        elif owner != name and not _same(self._seen.get(owner), now):  # they read one tensor so far, and no longer
             self._owner[name], self.of[name] = name, copy.deepcopy(self.of[owner])
             owner = name
-        self._seen[name] = x
+        self._seen[name] = now
         if owner != name:
             return
         float_x = None if self._float is None else self._float.get(name)
@@ -84,12 +84,17 @@ class Collector:
 
 @contextlib.contextmanager
 def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """The last input tensor of each layer while a module runs."""
+    """The last input tensor of each layer while a module runs, as it was then: what follows may change it in place."""
     found: dict[str, torch.Tensor] = {}
+    kept: dict[int, tuple[tuple[torch.Tensor, int], torch.Tensor]] = {}
 
     def hook(name: str) -> Any:
         def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[name] = args[0] if args else next(iter(kwargs.values()))
+            x = args[0] if args else next(iter(kwargs.values()))
+            before = kept.get(id(x))
+            if before is None or not _same(before[0], (x, _version(x))):
+                before = kept[id(x)] = (x, _version(x)), x.clone()
+            found[name] = before[1]
 
         return keep
 
@@ -99,3 +104,13 @@ def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Torch's counter of changes in place; tensors of inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's only one
+
+
+def _same(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int]) -> bool:
+    """Whether two are one tensor that nothing changed in between."""
+    return one is not None and one[0] is other[0] and one[1] == other[1]

@@ -46,10 +46,11 @@ class PreparedWeights(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
+        sample = _sample(self.model, args, kwargs) if self.plan.needs_data else None  # before the model can change its inputs in place
         with _evaluating(self.model), torch.no_grad():
             output = self.model(*args, **kwargs)
-        if self.plan.needs_data:
-            self.samples.append(_sample(self.model, args, kwargs))
+        if sample is not None:
+            self.samples.append(sample)
         return output
 
     @property

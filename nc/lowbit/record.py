@@ -178,6 +178,7 @@ def _calls(
             call = args, kwargs
             calls.append((index, pytree.tree_map(part, call, is_leaf=_is_cache)))
             if index < real:
+                args, kwargs = fresh(call)
                 output = original(*args, **kwargs)
                 if index == 0:
                     shape(output)
@@ -192,7 +193,8 @@ def _calls(
         return forward
 
     with torch.no_grad(), contextlib.suppress(_Stop), with_forwards(blocks, replaced):
-        model(*sample.call[0], **sample.call[1])
+        args, kwargs = fresh(sample.call)
+        model(*args, **kwargs)
     return tuple(call for _, call in calls) if [index for index, _ in calls] == list(range(len(blocks))) else None
 
 
@@ -236,7 +238,23 @@ def _replaced(call: Call, old: Any, new: Any) -> Call:
     return pytree.tree_map(part, args), {k: pytree.tree_map(part, v) for k, v in kwargs.items()}
 
 
+def fresh(call: Call) -> Call:
+    """The arguments as copies: a module may change its own in place (`x += …`), and calls are made several times."""
+
+    def part(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = call
+    return pytree.tree_map(part, args, is_leaf=_is_cache), {k: pytree.tree_map(part, v, is_leaf=_is_cache) for k, v in kwargs.items()}
+
+
+def called(module: torch.nn.Module, call: Call) -> Any:
+    """Call a module; the result is its first output tensor."""
+    args, kwargs = fresh(call)
+    return first_tensor(module(*args, **kwargs))
+
+
 def run(module: torch.nn.Module, call: Call) -> Any:
-    """Call a module without gradients; the result is its first output tensor."""
+    """As `called`, without gradients."""
     with torch.no_grad():
-        return first_tensor(module(*call[0], **call[1]))
+        return called(module, call)

@@ -246,17 +246,22 @@ quant_linear = _operator(
 
 
 def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
-    x, *parts = inputs[:7]
+    x, *parts, bias = inputs[:8]
     ctx.save_for_backward(*parts)
-    ctx.options, ctx.kind = inputs[8:10], x.dtype
+    ctx.options, ctx.kinds = inputs[8:10], (x.dtype, None if bias is None else bias.dtype)
 
 
-def _gradient_of_input(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return low_bit.linear_gradient(gradient, *ctx.saved_tensors, *ctx.options).to(ctx.kind), *[None] * 10
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    (kind, kind_of_bias), of_x, of_bias = ctx.kinds, None, None
+    if ctx.needs_input_grad[0]:
+        of_x = low_bit.linear_gradient(gradient, *ctx.saved_tensors, *ctx.options).to(kind)
+    if ctx.needs_input_grad[7]:
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=torch.float32).to(kind_of_bias)
+    return of_x, *[None] * 6, of_bias, *[None] * 3
 
 
-# adapters are trained in front of a low-bit linear; its own weight and bias never are
-torch.library.register_autograd("nc::quant_linear", _gradient_of_input, setup_context=_keep_weight, lib=_LIBRARY)
+# adapters are trained in front of a low-bit linear, and biases; its own weight never is
+torch.library.register_autograd("nc::quant_linear", _gradients, setup_context=_keep_weight, lib=_LIBRARY)
 quant_embedding = _operator(
     f"quant_embedding(Tensor ids, {_PACKED}, str dtype, int features, ScalarType result) -> Tensor",
     low_bit.embedding,

@@ -20,7 +20,7 @@ from nc.parity.graph_diff import difference
 from nc.parity.intermediates import Point, name_of, places_of, points_at
 from nc.parity.teacher_forcing import Local, recompute
 from nc.plan import format_table
-from nc.quantized import QuantizedModel, ReferenceModule
+from nc.quantized import QuantizedModel, ReferenceModule, checked
 
 REFERENCE = "reference"
 #: From the best to the worst.
@@ -197,10 +197,7 @@ class _Engine:
 
 def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
     """The graph and both engines."""
-    if not isinstance(q_a, QuantizedModel):
-        msg = f"compare() expects the result of convert() or load(), but got {type(q_a).__name__}."
-        raise StateError(msg)
-    graph = q_a.graph
+    graph = checked(q_a, "compare").graph
     a = _Engine(q_a.backend, q_a.engine.run)
     if isinstance(q_b, str) and q_b != REFERENCE:
         msg = f'compare() takes a model or "reference" to compare with, but got {q_b!r}; load the model with backend={q_b!r} for that.'

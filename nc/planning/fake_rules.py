@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from nc.errors import ConfigError
 from nc.graph.fake_quant import roles_of
+from nc.graph.tensor_meta import dim_of
 from nc.spec import FakeSpec, FakeTensorSpec
 from nc.spec.fake_spec import ROLES
 
@@ -32,11 +34,11 @@ def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:
 
 
 def _check_blocks(spec: FakeTensorSpec, role: str, node: fx.Node) -> None:
-    """Raise ConfigError if blocks do not cover a tensor; sizes that differ between calls count as they were captured."""
-    shape = [int(size) if isinstance(size, int) else size.node.hint for size in node.meta["val"].shape]
+    """Raise ConfigError if blocks do not cover a tensor. A size that differs between calls counts as one that they do cover."""
+    sizes, free = [dim_of(size) for size in node.meta["val"].shape], math.prod(spec.blocks.shape)
     try:
-        if all(size is not None for size in shape):
-            spec.blocks.block_size(shape)
+        spec.blocks.block_size([size if isinstance(size, int) else free for size in sizes])
     except ConfigError as error:
-        msg = f"{role} as {spec} does not fit its shape {tuple(shape)}. {error}"
+        shape = ", ".join(str(size) if isinstance(size, int) else "any" for size in sizes)
+        msg = f"{role} as {spec} does not fit its shape ({shape}). {error}"
         raise ConfigError(msg) from error

@@ -63,7 +63,10 @@ class LowBitEngine:
             return None
         if x.shape[-1:] != (layer.in_features,):
             return None
-        if (x.requires_grad and torch.is_grad_enabled()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        own = layer._parameters  # noqa: SLF001 - `layer.bias` takes longer: only where a parametrization gives it
+        bias = own["bias"] if "bias" in own else layer.bias  # noqa: SIM401 - `get` would read both
+        trained = x.requires_grad or (bias is not None and bias.requires_grad)
+        if (trained and torch.is_grad_enabled()) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return None
         ready = self._ready(layer)
         if not ready.on_cpu:
@@ -73,9 +76,8 @@ class LowBitEngine:
         if kernels is None:
             kernels = ready.chosen[activations] = able(self.kernels, layer.form, (layer.out_features, layer.in_features), activations)
         rows = x.numel() // x.shape[-1]
-        for kernel in kernels:  # `next` of a generator takes longer, and so does `layer.bias`
+        for kernel in kernels:  # `next` of a generator takes longer
             if rows <= kernel.max_rows:
-                bias = layer._parameters["bias"]  # noqa: SLF001
                 return compute(x, ready.weight, bias, layer.act_dtype, kernel, _layout(kernel, ready))
         return None
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from nc.checks import is_number, is_whole
 from nc.errors import ConfigError
-from nc.lowbit.solvers.base import BlockProblem, Needs, Problem
+from nc.lowbit.solvers.base import BlockProblem, Needs, Problem, needing_gradients
 from nc.numerics import formats
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import GroupParams, decode, spread
@@ -92,7 +92,7 @@ class AutoRound:
             total: torch.Tensor = sum(error.sum() for error in errors) / sum(error.numel() for error in errors)  # type: ignore[assignment]
             return total
 
-        with _rounded(problem.module, roundings):
+        with _rounded(problem.module, roundings), needing_gradients("AutoRound", problem.name):
             self._learn(list(roundings.values()), loss, min(self.samples, len(problem.samples)))
         return {name: rounding.packed() for name, rounding in roundings.items()}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from nc.errors import UnsupportedError
 from nc.lowbit.statistics import InputStatistics
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec.weight_format import WeightFormat
@@ -127,3 +129,17 @@ class BlockSolver(Solver, Protocol):
     def solve_block(self, problem: BlockProblem) -> dict[str, PackedWeight]:
         """Codes and scales of all layers of a block, by the names in `problem.layers`."""
         ...
+
+
+@contextlib.contextmanager
+def needing_gradients(who: str, block: str) -> Iterator[None]:
+    """Inside, `who` learns by gradients in a block.
+
+    Raises:
+        UnsupportedError: torch gives none, e.g. because the block changes in place what its layers read.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        msg = f"{who} needs gradients inside block {block!r}, and torch gives none: {error} Quantize it without {who}."
+        raise UnsupportedError(msg) from error

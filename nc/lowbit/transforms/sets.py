@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nc.lowbit.layers import Layer, layers_of
-from nc.lowbit.record import Call, first_tensor
+from nc.lowbit.record import Call, called, first_tensor, fresh
 from nc.lowbit.solvers.base import Problem
 from nc.lowbit.solvers.rtn import RTN
 from nc.lowbit.statistics import InputStatistics
@@ -102,7 +102,7 @@ class BlockError:
             if count >= tokens:
                 break
             with torch.no_grad():
-                output = first_tensor(self.module(*call[0], **call[1]))
+                output = called(self.module, call)
             if keep is not None and output.shape[:2] != keep.shape:
                 keep = None
             output = output if keep is None else output[keep]
@@ -114,7 +114,7 @@ class BlockError:
         """The squared error of one sample over the square of all; differentiable."""
         call, expected, keep = self.samples[index]
         values = {f"{n}.weight": self._stored(n, w) for n, w in weights.items()}
-        output = first_tensor(torch.func.functional_call(self.module, values, call[0], call[1]))
+        output = first_tensor(torch.func.functional_call(self.module, values, *fresh(call)))
         output = output if keep is None else output[keep]
         error: torch.Tensor = (output.double() - expected).square().sum() / max(self.total, 1e-300)
         return error

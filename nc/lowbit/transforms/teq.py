@@ -10,7 +10,7 @@ import torch
 
 from nc.checks import is_number, is_whole
 from nc.errors import ConfigError
-from nc.lowbit.solvers.base import Needs
+from nc.lowbit.solvers.base import Needs, needing_gradients
 from nc.lowbit.transforms.base import Scope, Target
 from nc.lowbit.transforms.folding import LOOKED_AT
 from nc.lowbit.transforms.sets import BlockError, Outcome, ScaleSet, rounded, sets_of, weight_of
@@ -60,7 +60,8 @@ class TEQ:
         if not sets:
             return outcome.applied()
         error = BlockError(scope, self.tokens)
-        scales = self._learn(sets, error)
+        with needing_gradients("TEQ", scope.prefix):
+            scales = self._learn(sets, error)
         ones = [torch.ones_like(scale) for scale in scales]
         before, after = (error(_all(found.rounded(s) for found, s in zip(sets, some, strict=True))) for some in (ones, scales))
         if not after < before:
