@@ -215,6 +215,21 @@ def test_a_model_with_ranges_of_each_call_runs():
     assert [run.ran for run in engine.report().ops if run.operator == "fc1"] == ["fp32"]
 
 
+def test_a_linear_of_one_vector():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).eval()
+    q = nc.quantize(model, StaticQuantConfig(), lambda m: [m(torch.randn(4)) for _ in range(4)], example_inputs=torch.randn(4), backend="openvino")
+    assert {op.operator for op in q.report().ops if op.ran == "int8"} == {"0", "2"}
+    x = torch.randn(4)
+    torch.testing.assert_close(q(x), q.reference(x))
+
+
+def test_inputs_and_outputs_in_bf16():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16(), torch.randn(3, 4).bfloat16()
+    q = nc.quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="openvino")
+    assert q(x[:2]).dtype is torch.bfloat16
+    torch.testing.assert_close(q(x[:2]), model(x[:2]))
+
+
 @pytest.mark.parametrize("dtype", ["int4", "int8", "nf4"])
 def test_low_bit_weights(dtype):
     x = torch.randn(4, 64)

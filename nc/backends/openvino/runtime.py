@@ -100,7 +100,7 @@ def _shared(tensor: torch.Tensor) -> Any:
 
     if tensor.dtype in _BITS:
         bits, name = _BITS[tensor.dtype]
-        return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), openvino.Type(name))
+        return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), getattr(openvino.Type, name))
     return openvino.Tensor(tensor.numpy(), shared_memory=True)
 
 
