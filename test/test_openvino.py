@@ -303,6 +303,21 @@ def test_a_call_after_a_fork_is_an_error_and_no_hang(residual, tmp_path):
     assert "parent: (2, 5)" in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore")  # of the trace
+@pytest.mark.parametrize("transform", [torch.jit.trace, torch.export.export])
+def test_a_trace_is_refused_where_it_would_record_constants(residual, transform):
+    q, x = residual
+    with pytest.raises(UnsupportedError, match=r"nc\.export_openvino\(\)"):
+        transform(q, (x,))
+
+
+def test_torch_compile_leaves_the_engine_alone(residual):
+    q, x = residual
+    compiled = torch.compile(q, backend="eager")
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(compiled(batch), q(batch))
+
+
 def test_exported_files_run_without_torch_and_nc(residual, tmp_path):
     q, _ = residual
     export_openvino(q, tmp_path / "new" / "m.xml")
