@@ -217,7 +217,9 @@ def test_a_model_with_ranges_of_each_call_runs():
 
 def test_a_linear_of_one_vector():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).eval()
-    q = nc.quantize(model, StaticQuantConfig(), lambda m: [m(torch.randn(4)) for _ in range(4)], example_inputs=torch.randn(4), backend="openvino")
+    q = nc.quantize(
+        model, StaticQuantConfig(), lambda m: [m(torch.randn(4)) for _ in range(4)], example_inputs=torch.randn(4), backend="openvino"
+    )
     assert {op.operator for op in q.report().ops if op.ran == "int8"} == {"0", "2"}
     x = torch.randn(4)
     torch.testing.assert_close(q(x), q.reference(x))

@@ -317,8 +317,8 @@ def call_error(
 
 def _without_memory(tensors: Sequence[torch.Tensor]) -> str:
     """Which of torch's transforms gives tensors that have no memory, or does not see what is done there, and what to do; "" for none."""
-    instead = "nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend=\"ipex\" nc.export_torchscript(), writes a program."
-    if torch.jit.is_tracing():
+    instead = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
+    if torch._C._is_tracing():
         return f"which torch.jit.trace() can't record: {instead}"
     if any(is_fake(tensor) for tensor in tensors):
         return f"and torch.export.export() gives it tensors that have none: {instead}"

@@ -88,7 +88,7 @@ class Requests(threading.local):
         Not `__call__`: on objects of a thread torch.compile fails at that.
         """
         core()
-        if torch.jit.is_tracing():
+        if torch._C._is_tracing():
             msg = "OpenVINO's outputs would be constants of the trace."
             raise RuntimeError(msg)
         request = self._request
