@@ -87,6 +87,7 @@ class QuantizedModel(torch.nn.Module):
         Raises:
             InputError: the inputs do not fit the captured model.
             BackendError: the engine fails on inputs of the example's sizes.
+            UnsupportedError: torch.jit.trace, torch.export or torch.func calls it, and the engine can't compute with their tensors.
         """
         leave_threads_of_parent()
         graph = self._graph

@@ -595,3 +595,21 @@ def test_a_forked_process_goes_on_with_one_thread(config, backend):
     """OpenMP's threads do not survive a fork, and a call would wait for them for ever."""
     done = subprocess.run([sys.executable, "-c", FORKED, config, backend], capture_output=True, text=True, check=False, timeout=240)
     assert done.stdout.split("\n")[:2] == ["True 1 1 <string>", "0 2"], done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trace
+@pytest.mark.parametrize(
+    ("transform", "instead"),
+    [
+        (lambda q, x: torch.jit.trace(q, x), "export_pt2"),
+        (lambda q, x: torch.export.export(q, (x,)), "export_pt2"),
+        (lambda q, x: torch.func.vmap(q)(x[None]), "larger batch"),
+        (lambda q, x: torch.func.jvp(q, (x,), (x,)), "no derivatives"),
+    ],
+)
+def test_what_torch_calls_without_memory_names_what_to_do(transform, instead):
+    x = torch.randn(4, 16)
+    q = quantized(MLP(), x, None, "native")
+    with pytest.raises(UnsupportedError, match=instead):
+        transform(q, x)
+    assert torch.isfinite(q(x)).all()

@@ -215,6 +215,23 @@ def test_a_model_with_ranges_of_each_call_runs():
     assert [run.ran for run in engine.report().ops if run.operator == "fc1"] == ["fp32"]
 
 
+def test_a_linear_of_one_vector():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).eval()
+    q = nc.quantize(
+        model, StaticQuantConfig(), lambda m: [m(torch.randn(4)) for _ in range(4)], example_inputs=torch.randn(4), backend="openvino"
+    )
+    assert {op.operator for op in q.report().ops if op.ran == "int8"} == {"0", "2"}
+    x = torch.randn(4)
+    torch.testing.assert_close(q(x), q.reference(x))
+
+
+def test_inputs_and_outputs_in_bf16():
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval().bfloat16(), torch.randn(3, 4).bfloat16()
+    q = nc.quantize(model, StaticQuantConfig(), lambda m: m(x), example_inputs=x, backend="openvino")
+    assert q(x[:2]).dtype is torch.bfloat16
+    torch.testing.assert_close(q(x[:2]), model(x[:2]))
+
+
 @pytest.mark.parametrize("dtype", ["int4", "int8", "nf4"])
 def test_low_bit_weights(dtype):
     x = torch.randn(4, 64)
@@ -286,6 +303,21 @@ def test_a_call_after_a_fork_is_an_error_and_no_hang(residual, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=120, check=True)
     assert "child: OpenVINO was started before this process was forked" in done.stdout
     assert "parent: (2, 5)" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trace
+@pytest.mark.parametrize("transform", [torch.jit.trace, torch.export.export])
+def test_a_trace_is_refused_where_it_would_record_constants(residual, transform):
+    q, x = residual
+    with pytest.raises(UnsupportedError, match=r"nc\.export_openvino\(\)"):
+        transform(q, (x,))
+
+
+def test_torch_compile_leaves_the_engine_alone(residual):
+    q, x = residual
+    compiled = torch.compile(q, backend="eager")
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(compiled(batch), q(batch))
 
 
 def test_exported_files_run_without_torch_and_nc(residual, tmp_path):

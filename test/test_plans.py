@@ -460,6 +460,13 @@ def test_without_a_compiler_python_calls_the_kernels(tmp_path, monkeypatch):
         build.load.cache_clear()
 
 
+@pytest.mark.parametrize("value", ["", "relative/cache"])
+def test_a_cache_folder_that_is_not_absolute_is_ignored(value, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(cache.folder()) == "/home/someone/.cache/nc"
+
+
 # --- memory
 
 

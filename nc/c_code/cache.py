@@ -9,9 +9,9 @@ from pathlib import Path
 
 def folder() -> Path:
     """The folder, which need not exist."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    if named:
-        return Path(named) / "nc"
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():  # the XDG specification ignores others, which would mean another folder in each working directory
+        return named / "nc"
     try:
         return Path.home() / ".cache" / "nc"
     except RuntimeError:  # a user without a home, as containers have

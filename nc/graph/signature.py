@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from nc.errors import BackendError, InputError, NCError
+from nc.errors import BackendError, InputError, NCError, UnsupportedError
 
 Dim = int | str
 
@@ -300,8 +301,11 @@ def call_error(
         engine: an engine raised it.
 
     Returns:
-        BackendError where an engine fails on inputs of the example's sizes, except for values out of range; else InputError.
+        UnsupportedError where torch gives an engine tensors without memory; BackendError where an engine fails on inputs of the example's
+        sizes, except for values out of range; else InputError.
     """
+    if engine and (why := _without_memory(tensors)):
+        return UnsupportedError(f"{who} reads the memory of its inputs, {why}")
     text = f"{who} fails on these inputs: {type(error).__name__}: {str(error).strip() or '-'}"
     given, captured = ([tuple(t.shape) for t in each] for each in (tensors, example))
     if given != captured:
@@ -309,6 +313,18 @@ def call_error(
         return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
     out_of_range = isinstance(error, IndexError) or any(words in str(error) for words in _OUT_OF_RANGE)
     return BackendError(text) if engine and not out_of_range else InputError(text)
+
+
+def _without_memory(tensors: Sequence[torch.Tensor]) -> str:
+    """Which of torch's transforms gives tensors that have no memory, or does not see what is done there, and what to do; "" for none."""
+    instead = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
+    if torch._C._is_tracing():
+        return f"which torch.jit.trace() can't record: {instead}"
+    if any(is_fake(tensor) for tensor in tensors):
+        return f"and torch.export.export() gives it tensors that have none: {instead}"
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        return "and torch.func gives it tensors that have none: instead of vmap() give it a larger batch; it has no derivatives."
+    return ""
 
 
 def _describe(value: Any) -> str:

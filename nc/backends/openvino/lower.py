@@ -36,7 +36,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
     requests = Requests(model)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        return converted.program.together(requests(inputs), inputs)
+        return converted.program.together(requests.infer(inputs), inputs)
 
     first = functools.partial(first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16))
     sqnr = verify_outputs(graph, run(graph.example), verify, "OpenVINO", first)
@@ -64,7 +64,7 @@ def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads:
     """What OpenVINO gives for a part of a graph."""
     source = program(part, inputs)
     converted = convert(source, inputs)
-    return source.together(Requests(compiled(converted.model, threads, bf16=bf16))(inputs), inputs)
+    return source.together(Requests(compiled(converted.model, threads, bf16=bf16)).infer(inputs), inputs)
 
 
 def _constant_bytes(converted: Converted) -> int:

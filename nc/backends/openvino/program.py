@@ -121,6 +121,18 @@ def _spell_weights(module: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
+def _as_rows(module: fx.GraphModule) -> None:
+    """A linear of one vector as a linear of one row: OpenVINO's int8 kernel adds a dimension to the result of a vector."""
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target is _aten.linear.default and n.meta["val"].dim() == 1]:
+        x = input_node(node)
+        with graph.inserting_before(node):
+            node.replace_input_with(x, graph.call_function(_aten.unsqueeze.default, (x, 0)))
+        with graph.inserting_after(node):
+            vector = graph.call_function(_aten.squeeze.dim, (node, 0))
+        node.replace_all_uses_with(vector, delete_user_cb=lambda user, own=vector: user is not own)
+
+
 _PASSES = (
     Pass("low_bit_weights", replace_low_bit),
     Pass("bf16", _without_bf16),
@@ -129,6 +141,7 @@ _PASSES = (
     Pass("early_codes", functools.partial(hoist, coded_pads=False)),
     Pass("activations", _spell_activations),
     Pass("weights", _spell_weights),
+    Pass("rows", _as_rows),
     Pass("constants", fold),
     Pass("inlined_operators", inline),
     Pass("unused_constants", drop_unused),

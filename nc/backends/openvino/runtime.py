@@ -79,19 +79,24 @@ class Requests(threading.local):
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._request = model, None
+        """In each thread, at its first call."""
+        self._outputs, self._request = len(model.outputs), model.create_infer_request()
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs in memory of their own; inputs are read where they lie, if they are contiguous."""
+    def infer(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs in memory of their own; inputs are read where they lie, if they are contiguous.
+
+        Not `__call__`: on objects of a thread torch.compile fails at that.
+        """
         core()
-        if self._request is None:
-            self._request = self._model.create_infer_request()
-        request: Any = self._request
+        if torch._C._is_tracing():
+            msg = "OpenVINO's outputs would be constants of the trace."
+            raise RuntimeError(msg)
+        request = self._request
         held = [tensor.detach().contiguous() for tensor in inputs]  # OpenVINO keeps addresses only
         for index, tensor in enumerate(held):
             request.set_input_tensor(index, _shared(tensor))
         results = request.infer(share_outputs=True)
-        return [_copied(results[index], request, index) for index in range(len(self._model.outputs))]
+        return [_copied(results[index], request, index) for index in range(self._outputs)]
 
 
 def _shared(tensor: torch.Tensor) -> Any:
@@ -100,7 +105,7 @@ def _shared(tensor: torch.Tensor) -> Any:
 
     if tensor.dtype in _BITS:
         bits, name = _BITS[tensor.dtype]
-        return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), openvino.Type(name))
+        return openvino.Tensor(tensor.view(bits).numpy(), list(tensor.shape), getattr(openvino.Type, name))
     return openvino.Tensor(tensor.numpy(), shared_memory=True)
 
 

@@ -39,7 +39,7 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
         openvino.save_model(converted.model, target, compress_to_fp16=False)
         written = {suffix: target.with_suffix(suffix).read_bytes() for suffix in (".xml", ".bin")}
         if verify != "off":
-            outputs = Requests(compiled(target, threads, bf16=bf16))(graph.example)
+            outputs = Requests(compiled(target, threads, bf16=bf16)).infer(graph.example)
             first = functools.partial(
                 first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16)
             )
