@@ -84,7 +84,7 @@ INSIDE = {
         ("nc.generation",),
     ),
     "nc.onednn": (
-        ("nc.onednn.api", "nc.onednn.elf"),
+        ("nc.onednn.api", "nc.onednn.descriptions", "nc.onednn.elf"),
         ("nc.onednn.primitives",),
         ("nc.onednn.execute",),
         ("nc.onednn.runner", "nc.onednn.self_test"),

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from nc.onednn.api import Handle
-from nc.onednn.primitives import DST, SRC, Desc, Layout, Maker, Primitive
+from nc.onednn.descriptions import DST, SRC, Desc
+from nc.onednn.primitives import Layout, Maker, Primitive
 
 
 class Argument(ctypes.Structure):

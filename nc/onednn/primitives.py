@@ -15,120 +15,36 @@ from typing import Any, ParamSpec
 import torch
 
 from nc.onednn.api import Handle, Library
+from nc.onednn.descriptions import (
+    BIAS,
+    BINARY,
+    DST,
+    DTYPES,
+    ELTWISE,
+    MULTIPLE_SRC,
+    POOLING,
+    POST_OP,
+    SCALE,
+    SCRATCHPAD,
+    SHIFT,
+    SRC,
+    SRC_1,
+    WEIGHTS,
+    Attributes,
+    BinaryOp,
+    Desc,
+    Eltwise,
+    Geometry,
+    Sum,
+)
 
 _P = ParamSpec("_P")
 
-DTYPES: Mapping[torch.dtype, int] = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.int32: 4, torch.int8: 5, torch.uint8: 6}
-SRC, SRC_1, DST, WEIGHTS, BIAS, SCALE, SHIFT, SCRATCHPAD, MULTIPLE_SRC = 1, 2, 17, 33, 41, 51, 52, 80, 1024
-SCALES, ZERO_POINTS, POST_OP = 4096, 8192, 32768
 _FORWARD_INFERENCE, _ANY, _USER_SCRATCHPAD, _CPU = 96, 1, 1, 1
 _CONVOLUTION_DIRECT, _DECONVOLUTION_DIRECT, _SOFTMAX = 1, 10, 196608
 _USE_SCALE_AND_SHIFT = 6
 _IMPLEMENTATION, _WEIGHTS_MD, _SCRATCHPAD_MD = 8, 131, 136
 _MAX_DIMS = 12
-#: dnnl_alg_kind_t
-ELTWISE = {
-    "relu": 32,
-    "tanh": 33,
-    "elu": 34,
-    "abs": 36,
-    "sqrt": 37,
-    "linear": 38,
-    "hardsigmoid": 40,
-    "logistic": 41,
-    "exp": 42,
-    "gelu_tanh": 43,
-    "swish": 44,
-    "clip": 46,
-    "pow": 48,
-    "gelu_erf": 49,
-    "mish": 51,
-    "hardswish": 52,
-}
-BINARY = {"add": 131056, "mul": 131057, "div": 131060, "sub": 131061}
-POOLING = {"max": 511, "mean_with_padding": 767, "mean": 1023}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Desc:
-    """How a tensor lies in memory.
-
-    Attributes:
-        sizes: its shape.
-        strides: in elements.
-        dtype: of its elements.
-    """
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Desc:
-        """The layout of a tensor."""
-        return Desc(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-    @staticmethod
-    def dense(sizes: Sequence[int], dtype: torch.dtype) -> Desc:
-        """Row by row without gaps."""
-        return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
-
-
-def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor that lies row by row without gaps."""
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sum:
-    """What lies in the destination is added: (value - zero_point) * scale."""
-
-    scale: float = 1.0
-    zero_point: int = 0
-    dtype: torch.dtype | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Eltwise:
-    """A function of each element; `name` is one of `ELTWISE`."""
-
-    name: str
-    alpha: float = 0.0
-    beta: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BinaryOp:
-    """An operation with another tensor, which may have size 1 where the destination has more; `name` is one of `BINARY`."""
-
-    name: str
-    other: Desc
-
-
-PostOp = Sum | Eltwise | BinaryOp
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Attributes:
-    """What modifies a primitive.
-
-    Attributes:
-        scales: for each argument that has scales, the mask of the dimensions along which they differ.
-        zero_points: likewise.
-        post_ops: applied to the result in this order, before it is scaled for the destination.
-    """
-
-    scales: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    zero_points: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    post_ops: tuple[PostOp, ...] = ()
-
-    def __hash__(self) -> int:
-        """Equal for equal attributes, whose mappings are not hashable."""
-        return hash((frozenset(self.scales.items()), frozenset(self.zero_points.items()), self.post_ops))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -405,25 +321,6 @@ class Maker:
         """A layout that belongs to a primitive descriptor, which is kept as long as it."""
         pointer = self.library.query("primitive_desc_query_md", desc, query, 0)
         return self._sized(Handle(pointer, lambda _, owner=desc: None), dtype)  # type: ignore[misc] # the default keeps the owner
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a window moves; one number for each spatial dimension.
-
-    Attributes:
-        strides: its steps.
-        before: pads in front of the first element.
-        after: pads behind the last one.
-        dilations: distance of the elements that it reads, 1 for neighbours.
-        transposed: the window is written, not read.
-    """
-
-    strides: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    dilations: tuple[int, ...]
-    transposed: bool = False
 
 
 def _dims(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

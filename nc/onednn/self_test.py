@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nc.onednn.descriptions import BIAS, DST, SCALES, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Geometry
 from nc.onednn.execute import Scratch, packed, run_once
-from nc.onednn.primitives import BIAS, DST, SCALES, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Geometry, Maker, Primitive
+from nc.onednn.primitives import Maker, Primitive
 
 _onednn = torch.ops.onednn
 _SCALE, _ZERO_POINT = 0.02, 117

@@ -17,7 +17,7 @@ from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
-from nc.onednn.primitives import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
+from nc.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
 
 _aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ import torch
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, FunctionCall, Part, Plan, Ref, Slot, map_refs
 from nc.errors import BackendError
 from nc.onednn.api import Handle
-from nc.onednn.primitives import SCRATCHPAD, Desc, Maker
+from nc.onednn.descriptions import SCRATCHPAD, Desc
+from nc.onednn.primitives import Maker
 from nc.onednn.runner import CallList, Runner
 
 

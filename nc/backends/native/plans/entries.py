@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from nc.backends.profiling.profile import Step
-from nc.onednn.primitives import Desc, Layout, Primitive
+from nc.onednn.descriptions import Desc
+from nc.onednn.primitives import Layout, Primitive
 from nc.onednn.runner import Function
 
 

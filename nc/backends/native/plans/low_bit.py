@@ -17,7 +17,7 @@ from nc.backends.native.plans import steps
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced
 from nc.c_code import openmp
-from nc.onednn.primitives import contiguous_strides
+from nc.onednn.descriptions import contiguous_strides
 
 _NOTHING = torch.empty(0, dtype=torch.float32)
 

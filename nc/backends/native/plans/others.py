@@ -12,7 +12,7 @@ from nc.backends.native.plans.products import PADS, channels_last, channels_last
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced
 from nc.backends.native.qdq_rewrites import dequantize, quantize
-from nc.onednn.primitives import (
+from nc.onednn.descriptions import (
     DST,
     DTYPES,
     MULTIPLE_SRC,

@@ -15,7 +15,7 @@ from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Codes, Later, Traced
 from nc.errors import BackendError
 from nc.graph.catalogue import schema_arguments
-from nc.onednn.primitives import (
+from nc.onednn.descriptions import (
     BIAS,
     DST,
     POST_OP,
@@ -29,12 +29,11 @@ from nc.onednn.primitives import (
     Desc,
     Eltwise,
     Geometry,
-    Layout,
     PostOp,
-    Primitive,
     Sum,
     contiguous_strides,
 )
+from nc.onednn.primitives import Layout, Primitive
 
 _onednn, _aten = torch.ops.onednn, torch.ops.aten
 #: Constant pads of codes: a convolution pads by itself.

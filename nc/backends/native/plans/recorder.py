@@ -39,8 +39,9 @@ from nc.errors import BackendError
 from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.views import called_with, returned
 from nc.onednn.api import Unimplemented
+from nc.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
 from nc.onednn.execute import Scratch, packed, run_once
-from nc.onednn.primitives import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc, Layout, Maker, Primitive
+from nc.onednn.primitives import Layout, Maker, Primitive
 from nc.onednn.runner import Function, call_once
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.

@@ -20,7 +20,7 @@ from nc.c_code import openmp
 from nc.c_code.build import load
 from nc.errors import BackendUnavailableError
 from nc.graph.catalogue import first_input, op_name
-from nc.onednn.primitives import contiguous_strides
+from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
 
 _aten = torch.ops.aten
