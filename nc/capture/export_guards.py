@@ -29,7 +29,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     contents = [(value, value.copy()) for _, own in attributes for value in own.values() if type(value) in _CONTAINERS]
     try:
         model.eval()
-    except NotImplementedError:  # modules of torch.export have no such call
+    except NotImplementedError:  # what modules of torch.export say to eval(): their flags are set one by one
         for module in model.modules():
             module.training = False
     try:
