@@ -29,7 +29,7 @@ from nc import (
 )
 from nc.lowbit.record import Sample, record
 from nc.lowbit.solvers import solve_best
-from nc.lowbit.solvers.base import Problem
+from nc.lowbit.solvers.base import Problem, needing_gradients
 from nc.lowbit.statistics import InputStatistics
 from nc.nn import QuantEmbedding, QuantLinear
 
@@ -570,3 +570,9 @@ def test_qronos_brings_the_output_of_a_deep_model_nearer_to_the_float_model():
         with torch.no_grad():
             error[kind] = float((convert(prepared)(held_out) - model(held_out)).square().mean())
     assert error["qronos"] < 0.9 * error[None]
+
+
+def test_only_missing_gradients_are_called_so():
+    with pytest.raises(RuntimeError, match="^mat1 and mat2") as caught, needing_gradients("TEQ", "0"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert caught.type is RuntimeError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -141,5 +142,7 @@ def needing_gradients(who: str, block: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not re.search("grad|in-?place", str(error)):  # anything else, which the block would say without gradients too
+            raise
         msg = f"{who} needs gradients inside block {block!r}, and torch gives none: {error} Quantize it without {who}."
         raise UnsupportedError(msg) from error
