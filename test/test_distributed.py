@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -164,6 +165,27 @@ def test_no_data_at_all(folder):
 
 def test_the_group_works_after_a_refusal(folder):
     assert digest(folder / "after-0") == digest(folder / "after-1") == digest(folder / "mse-alone")
+
+
+LIFE_OF_A_GROUP = """
+import os, sys, torch, nc
+import torch.distributed as dist
+threads = lambda: len(os.listdir("/proc/self/task"))
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+nc.prepare(torch.nn.Linear(4, 4), nc.DynamicQuantConfig(), example_inputs=torch.ones(2, 4), backend="reference")
+before = threads()
+dist.destroy_process_group()
+print(before - threads())
+"""
+
+
+def test_the_group_can_be_destroyed(tmp_path):
+    """Threads of a group that outlives this call can abort the process at its end, as they take the lock of an interpreter that is gone."""
+    command = [sys.executable, "-c", LIFE_OF_A_GROUP, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) >= 2
 
 
 def test_a_rank_that_ended(folder):

@@ -15,6 +15,11 @@ import torch.distributed as dist
 from nc._version import __version__
 from nc.errors import StateError
 
+if dist.is_available():
+    # torch.export imports this module, and its functions have the default process group of that moment as a default argument. A group that
+    # exists by then would outlive destroy_process_group(), and gloo's threads can abort the process while Python shuts down.
+    import torch.distributed.nn.functional  # noqa: F401
+
 _DIGEST = 32
 
 
