@@ -495,7 +495,7 @@ def test_compiled_is_the_same_model(make, shape, tmp_path):
     assert q.report().ran_int8 == q.report().asked_int8 > 0
     assert "between the kernels: compiled by torch.compile" in q.report().summary()
     for batch in (x, torch.randn(5, *shape[1:])):
-        assert worst_db([q.reference(batch)], [q(batch)]) > 60
+        assert worst_db([q.reference(batch)], [q(batch)]) > 50
     with pytest.raises(UnsupportedError, match="Models converted with compile=True have none"):
         q.report(profile_inputs=x)
     q.save(tmp_path / "a")
@@ -613,3 +613,13 @@ def test_what_torch_calls_without_memory_names_what_to_do(transform, instead):
     with pytest.raises(UnsupportedError, match=instead):
         transform(q, x)
     assert torch.isfinite(q(x)).all()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trace
+def test_a_trace_is_refused_before_a_kernel_runs():
+    """Else it depends on the kernels whether the trace fails, or has what they wrote as constants."""
+    x = torch.randn(4, 16)
+    q = quantized(MLP(), x, None, "native")
+    with pytest.raises(UnsupportedError) as caught:
+        torch.jit.trace(q, x)
+    assert "constants of the trace" in str(caught.value.__cause__)

@@ -23,6 +23,7 @@ from nc import (
     UnsupportedError,
     VerificationError,
     available_backends,
+    describe,
     export_openvino,
     prepare,
 )
@@ -30,6 +31,7 @@ from nc.backends import AUTO, cpu, get_backend
 from nc.backends.openvino import program
 from nc.backends.passes import Pass
 from nc.capture.capture import capture
+from nc.graph.saturation import narrow
 from nc.ops import quant_linear
 from nc.planning.rules import fit, resolve
 
@@ -38,6 +40,7 @@ pytestmark = pytest.mark.skipif(bool(available_backends()["openvino"]), reason=a
 
 class TestOpenVINO(BackendSuite):
     backend = "openvino"
+    without_kernel = () if cpu.accumulates_wide() else ("matmul",)
 
     @pytest.mark.parametrize("name", MODELS)
     def test_what_was_asked_runs_in_int8(self, converted, name):
@@ -67,13 +70,23 @@ def test_the_report_names_layers_and_kernels(residual):
 def test_what_does_not_run_in_int8_says_what_it_is():
     """A graph for the reference, whose matmul is affine: OpenVINO takes symmetric codes only."""
     x = torch.randn(2, 6, 32)
-    graph = quantized(Attention(), x, None, "reference").graph
+    graph, _ = narrow(quantized(Attention(), x, None, "reference").graph, get_backend("openvino").capabilities())
     runs = {run.operator: run for run in get_backend("openvino").lower(graph).report().ops}
     assert runs["query"].ran == "int8"
     assert runs["matmul"].ran == "fp32"
     assert runs["matmul"].reason.startswith(("OpenVINO computes it by a layer", "OpenVINO's runtime model names no layer"))
 
 
+def test_products_of_two_activations_need_vnni(monkeypatch):
+    """Without it OpenVINO computes them in fp32."""
+    monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
+    plan = describe(Attention().eval(), StaticQuantConfig(), torch.randn(2, 6, 32), backend="openvino")
+    planned = {decision.operator for decision in plan.quantized}
+    assert "query" in planned
+    assert not {"matmul", "matmul_1"} & planned
+
+
+@pytest.mark.skipif(not cpu.accumulates_wide(), reason="needs VNNI or AMX")
 def test_products_of_two_activations_are_symmetric_and_int8():
     x = torch.randn(2, 6, 32)
     q = quantized(Attention(), x, None, "openvino")
@@ -83,6 +96,7 @@ def test_products_of_two_activations_are_symmetric_and_int8():
     assert specs["query"] == "uint8 affine"
 
 
+@pytest.mark.skipif(not cpu.accumulates_wide(), reason="needs VNNI or AMX")
 def test_affine_products_are_refused_where_a_rule_asks_for_them_and_stay_fp32_from_another_plan():
     x = torch.randn(2, 6, 32)
     graph = capture(Attention().eval(), x)

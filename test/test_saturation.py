@@ -230,7 +230,7 @@ def test_load_says_what_it_changed_and_leaves_the_files(tmp_path, avx2, backend)
     save(q, tmp_path / "wide")
     before = {path.name: path.read_bytes() for path in (tmp_path / "wide").iterdir()}
     with pytest.warns(
-        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here"
+        NCWarning, match=rf"'{backend}' adds products in 16 bits on this CPU.*\. 2 of 2 .*: fc1, fc2\..*convert the fp32 model here"
     ) as caught:
         loaded = load(tmp_path / "wide", backend=backend, isolate="never")
     assert caught[0].filename == __file__
@@ -341,7 +341,7 @@ def test_numbers_are_right_in_a_process_without_vnni(build, backend, isa, tmp_pa
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "a"), backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    if backend == "openvino" and isa == "AVX512_CORE" and "avx512f" in cpu.features():
+    if backend == "openvino" and isa == "AVX512_CORE" and "avx512f" in cpu.detected():
         assert "AVX-512 without VNNI" in done.stderr  # it adds other neighbours than the guard knows
         return
     assert done.returncode == 0, done.stderr

@@ -50,6 +50,9 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     running, outputs, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if torch._C._is_tracing():  # whose graph would not see the kernels
+            msg = "what kernels write would be constants of the trace"
+            raise RuntimeError(msg)
         with torch.no_grad():
             return running.call(*inputs)
 

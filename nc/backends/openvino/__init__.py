@@ -25,7 +25,7 @@ OPS = (
     OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
-    OpSupport(kind="matmul", activations=("int8",), symmetric=True, note="symmetric"),
+    OpSupport(kind="matmul", activations=("int8",), symmetric=True, note="symmetric; with VNNI or AMX"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 
@@ -52,7 +52,9 @@ class OpenVINOBackend:
 
     def capabilities(self) -> Capabilities:
         """What the CPU plugin computes in int8. It has no static kernel for ranges that are found in each call."""
-        return cpu.capabilities(NAME, OPS, bf16=True)
+        # without VNNI it computes products of two activations in fp32, from codes of both
+        ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if row.kind != "matmul")
+        return cpu.capabilities(NAME, ops, bf16=True)
 
     def start(self) -> None:
         """Nothing to import before calibration: OpenVINO changes nothing of torch.
