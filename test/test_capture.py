@@ -528,6 +528,31 @@ def test_in_place_operators_are_quantized_behind_the_change(forward):
         assert sqnr_db(model(x), convert(prepared)(x)) > 25
 
 
+def through_a_view_of_the_weight(self, x):
+    weight = self.a.weight.clone()
+    weight.view(-1)[:3].mul_(5.0)
+    return F.linear(x, weight)
+
+
+def test_weight_that_is_changed_through_a_view():
+    """It is no constant: the product is with the changed one."""
+    model = Function(through_a_view_of_the_weight, a=nn.Linear(4, 4))
+    check(model, torch.randn(3, 4), relative=1e-6, others=[(torch.randn(5, 4),)])
+
+
+def test_numbers_of_constant_tensors_are_numbers():
+    """Strides of a detector's levels, in a buffer: the engine's plan needs no value of a tensor for them."""
+
+    def forward(self, x):
+        y = self.a(x)
+        return torch.cat([y + torch.full((y.shape[0], 1), stride) for stride in self.strides], 1)
+
+    model = Function(forward, a=nn.Linear(4, 4))
+    model.register_buffer("strides", torch.tensor([8.0, 16.0]))
+    graph = check(model, torch.randn(3, 4), relative=1e-6, others=[(torch.randn(5, 4),)])
+    assert not any(op_name(node) in ("item", "_local_scalar_dense") for node in graph.module.graph.nodes)
+
+
 def test_inputs_changed_in_place_by_the_model():
     """The caller's tensor must hold the same values afterwards as with the fp32 model, or stay as it was; the output must be right."""
 

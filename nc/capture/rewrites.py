@@ -25,7 +25,7 @@ from nc.graph.catalogue import (
     schema_arguments,
     works_in_place,
 )
-from nc.graph.fx_utils import add_constant, constant_value, drop_unused, fqn_of
+from nc.graph.fx_utils import add_constant, constant_number, constant_value, drop_unused, fqn_of
 from nc.graph.views import Binary, Weighted, set_argument
 
 aten = torch.ops.aten
@@ -170,6 +170,20 @@ def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
         return None
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, node.target._overloadname, None) if packet is not None else None
+
+
+def constant_numbers(module: fx.GraphModule) -> None:
+    """`item` of a constant becomes the number: plans can't follow numbers out of tensors. Detectors keep the strides of levels so."""
+    for node in [n for n in module.graph.nodes if op_name(n) in ("item", "_local_scalar_dense")]:
+        number = constant_number(module, node)
+        if number is not None:
+            _replace_by_number(node, number)
+
+
+def _replace_by_number(node: fx.Node, number: float) -> None:
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: number if n is node else n)
+    node.graph.erase_node(node)
 
 
 def linears(module: fx.GraphModule) -> None:
@@ -345,6 +359,7 @@ REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
     views,
     flattens,
     pool_strides,
+    constant_numbers,
     decompose_attention,
     linears,
     batched_matmul,

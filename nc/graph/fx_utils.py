@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nc.graph.catalogue import schema_arguments
+from nc.graph.catalogue import first_input, may_be_view, schema_arguments, works_in_place
 from nc.graph.views import called_with, set_argument
 from nc.ops import REFERENCE
 
@@ -86,18 +87,39 @@ def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
 
 
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
-    """The value of a node that depends on constants only; None when it depends on inputs."""
+    """The value of a node that depends on constants only; None when it depends on inputs, or is changed in place."""
     value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def constant_number(module: fx.GraphModule, node: fx.Node) -> float | None:
+    """The same of a node whose value is a number."""
+    value = _evaluate(module, node, {})
+    return value if isinstance(value, int | float) else None
+
+
+def _is_changed(node: fx.Node) -> bool:
+    """Whether an operator changes a node's value in place, perhaps through a view."""
+    readers = [user for user in node.users if first_input(user) is node]
+    return any(works_in_place(user) or (may_be_view(user) and _is_changed(user)) for user in readers)
+
+
+def _function(target: object) -> Callable[..., object] | None:
+    """What a node calls, where that changes no argument: it can be computed beforehand."""
+    if target is operator.getitem:
+        return operator.getitem
+    return target if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable else None
 
 
 def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]) -> object:
     """Value of a constant node, None for others; `memo` keeps the walk linear in the size of the graph."""
     if node not in memo:
         memo[node] = None
+        if _is_changed(node):
+            return None
         if node.op == "get_attr":
             memo[node] = constant_of(module, node)
-        elif node.all_input_nodes and isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+        elif node.all_input_nodes and (function := _function(node.target)) is not None:
             # the last inputs first: activations come before weights, and one non-constant input ends the search
             values: dict[fx.Node, Any] = {}
             for source in reversed(node.all_input_nodes):
@@ -106,7 +128,7 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
                     return None
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             with torch.no_grad():
-                memo[node] = node.target(*args, **kwargs)
+                memo[node] = function(*args, **kwargs)
     return memo[node]
 
 
