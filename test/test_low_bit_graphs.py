@@ -236,7 +236,8 @@ def test_packed_layouts_are_no_part_of_artefacts_and_copies(mixed, tmp_path):
         assert b"nc_low_bit" not in data
     again = nc.load(tmp_path / "q", backend=backend)
     assert torch.equal(again(x), q(x))
-    assert [op.kernel for op in again.report().ops] == [op.kernel for op in q.report().ops]
+    for now, before in zip(again.report().ops, q.report().ops, strict=True):  # before, other numbers of rows may have had other kernels
+        assert now.kernel in before.kernel.split(" or ")
     assert torch.equal(copy.deepcopy(q)(x), q(x))
     plain = nc.load(tmp_path / "q", backend="reference")
     assert {op.kernel for op in plain.report().ops} == {"", "reference"}

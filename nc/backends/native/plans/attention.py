@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends import cpu
 from nc.backends.native.fuse import only_user
 from nc.backends.native.operators import product
 from nc.backends.native.plans.others import combine
@@ -70,6 +71,7 @@ def _multiply(
     others: Sequence[Traced],
 ) -> Traced:
     """The call; raises Unimplemented where there is no fast kernel for it."""
+    others = [_for_amx(recorder, other, sizes, node) for other in others]
     others = [in_rows(recorder, other, node) for other in others]  # oneDNN 3.12 reads others as if they lay like this
     post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
     tensors: dict[int, Any] = {POST_OP * (i + 1) | SRC_1: other for i, other in enumerate(others)}
@@ -90,6 +92,12 @@ def _multiply(
     result = recorder.new(target.sizes, target.strides, dtype)
     recorder.call(primitive, tensors | {SRC: left, WEIGHTS: right, DST: result}, node)
     return result
+
+
+def _for_amx(recorder: Recorder, other: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
+    """What follows a product, so that AMX kernels read it right: oneDNN 3.12 takes [1, 1, M, N] as if each batch had one of its own."""
+    shared = len(sizes) == 4 and min(sizes[:2]) > 1 and tuple(other.tensor.shape) == (1, 1, *sizes[2:])
+    return recorder.expanded(other, (sizes[0], *other.tensor.shape[1:]), node) if shared and "amx_int8" in cpu.features() else other
 
 
 def _strides(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
