@@ -95,9 +95,13 @@ def _multiply(
 
 
 def _for_amx(recorder: Recorder, other: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
-    """What follows a product, so that AMX kernels read it right: oneDNN 3.12 takes [1, 1, M, N] as if each batch had one of its own."""
-    shared = len(sizes) == 4 and min(sizes[:2]) > 1 and tuple(other.tensor.shape) == (1, 1, *sizes[2:])
-    return recorder.expanded(other, (sizes[0], *other.tensor.shape[1:]), node) if shared and "amx_int8" in cpu.features() else other
+    """What follows a product, so that AMX kernels read it right: they take some that all of a batch share as if each had one of its own.
+
+    With two dimensions of batches, oneDNN 3.12 does so with [1, 1, M, N], and oneDNN 3.7 with [1, B, M, 1].
+    """
+    shape = tuple(other.tensor.shape)
+    shared = len(sizes) == 4 and min(sizes[:3]) > 1 and shape[0] == 1 and shape[2] == sizes[2] and shape[1:] != tuple(sizes[1:])
+    return recorder.expanded(other, (sizes[0], *shape[1:]), node) if shared and "amx_int8" in cpu.features() else other
 
 
 def _strides(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
