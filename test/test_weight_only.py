@@ -260,6 +260,68 @@ def test_a_forward_of_its_own_is_a_linear_if_it_computes_one():
     assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
 
 
+def test_a_forward_put_on_a_layer_stays_with_the_float_layer():
+    for model, x in ((mlp(), X), (nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 10)).eval(), torch.arange(10))):
+        model[0].forward = lambda x, own=model[0].forward: 100 * own(x)
+        q = quantize(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8"))
+        assert type(q[0]) is type(model[0])
+        assert f"this {type(model[0]).__name__} has a forward of its own" in str(nc.report(q))
+        assert type(q[-1]) is QuantLinear
+        assert (q(x) - model(x)).abs().max() < 0.02 * model(x).abs().max()
+
+
+@pytest.mark.parametrize("fields", [{}, {"solver": GPTQ()}])
+def test_hooks_of_a_layer_are_those_of_the_layer_in_its_place(fields):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 64), nn.Linear(64, 10)).eval()
+    ids, seen = torch.arange(10), []
+    handles = [
+        model[0].register_forward_hook(lambda module, args, output: 2 * output),
+        model[1].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True),
+        model[1].register_forward_hook(lambda module, args, kwargs, output: output + len(kwargs) + 1, with_kwargs=True),
+        model[1].register_forward_hook(lambda *_: seen.append("always"), always_call=True),
+        model[1].register_full_backward_hook(lambda *_: seen.append("backward")),
+        model[2].register_forward_pre_hook(lambda module, args: (3 * args[0],)),
+    ]
+    expected = model(ids).detach()
+    prepared = prepare(model, WeightOnlyConfig("int8", group_size=-1, embedding="int8", **fields), inplace=True)
+    prepared(ids)
+    q = convert(prepared)
+    assert [type(layer) for layer in q] == [QuantEmbedding, QuantLinear, QuantLinear]
+    seen.clear()
+    assert (q(ids) - expected).abs().max() < 0.02 * expected.abs().max()
+    assert seen == ["always"]
+    with pytest.raises(RuntimeError):
+        q[1](torch.randn(2, 63))
+    assert seen == ["always", "always"]
+    q[1](torch.randn(2, 64, requires_grad=True)).sum().backward()
+    assert seen[3:] == ["backward"]
+    for handle in handles:
+        handle.remove()
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in q))
+    seen.clear()
+    assert torch.equal(q(ids), plain(ids))
+    assert (q(ids) - expected).abs().max() > 0.1 * expected.abs().max()
+    assert not seen
+
+
+def test_a_copy_has_hooks_of_its_own():
+    model, seen = mlp(), []
+    handle = model[0].register_forward_hook(lambda *_: seen.append("called"))
+    q = quantize(model, WeightOnlyConfig(group_size=32))
+    handle.remove()
+    q(X)
+    assert seen == ["called"]
+
+
+def test_hooks_that_compute_the_float_weight_end_with_it():
+    model = mlp()
+    nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+    q = quantize(model, WeightOnlyConfig("int8", group_size=-1), inplace=True)
+    assert (q[0].packed.dequantize() == 0).float().mean() >= 0.5
+    assert q(X).isfinite().all()
+
+
 def test_a_model_that_is_one_linear_is_refused_with_the_way_out():
     layer = nn.Linear(32, 8).eval()
     with pytest.raises(InputError, match=r"itself a Linear.*torch\.nn\.Sequential"):

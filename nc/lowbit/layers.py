@@ -110,6 +110,8 @@ def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], 
 
 
 def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) -> Reason | None:
+    if "forward" in vars(module):  # put on this object, as accelerate does; it would be lost with the object
+        return Cause.OWN_FORWARD(cls=f"this {type(module).__name__}", kind=kind)
     if type(module).forward is not base.forward and not (kind == "linear" and _computes_a_linear(module)):
         return Cause.OWN_FORWARD(cls=type(module).__name__, kind=kind)
     if kind == "embedding" and module.max_norm is not None:
