@@ -74,10 +74,15 @@ class PreparedWeights(torch.nn.Module):
             msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
             raise StateError(msg)
         ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
-        samples = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
+        calls = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
+        samples = [sample for sample in calls if _has_data(sample)]
         if self.plan.needs_data and not samples:
             names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
-            msg = f"Nothing was calibrated: {names} needs data. Call the prepared model with batches (e.g. 128 texts) before convert()."
+            empty = f" (the {len(calls)} calls so far had empty tensors, or nothing but padding)" if calls else ""
+            msg = (
+                f"Nothing was calibrated: {names} needs data{empty}. Call the prepared model with batches (e.g. 128 texts) "
+                "before convert()."
+            )
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
         with _evaluating(model), without_cache(model):
@@ -103,6 +108,15 @@ def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None
     kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
     return Sample((pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone())
+
+
+def _has_data(sample: Sample) -> bool:
+    """Whether a call has a token: its first tensor holds something, and not all of it is padding."""
+    if sample.keep is not None and not bool(sample.keep.any()):
+        return False
+    tensors = (leaf for leaf in pytree.tree_leaves(sample.call) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return first is None or first.numel() > 0
 
 
 @contextlib.contextmanager
