@@ -190,6 +190,36 @@ def test_it_is_saved_and_loaded(name, tmp_path):
         unflatten(tensors, {})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: parts.update(codes=parts["codes"][:, 1:]), r"codes: torch.uint8 of shape \(24, 11\) where .*\(24, 12\) is expected"),
+        (lambda parts: parts.update(scale=parts["scale"].half()), "scale: torch.float16"),
+        (lambda parts: parts.pop("zero"), "zero: none where torch.uint8"),
+        (lambda parts: parts.update(minimum=parts["scale"]), "minimum: torch.float32.* where none is expected"),
+        (lambda parts: parts.pop("codes"), "not the parts of a QuantizedTensor"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, message):
+    w = weight("uint3")
+    call, (parts, *rest) = w.__reduce_ex__(2)
+    change(parts)
+    with pytest.raises(ConfigError, match=message):
+        call(parts, *rest)
+    tensors, metadata = flatten({"w": w})
+    with pytest.raises(ConfigError, match=message if "codes" in parts else "not what flatten"):
+        unflatten({f"w.{name}": part for name, part in parts.items()}, metadata)
+
+
+@pytest.mark.parametrize(
+    ("position", "value"), [(1, {}), (2, (24,)), (2, (24, 40)), (2, (24.0, 32)), (2, (24, 31)), (3, torch.int8), (3, "fp32")]
+)
+def test_what_is_no_weight_is_refused(position, value):
+    call, arguments = weight("uint3").__reduce_ex__(2)
+    with pytest.raises(ConfigError):
+        call(*arguments[:position], value, *arguments[position + 1 :])
+
+
 def test_it_is_a_parameter_of_a_state_dict():
     class Holder(nn.Module):
         def __init__(self, w):
@@ -378,6 +408,17 @@ def test_codes_of_fewer_than_8_bits_are_held_in_bytes(dtype):
 def test_primitives_refuse_tensors_that_do_not_fit(call):
     with pytest.raises(ConfigError):
         call(torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("block", [(1,), (1, 32, 1), (1, 5), (3, 32), (8, 32), (0, 32), (1, -1), (1.0, 16), (1, 16.0), "ab", None, 16])
+def test_blocks_that_do_not_cover_a_tensor_are_refused(block):
+    for call in (
+        lambda x: choose_qparams_affine(x, "SYMMETRIC", block, torch.int8),
+        lambda x: quantize_affine(x, block, torch.ones(4, 2), None, torch.int8),
+        lambda x: dequantize_affine(x.char(), block, torch.ones(4, 2), None, torch.int8),
+    ):
+        with pytest.raises(ConfigError, match="does not cover a tensor of shape"):
+            call(torch.ones(4, 32))
 
 
 def test_primitives_refuse_what_does_not_fit():

@@ -24,9 +24,8 @@ from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult
 from nc.lowbit.transforms import Rotation
 from nc.nn import QuantEmbedding, QuantLinear
-from nc.numerics.bits import packed_size
 from nc.numerics.low_bit import ACT_DTYPES
-from nc.numerics.packed_weight import PackedWeight
+from nc.numerics.packed_weight import PackedWeight, check_parts
 from nc.plan import Applied
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 from nc.storage import folder, json_values, pretrained_class
@@ -251,7 +250,7 @@ def _put(model: torch.nn.Module, layer: Layer | None, name: str, data: dict[str,
     if form.scale_dtype == "e8m0" and form.double_quant is None:
         parts = {**parts, "scale": parts["scale"].view(SCALE_DTYPES["e8m0"])}
     packed = PackedWeight(form=form, shape=layer.shape, **parts)
-    _check_parts(packed)
+    check_parts(packed)
     result = None if data["result"] is None else LayerResult.from_dict({k: json_values.decode(v) for k, v in data["result"].items()})
     if data["act_dtype"] not in ACT_DTYPES:
         msg = f"act_dtype {data['act_dtype']!r}"
@@ -261,28 +260,6 @@ def _put(model: torch.nn.Module, layer: Layer | None, name: str, data: dict[str,
     new = model.get_submodule(name)
     if isinstance(new, (QuantLinear, QuantEmbedding)):
         new.result_dtype = json_values.DTYPES[data["result_dtype"]]
-
-
-def _check_parts(packed: PackedWeight) -> None:
-    """Raise ValueError unless shapes and dtypes are those of the format: kernels do not look at them."""
-    form, (rows, columns) = packed.form, packed.shape
-    groups, double = columns // form.group(columns), form.double_quant
-    inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
-    outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
-    outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
-    expected = {"codes": (torch.uint8, (rows, packed_size(columns, form.bits))), "scale": (inner, (rows, groups))}
-    if form.float_zero:
-        expected["minimum"] = (inner, (rows, groups))
-    elif not form.symmetric:
-        expected["zero"] = (torch.uint8, (rows, packed_size(groups, form.bits)))
-    if double is not None or form.tensor_scale:
-        expected["outer_scale"] = (outer, outer_shape)
-        if form.float_zero:
-            expected["outer_minimum"] = (outer, outer_shape)
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.tensors().items()}
-    if found != expected:
-        msg = f"a weight of {rows} x {columns} in {form} has the tensors {found}"
-        raise ValueError(msg)
 
 
 # ---- what the report says ----

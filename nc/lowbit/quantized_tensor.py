@@ -7,6 +7,7 @@ the tensor raise, because the change would be lost.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from nc import ops
 from nc.errors import ConfigError, UnsupportedError
-from nc.numerics.packed_weight import PARTS, PackedWeight
+from nc.numerics.packed_weight import PARTS, PackedWeight, check_parts
 from nc.spec import WeightFormat
 
 _aten = torch.ops.aten
@@ -137,9 +138,22 @@ _WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set
 def rebuild(
     tensors: Mapping[str, torch.Tensor], form: dict[str, Any], shape: Sequence[int], dtype: torch.dtype, transposed: bool
 ) -> QuantizedTensor:
-    """A tensor from plain values."""
-    rows, columns = shape
-    packed = PackedWeight(form=WeightFormat.from_dict(form), shape=(rows, columns), **{n: t for n, t in tensors.items() if n in PARTS})
+    """A tensor from plain values.
+
+    Raises:
+        ConfigError: they are not those of a `QuantizedTensor`, e.g. because parts have other shapes or dtypes than the format says.
+    """
+    try:
+        rows, columns = (operator.index(size) for size in shape)
+        read = WeightFormat.from_dict(form)
+        packed = PackedWeight(form=read, shape=(rows, columns), **{n: t for n, t in tensors.items() if n in PARTS})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"These are not the parts of a QuantizedTensor ({type(error).__name__}: {error}); give those that were stored for it."
+        raise ConfigError(msg) from error
+    check_parts(packed)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        msg = f"Expected the dtype of a QuantizedTensor to be a floating-point dtype of torch, but got {dtype!r}."
+        raise ConfigError(msg)
     return QuantizedTensor(packed, dtype, transposed=transposed)
 
 

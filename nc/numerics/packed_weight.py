@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from nc.errors import ConfigError
 from nc.numerics import bits
 from nc.numerics.groups import GroupParams, Outer, decode, spread
 from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
@@ -117,3 +118,34 @@ def pack(codes: torch.Tensor, found: GroupParams, form: WeightFormat) -> PackedW
         outer_scale=None if outer is None else outer.scale.to(outer_storage),
         outer_minimum=None if outer is None or outer.minimum is None else outer.minimum.to(outer_storage),
     )
+
+
+def check_parts(packed: PackedWeight) -> None:
+    """Raise ConfigError unless shapes and dtypes are those of the format: kernels do not look at them."""
+    form, (rows, columns) = packed.form, packed.shape
+    groups, double = columns // form.group(columns), form.double_quant
+    inner = torch.uint8 if double is not None else SCALE_DTYPES[form.scale_dtype]
+    outer = SCALE_DTYPES["fp32" if double is None else double.outer_dtype]
+    outer_shape = (1, 1) if double is None else (rows, double.outer_count(groups))
+    expected = {"codes": (torch.uint8, (rows, bits.packed_size(columns, form.bits))), "scale": (inner, (rows, groups))}
+    if form.float_zero:
+        expected["minimum"] = (inner, (rows, groups))
+    elif not form.symmetric:
+        expected["zero"] = (torch.uint8, (rows, bits.packed_size(groups, form.bits)))
+    if form.two_levels:
+        expected["outer_scale"] = (outer, outer_shape)
+        if form.float_zero:
+            expected["outer_minimum"] = (outer, outer_shape)
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.tensors().items()}
+    wrong = [
+        f"{name}: {_described(found.get(name))} where {_described(expected.get(name))} is expected"
+        for name in PARTS
+        if found.get(name) != expected.get(name)
+    ]
+    if wrong:
+        msg = f"The tensors are not those of a weight of {rows} x {columns} in {form}: {'; '.join(wrong)}. Give those stored for it."
+        raise ConfigError(msg)
+
+
+def _described(part: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "none" if part is None else f"{part[0]} of shape {part[1]}"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nc.checks import is_whole
 from nc.errors import ConfigError
 from nc.numerics import affine
 
@@ -155,9 +156,12 @@ def _in_blocks(
 
 def _check(x: torch.Tensor, block_size: Sequence[int]) -> None:
     sizes = tuple(block_size) if isinstance(block_size, Sequence) else (block_size,)
-    fits = len(sizes) == x.dim() and all(part > 0 and size % part == 0 for size, part in zip(x.shape, sizes, strict=False))
+    fits = len(sizes) == x.dim() and all(is_whole(part, 1) and size % part == 0 for size, part in zip(x.shape, sizes, strict=False))
     if not fits:
-        msg = f"block_size={sizes} does not cover a tensor of shape {tuple(x.shape)}: each size must divide that dimension."
+        msg = (
+            f"block_size={sizes} does not cover a tensor of shape {tuple(x.shape)}: it needs a whole number for each dimension, which "
+            "divides that dimension."
+        )
         raise ConfigError(msg)
 
 
