@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import nc
@@ -316,7 +317,7 @@ def test_a_copy_has_hooks_of_its_own():
 
 def test_hooks_that_compute_the_float_weight_end_with_it():
     model = mlp()
-    nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
     q = quantize(model, WeightOnlyConfig("int8", group_size=-1), inplace=True)
     assert (q[0].packed.dequantize() == 0).float().mean() >= 0.5
     assert q(X).isfinite().all()
@@ -346,6 +347,18 @@ def test_weights_outside_of_linears_are_named():
         prepare(nn.Sequential(Doubled(8, 8)).eval(), WeightOnlyConfig(group_size=-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8", "bf16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_that_are_no_floats_are_refused(engine, act_dtype, dtype):
+    q = quantize(mlp(), WeightOnlyConfig("int4", group_size=32, act_dtype=act_dtype), backend=engine)
+    message = rf"A linear of 64 inputs and 96 outputs with a weight in int4 was called with a tensor of {dtype}, shape \(5, 64\)"
+    with pytest.raises(InputError, match=message):
+        q(torch.ones(5, 64, dtype=dtype))
+    with pytest.raises(InputError, match=message):
+        nn.functional.linear(torch.ones(5, 64, dtype=dtype), q[0].weight)
+
+
 def test_weights_that_are_not_finite_are_refused():
     model = mlp()
     model[2].weight.data[3, 4] = float("nan")
@@ -367,6 +380,16 @@ class TestCalibration:
         with pytest.raises(StateError, match=r"Nothing was calibrated: gptq needs data"):
             convert(prepared)
         assert torch.equal(prepared(ids).logits, model(ids).logits)
+
+    @pytest.mark.parametrize("fields", [{"solver": GPTQ()}, {"solver": nc.AutoRound(steps=2)}, {"transforms": [nc.AWQ()]}])
+    def test_calls_without_a_token_are_no_data(self, fields):
+        config, ids = WeightOnlyConfig(group_size=32, **fields), texts(1)[0]
+        padding = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}
+        for model, empty, whole in ((mlp(), X[:0], X), (llama(), padding, ids)):
+            with pytest.raises(StateError, match=r"needs data \(the 2 calls so far had empty tensors, or nothing but padding\)"):
+                self.calibrated(model, config, [empty, empty])
+            found, expected = (weights(self.calibrated(model, config, data)) for data in ([empty, whole, empty], [whole]))
+            assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
     def test_each_block_is_solved_for_the_inputs_that_the_quantized_blocks_in_front_give(self):
         torch.manual_seed(1)

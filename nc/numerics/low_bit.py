@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nc.errors import InputError
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec import dtype as named
@@ -57,7 +58,17 @@ def linear(
         dtype: name of the number format.
         in_features: K.
         act_dtype: one of `ACT_DTYPES`: "bf16" multiplies bf16 activations by bf16 weights; for the others see `round_activations`.
+
+    Raises:
+        InputError: `x` has no floating-point dtype; in that of integers the weight would be rounded to 0.
     """
+    if not x.is_floating_point():
+        msg = (
+            f"A linear of {in_features} inputs and {codes.shape[0]} outputs with a weight in {dtype} was called with a tensor of "
+            f"{x.dtype}, shape {tuple(x.shape)}; it takes fp32, bf16 or fp16. Token ids go through an embedding first; convert other numbers with "
+            ".float()."
+        )
+        raise InputError(msg)
     weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features).dequantize()
     kind = x.dtype
     if act_dtype == "bf16":
