@@ -359,6 +359,29 @@ def test_inputs_that_are_no_floats_are_refused(engine, act_dtype, dtype):
         nn.functional.linear(torch.ones(5, 64, dtype=dtype), q[0].weight)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "fp8_e4m3"])
+@pytest.mark.parametrize("ids", [[-1], [10], [True] * 10], ids=str)
+def test_ids_that_a_float_embedding_refuses_are_refused(dtype, ids):
+    model = nn.Sequential(nn.Embedding(10, 32)).eval()
+    q = quantize(model, WeightOnlyConfig(dtype, group_size=16, embedding=dtype))
+    for table in (model, q):
+        with pytest.raises((IndexError, RuntimeError)):
+            table(torch.tensor(ids))
+    assert q(torch.tensor([[9, 0]], dtype=torch.int32)).shape == (1, 2, 32)
+
+
+@pytest.mark.parametrize("act_dtype", ["fp32", "int8", "int8_block32", "bf16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_whose_sign_is_not_in_memory(engine, act_dtype):
+    q = quantize(mlp(), WeightOnlyConfig("int4", group_size=32, act_dtype=act_dtype), backend=engine)
+    x = torch.complex(X, 2 * X).conj().imag
+    assert x.is_neg()
+    assert torch.equal(q[0](x), q[0](x.clone()))
+    assert torch.equal(q[0](x), q[0](-2 * X))
+    y = torch._neg_view(X)  # noqa: SLF001 - contiguous; a conjugate's parts are not
+    assert torch.equal(q[0](y), q[0](-X))
+
+
 def test_weights_that_are_not_finite_are_refused():
     model = mlp()
     model[2].weight.data[3, 4] = float("nan")

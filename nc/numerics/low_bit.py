@@ -65,8 +65,8 @@ def linear(
     if not x.is_floating_point():
         msg = (
             f"A linear of {in_features} inputs and {codes.shape[0]} outputs with a weight in {dtype} was called with a tensor of "
-            f"{x.dtype}, shape {tuple(x.shape)}; it takes fp32, bf16 or fp16. Token ids go through an embedding first; convert other numbers with "
-            ".float()."
+            f"{x.dtype}, shape {tuple(x.shape)}; it takes fp32, bf16 or fp16. Token ids go through an embedding first; "
+            "convert other numbers with .float()."
         )
         raise InputError(msg)
     weight = stored_weight(codes, scale, zero, minimum, outer_scale, outer_minimum, dtype, in_features).dequantize()
@@ -138,9 +138,10 @@ def embedding(
         # formats of 8 bits have no index kernel; their bytes do
         if part is None or part.shape[0] != codes.shape[0]:  # of the whole table
             return part
-        return part.view(torch.uint8)[rows].view(part.dtype) if part.element_size() == 1 else part[rows]
+        return part.view(torch.uint8).index_select(0, rows).view(part.dtype) if part.element_size() == 1 else part.index_select(0, rows)
 
-    picked = codes[rows]
+    # as a float embedding does, it refuses ids below 0, which `codes[rows]` would count from the end, and masks
+    picked = codes.index_select(0, rows)
     found_scale = at(scale)
     assert found_scale is not None
     weight = stored_weight(picked, found_scale, at(zero), at(minimum), at(outer_scale), at(outer_minimum), dtype, features)

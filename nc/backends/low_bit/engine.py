@@ -63,6 +63,8 @@ class LowBitEngine:
             return None
         if x.shape[-1:] != (layer.in_features,):
             return None
+        if x.is_neg():  # `z.conj().imag`: kernels read the memory, which has the other sign
+            x = x.resolve_neg()
         own = layer._parameters  # noqa: SLF001 - `layer.bias` takes longer: only where a parametrization gives it
         bias = own["bias"] if "bias" in own else layer.bias  # noqa: SIM401 - `get` would read both
         trained = x.requires_grad or (bias is not None and bias.requires_grad)
