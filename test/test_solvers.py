@@ -17,6 +17,7 @@ from nc.lowbit.solvers.autoround import _Rounding
 from nc.lowbit.solvers.gptq import column_order
 from nc.lowbit.statistics import InputStatistics, weighted_loss
 from nc.numerics.error_feedback import factor
+from nc.numerics.group_ranges import RULES
 from nc.spec.weight_format import DoubleQuant, WeightFormat
 
 
@@ -482,6 +483,34 @@ def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_s
         assert torch.equal(packed.unpacked(), RTN().solve(asked).unpacked())
         assert (result.solver, result.asked, result.tokens, result.note) == ("rtn", solver.name, 0, "calibration never reached it")
     assert solve_best(problem(weight), HQQ())[1].note == ""
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("solver", [RTN(), HQQ(), GPTQ(), GPTQ(order="none"), AutoRound(steps=3)], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(WeightFormat(dtype=f"int{bits}", group_size=16, scale_dtype="fp16") for bits in (2, 3, 4, 8)),
+        *(WeightFormat(dtype=f"uint{bits}", group_size=16, symmetric=False) for bits in (2, 3, 4, 8)),
+        WeightFormat(dtype="int4", group_size=16, symmetric=False, float_zero=True),
+        WeightFormat(dtype="int4", group_size=16, symmetric=False, float_zero=True, double_quant=DoubleQuant(6, 8, "fp16")),
+    ],
+    ids=str,
+)
+def test_weights_of_zeros_stay_zeros(form, solver, rule):
+    """Rows of zeros, and for solvers that spread no errors groups of zeros, also beside groups of one sign."""
+    weight = torch.randn(6, 64)
+    weight[2:4] = weight[2:4].abs() + 1
+    weight[0], weight[1, :16], weight[2, 16:32], weight[4, 32:] = 0, 0, 0, 0
+    inputs = InputStatistics.empty(64, hessian=True)
+    inputs.add(torch.randn(100, 64))
+    packed = solver.solve(Problem(name="fc", weight=weight, form=form, rule=rule, inputs=inputs))
+    found, scale = packed.dequantize(), packed.params.scale
+    assert found.isfinite().all()
+    assert (scale.isfinite() & (scale != 0)).all()
+    assert (found[0] == 0).all()
+    if not isinstance(solver, GPTQ):
+        assert (found.reshape(6, 4, 16)[(weight.reshape(6, 4, 16) == 0).all(2)] == 0).all()
 
 
 def test_round_to_nearest_wins_where_a_solver_is_worse():
