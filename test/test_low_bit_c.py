@@ -157,6 +157,34 @@ def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
     assert ((alone.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(1000))).all()
 
 
+@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize(
+    ("name", "group", "inputs", "kind"),
+    [
+        ("int4", 32, 1120, "zero point"),
+        ("int4", 160, 1120, "minimum"),
+        ("int4", -1, 1115, "symmetric"),
+        ("uint4", 64, 1152, "zero point"),
+        ("int8", 96, 1056, "symmetric"),
+        ("int8", -1, 1115, "zero point"),
+    ],
+)
+def test_many_rows_and_inputs(name, group, inputs, kind, best):
+    """More than a tile of AMX, than the codes that are unpacked at once, and than the rows that are summed at once."""
+    packed = weight(form(name, group, kind), 33, inputs)
+    layout, bias = compiled.pack(packed, HERE[best]), torch.randn(33)
+    for rows in (17, 300):
+        x = torch.randn(rows, inputs) * torch.logspace(-2, 2, rows).unsqueeze(1)
+        for block in (-1, 32, 0, compiled.BF16):
+            given = x.bfloat16().float() if block == compiled.BF16 else x
+            values = rounded(x, block) if block in (-1, 32) else given.double()
+            result = compiled.linear(given, layout, packed, bias, block)
+            limit = bound(values, packed, bias) * (4 if block == compiled.BF16 else 1)
+            assert ((result.double() - (values @ exact(packed).T + bias.double())).abs() <= limit).all()
+            if block != compiled.BF16:  # a few rows alone are computed by other instructions, and give the same bits
+                assert torch.equal(compiled.linear(given[-3:], layout, packed, bias, block), result[-3:])
+
+
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_python_threads_do_not_disturb_each_other(threads):
     assert threads == 2

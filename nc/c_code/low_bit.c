@@ -29,7 +29,7 @@
 
 enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
-enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3, AVX512_BF16 = 4 };
+enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3, AVX512_BF16 = 4, AMX = 5 };
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -48,15 +48,26 @@ struct job {
     int64_t rows, stride; /* of x, in elements */
     float *y;           /* [rows, N] */
     const float *bias;  /* [N] or null */
-    float *group_sums;  /* [rows, groups]: sums of x as it is multiplied over a group; only with offsets */
+    int64_t held;       /* rows, or a few more: distance of what the next two have for each group and block */
+    float *group_sums;  /* [groups, rows]: sums of x as it is multiplied over a group, 0 at first; only with offsets */
     /* forms int8 and digits */
     int64_t block, blocks; /* elements of a block, blocks in a row */
     int per_token;         /* one scale for all blocks of a row */
     int *unfit;            /* set where x can't be split */
-    int8_t *codes;         /* [rows, digits, padded]; one digit in the int8 form */
-    float *block_scale;    /* [rows, blocks] */
+    int8_t *codes;         /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8 form; or bf16 */
+    int64_t plane, row;    /* bytes of a digit of a row, and of a row */
+    int tiled;
+    float *block_scale;    /* [blocks, rows] */
     int32_t *block_start;  /* [rows, blocks, digits]: - middle * sum of the codes, where sums start */
 };
+
+/* Where byte k of digit d of row m of x is. */
+static inline int8_t *codes_at(const struct job *j, int64_t m, int64_t d, int64_t k)
+{
+    if (j->tiled)
+        return j->codes + m / 16 * 16 * j->row + 16 * d * j->plane + k / 64 * 1024 + m % 16 * 64 + k % 64;
+    return j->codes + m * j->row + d * j->plane + k;
+}
 
 /* ---- threads ---- */
 
@@ -110,6 +121,11 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #define HAS_AVX_VNNI 1
 #else
 #define HAS_AVX_VNNI 0
+#endif
+#if defined(__linux__) && HAS_AVX_VNNI && HAS_BF16
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
 #endif
 
 static inline int32_t word(const void *p)
@@ -189,18 +205,22 @@ static void round_rows(const struct job *j, int64_t start, int64_t stop)
     for (int64_t m = start; m < stop; m++) {
         const float *x = j->x + m * j->stride;
         float scale = j->per_token ? int8_scale(largest(x, j->w.inputs)) : 0;
-        if (j->group_sums)
-            memset(j->group_sums + m * groups, 0, sizeof(float) * groups);
         for (int64_t b = 0; b < j->blocks; b++) {
             int64_t at = b * j->block, padded = j->w.padded - at < j->block ? j->w.padded - at : j->block;
             int64_t count = j->w.inputs - at < padded ? j->w.inputs - at : padded;
             if (!j->per_token)
                 scale = int8_scale(largest(x + at, count));
-            int32_t sum = round_block(x + at, count, padded, scale, j->codes + m * j->w.padded + at);
-            j->block_scale[m * j->blocks + b] = scale;
+            int32_t sum = 0;
+            for (int64_t k = 0, next; k < padded; k = next) {
+                next = j->tiled ? (at + k) / 64 * 64 + 64 - at : padded; /* what lies in one piece */
+                next = next < padded ? next : padded;
+                int64_t here = count - k < next - k ? count - k : next - k;
+                sum += round_block(x + at + k, here > 0 ? here : 0, next - k, scale, codes_at(j, m, 0, at + k));
+            }
+            j->block_scale[b * j->held + m] = scale;
             j->block_start[m * j->blocks + b] = (int32_t)(-j->w.middle * sum);
             if (j->group_sums)
-                j->group_sums[m * groups + b / each] += scale * (float)sum;
+                j->group_sums[b / each * j->held + m] += scale * (float)sum;
         }
     }
 }
@@ -227,8 +247,6 @@ static void split_rows(const struct job *j, int64_t start, int64_t stop)
 {
     int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups;
     for (int64_t m = start; m < stop; m++) {
-        if (j->group_sums)
-            memset(j->group_sums + m * groups, 0, sizeof(float) * groups);
         for (int64_t b = 0; b < j->blocks; b++) {
             int64_t at = b * j->block, padded = j->w.padded - at < j->block ? j->w.padded - at : j->block;
             const float *x = j->x + m * j->stride + at;
@@ -243,12 +261,16 @@ static void split_rows(const struct job *j, int64_t start, int64_t stop)
             exponent = (exponent < -90 ? -90 : exponent) - 23;
             if (amax * ldexpf(1, -exponent) > 127 * 0x10101)
                 exponent++;
-            split_block(x, padded, ldexpf(1, -exponent), j->codes + m * DIGITS * j->w.padded + at, j->w.padded, sums);
-            j->block_scale[m * j->blocks + b] = ldexpf(1, exponent);
+            for (int64_t k = 0, next; k < padded; k = next) {
+                next = j->tiled ? (at + k) / 64 * 64 + 64 - at : padded;
+                next = next < padded ? next : padded;
+                split_block(x + k, next - k, ldexpf(1, -exponent), codes_at(j, m, 0, at + k), (j->tiled ? 16 : 1) * j->plane, sums);
+            }
+            j->block_scale[b * j->held + m] = ldexpf(1, exponent);
             for (int d = 0; d < DIGITS; d++)
                 j->block_start[(m * j->blocks + b) * DIGITS + d] = (int32_t)(-j->w.middle * sums[d]);
             if (j->group_sums)
-                j->group_sums[m * groups + b / each] += ldexpf((float)(sums[2] * 65536.0 + sums[1] * 256.0 + sums[0]), exponent);
+                j->group_sums[b / each * j->held + m] += ldexpf((float)(sums[2] * 65536.0 + sums[1] * 256.0 + sums[0]), exponent);
         }
     }
 }
@@ -258,10 +280,11 @@ static void order_rows(const struct job *j, int64_t start, int64_t stop)
 {
     static const int order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
     for (int64_t m = start; m < stop; m++) {
-        uint16_t *to = (uint16_t *)j->codes + m * j->w.padded;
-        for (int64_t k = 0; k < j->w.padded; k += 8)
+        for (int64_t k = 0; k < j->w.padded; k += 8) {
+            uint16_t *to = (uint16_t *)codes_at(j, m, 0, 2 * k);
             for (int i = 0; i < 8; i++)
-                to[k + i] = (uint16_t)((uint32_t)word(j->x + m * j->stride + k + order[i]) >> 16);
+                to[i] = (uint16_t)((uint32_t)word(j->x + m * j->stride + k + order[i]) >> 16);
+        }
     }
 }
 
@@ -279,7 +302,7 @@ FOR_AVX2 static void sum_rows(const struct job *j, int64_t start, int64_t stop)
             _mm256_storeu_ps(lanes, sums);
             for (int i = 0; i < 8; i++)
                 sum += lanes[i];
-            j->group_sums[m * groups + g] = sum;
+            j->group_sums[g * j->held + m] = sum;
         }
 }
 
@@ -310,7 +333,7 @@ INLINE FOR_AVX512 void finish_512(const struct job *j, int64_t p, int64_t m, __m
     if (j->w.offset)                                                                                                      \
         UNROLL for (int v = 0; v < P; v++) UNROLL for (int r = 0; r < R; r++)                                             \
             sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(j->w.offset + ((p + v) * groups + g) * PANEL),                    \
-                                        _mm512_set1_ps(j->group_sums[(m + r) * groups + g]), sum[r][v]);
+                                        _mm512_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
 
 INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int D)
 {
@@ -353,7 +376,7 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
                 }
                 UNROLL for (int r = 0; r < R; r++) UNROLL for (int d = 0; d < D; d++)
                 {
-                    const int8_t *x = j->codes + ((m + r) * D + d) * j->w.padded + k;
+                    const int8_t *x = j->codes + (m + r) * j->row + d * j->plane + k;
                     __m512i first = _mm512_set1_epi32(word(x)), second = _mm512_set1_epi32(word(x + 4));
                     UNROLL for (int v = 0; v < P; v++) acc[r][v][d][0] = _mm512_dpbusd_epi32(acc[r][v][d][0], low[v], first);
                     UNROLL for (int v = 0; v < P; v++) acc[r][v][d][C - 1] = _mm512_dpbusd_epi32(acc[r][v][d][C - 1], high[v], second);
@@ -361,7 +384,7 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
             }
             UNROLL for (int r = 0; r < R; r++)
             {
-                __m512 by = _mm512_set1_ps(j->block_scale[(m + r) * j->blocks + b]);
+                __m512 by = _mm512_set1_ps(j->block_scale[b * j->held + m + r]);
                 UNROLL for (int v = 0; v < P; v++)
                 {
                     if (C == 2)
@@ -478,7 +501,7 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
                 UNROLL for (int v = 0; v < P; v++) pair[v] = _mm512_permutexvar_epi16(_mm512_srli_epi16(found[v], 4 * i), table);
                 UNROLL for (int r = 0; r < R; r++)
                 {
-                    __m512i x = _mm512_set1_epi32(word((const uint16_t *)j->codes + (m + r) * j->w.padded + k + 2 * i));
+                    __m512i x = _mm512_set1_epi32(word(j->codes + (m + r) * j->row + 2 * k + 4 * i));
                     UNROLL for (int v = 0; v < P; v++)
                         acc[r][v][i % C] = _mm512_dpbf16_ps(acc[r][v][i % C], (__m512bh)pair[v], (__m512bh)x);
                 }
@@ -537,6 +560,23 @@ DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8, 4, 0)
 DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4, 4, 0)
 DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4, 4096)
 
+/* ---- AMX: tiles of 16 rows ---- */
+
+#if HAS_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "low_bit_amx.h"
+#else
+#define AMX_ROWS_AT_ONCE 0
+#define CHUNK 0
+#define int8_4_amx NULL
+#define int8_8_amx NULL
+#define digits_4_amx NULL
+#define digits_8_amx NULL
+#define bf16_4_amx NULL
+#endif
+
 /* ---- AVX2: one panel times R rows, in two halves of 8 outputs ---- */
 
 /* 8 scales from element `at` on. */
@@ -563,7 +603,7 @@ INLINE FOR_AVX2 void finish_256(const struct job *j, int64_t first, int64_t m, _
     if (j->w.offset)                                                                                            \
         UNROLL for (int v = 0; v < V; v++) UNROLL for (int r = 0; r < R; r++)                                   \
             sum[r][v] = _mm256_fmadd_ps(_mm256_loadu_ps(j->w.offset + (p * groups + g) * PANEL + (h + v) * 8),  \
-                                        _mm256_set1_ps(j->group_sums[(m + r) * groups + g]), sum[r][v]);
+                                        _mm256_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
 
 /* sum + unsigned bytes of a times signed bytes of b, four products into each number of 32 bits. */
 INLINE FOR_AVX2 __m256i dot_vnni(__m256i sum, __m256i a, __m256i b)
@@ -613,7 +653,7 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
                         }
                         UNROLL for (int r = 0; r < R; r++)
                         {
-                            const int8_t *x = j->codes + (m + r) * j->w.padded + u;
+                            const int8_t *x = j->codes + (m + r) * j->row + u;
                             __m256i first = _mm256_set1_epi32(word(x)), second = _mm256_set1_epi32(word(x + 4));
                             if (vnni) {
                                 acc[r][v] = dot_vnni(dot_vnni(acc[r][v], low, first), high, second);
@@ -634,7 +674,7 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
             }
             UNROLL for (int r = 0; r < R; r++)
             {
-                __m256 by = _mm256_set1_ps(j->block_scale[(m + r) * j->blocks + b]);
+                __m256 by = _mm256_set1_ps(j->block_scale[b * j->held + m + r]);
                 UNROLL for (int v = 0; v < V; v++)
                     sum[r][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][v]), by), scale[v], sum[r][v]);
             }
@@ -714,12 +754,16 @@ DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
 static part_t choose(const struct weight *w, int int8, int64_t isa)
 {
     const int four = w->bits == 4;
+    if (int8 && isa >= AMX)
+        return four ? int8_4_amx : int8_8_amx;
     if (int8 && isa >= AVX512_VNNI)
         return four ? int8_4_512 : int8_8_512;
     if (int8 && isa == AVX_VNNI)
         return !HAS_AVX_VNNI ? NULL : four ? int8_4_vnni : int8_8_vnni;
     if (int8)
         return four ? int8_4_256 : int8_8_256;
+    if (isa >= AMX && w->middle >= 0)
+        return four ? digits_4_amx : digits_8_amx;
     if (isa >= AVX512_VNNI && w->middle >= 0)
         return four ? digits_4_512 : digits_8_512;
     if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
@@ -742,20 +786,24 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     int unfit = 0;
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
-    /* for fewer rows the digits take less time */
-    const int bf16 = HAS_BF16 && block == -2 && rows >= 4 && shape[6] == AVX512_BF16 && j.w.bits == 4 && j.w.middle >= 0;
+    /* tiles pay from some rows on; for fewer rows than those of bf16, the digits take less time */
+    const int in_bf16 = HAS_BF16 && block == -2 && j.w.bits == 4 && j.w.middle >= 0, from = block > 0 ? 13 : block == -1 ? 9 : in_bf16 ? 5 : 7;
+    const int amx = HAS_AMX && shape[6] >= AMX && rows >= from && (block > 0 || block == -1 || j.w.middle >= 0);
+    const int bf16 = in_bf16 && (amx || (shape[6] == AVX512_BF16 && rows >= 4));
     block = block == -2 ? 0 : block;
-    const part_t part = bf16 ? bf16_4_512 : choose(&j.w, block != 0, shape[6]), exactly = choose(&j.w, 0, AVX512);
-    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows;
-    const int digits = block ? 1 : part == digits_4_512 || part == digits_8_512 ? DIGITS : 0;
+    const part_t part = bf16 ? amx ? bf16_4_amx : bf16_4_512 : choose(&j.w, block != 0, amx || shape[6] < AMX ? shape[6] : AVX512_BF16);
+    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, AVX512);
+    const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI && j.w.middle >= 0 ? DIGITS : 0;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
-    const int64_t fit = X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / 4 * 4, most = rows < 16 || rows < fit ? rows : fit < 16 ? 16 : fit;
+    const int64_t each = amx ? 16 : 4, fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
+    const int64_t at_most = amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit, most = rows < at_most ? rows : at_most;
     char *scratch = NULL;
+    j.held = (most + each - 1) / each * each; /* tiles have all of their rows */
     if (!part)
         return NOT_HERE;
     if (digits) {
         /* int32 holds the sums of 4096 products of 8 bits; fp32 holds those of 128 without rounding */
-        int64_t longest = digits == 1 ? 4096 : 128;
+        int64_t longest = digits > 1 ? 128 : HAS_AMX && shape[6] >= AMX ? CHUNK : 4096;
         j.per_token = block < 0;
         j.block = block > 0 ? block : j.w.group < longest ? j.w.group : longest;
         if (groups > 1)
@@ -764,13 +812,16 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
         j.blocks = (j.w.padded + j.block - 1) / j.block;
     }
     if (digits || bf16 || offset) {
-        scratch = malloc(most * (4 * groups + 4 * j.blocks + digits * 4 * j.blocks + (bf16 ? 2 : digits) * j.w.padded));
+        j.tiled = amx;
+        j.plane = amx ? ((bf16 ? 2 : 1) * j.w.padded + 63) / 64 * 64 : (bf16 ? 2 : 1) * j.w.padded;
+        j.row = (digits ? digits : 1) * j.plane;
+        scratch = malloc(j.held * (4 * groups + 4 * j.blocks + digits * 4 * j.blocks + j.row) + 64);
         if (!scratch)
             return NO_MEMORY;
         j.group_sums = offset ? (float *)scratch : NULL;
-        j.block_scale = (float *)scratch + most * groups;
-        j.block_start = (int32_t *)(j.block_scale + most * j.blocks);
-        j.codes = (int8_t *)(j.block_start + most * j.blocks * digits);
+        j.block_scale = (float *)scratch + j.held * groups;
+        j.block_start = (int32_t *)(j.block_scale + j.held * j.blocks);
+        j.codes = (int8_t *)(((uintptr_t)(j.block_start + j.held * j.blocks * digits) + 63) / 64 * 64);
     }
     for (int64_t done = 0; done < rows; done += most) {
         j.rows = rows - done < most ? rows - done : most;
@@ -779,6 +830,8 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
         int64_t worth = 1 + panels * PANEL * j.w.padded / WORK_PER_THREAD * j.rows, use = threads < worth ? threads : worth;
         int64_t few = j.rows < 8 ? 1 : use;
         unfit = 0;
+        if (scratch) /* scales of rows that are not there, too: tiles multiply them */
+            memset(scratch, 0, j.held * (groups + j.blocks) * sizeof(float));
         if (digits || bf16)
             run(&j, prepare, j.rows, 1, few);
         if (offset && (!digits || unfit))
@@ -795,6 +848,16 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     return NOT_HERE;
 }
 #endif
+
+/* Whether this process may use AMX from now on. The operating system must be asked once; threads and forked processes may then, too. */
+int nc_low_bit_amx(void)
+{
+#if defined(__x86_64__) && HAS_AMX
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+#else
+    return 0;
+#endif
+}
 
 /* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, table, bias */
 int nc_low_bit_step(const int64_t *how, void *unused, int count, void *const *tensors)

@@ -30,6 +30,7 @@ BF16 = -2
 PANEL, STEP = 16, 32
 #: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
 ISAS = {
+    "amx": (5, ("avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8")),
     "avx512_bf16": (4, ("avx512f", "avx512_vnni", "avx512_bf16")),
     "avx512_vnni": (3, ("avx512f", "avx512_vnni")),
     "avx512": (2, ("avx512f",)),
@@ -49,10 +50,11 @@ def why_unavailable() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, and its address for lists of calls."""
+    """The compiled function, its address for lists of calls, and whether it may use AMX."""
 
     function: Callable[..., int]
     step: int
+    amx: bool
 
 
 @functools.cache
@@ -68,7 +70,7 @@ def _code() -> _Code | str:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
     assert step is not None
-    return _Code(function, step)
+    return _Code(function, step, bool(library.nc_low_bit_amx()))
 
 
 def address() -> int:
@@ -86,8 +88,10 @@ def block_of(kernel: LowBitKernel) -> int | None:
 
 
 def isa() -> int:
-    """The best instruction set that this CPU has and the user allows."""
-    return next(number for number, needed in ISAS.values() if all(feature in cpu.features() for feature in needed))
+    """The best instruction set that this CPU has, and the user and the operating system allow."""
+    code = _code()
+    amx = isinstance(code, _Code) and code.amx
+    return next(n for name, (n, needed) in ISAS.items() if all(f in cpu.features() for f in needed) and (amx or name != "amx"))
 
 
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
