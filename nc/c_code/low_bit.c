@@ -335,7 +335,8 @@ INLINE FOR_AVX512 void finish_512(const struct job *j, int64_t p, int64_t m, __m
             sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(j->w.offset + ((p + v) * groups + g) * PANEL),                    \
                                         _mm512_set1_ps(j->group_sums[g * j->held + m + r]), sum[r][v]);
 
-INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int D)
+/* `ahead`: ask for the codes of one row before they are read; CPUs differ in what that gains (benchmarks/lowbit_kernels.py). */
+INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int D, const int ahead)
 {
     const int64_t groups = j->w.padded / j->w.group, each = j->blocks / groups, panel = j->w.padded * 2 * bits;
     const __m512i half = _mm512_set1_epi8(15);
@@ -363,8 +364,11 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
                 UNROLL for (int v = 0; v < P; v++)
                 {
                     const uint8_t *at = codes[v] + k * 2 * bits;
-                    if (R == 1 && D > 1 && bits == 4) /* work enough to hide it; elsewhere it costs more than it gains */
+                    if (R == 1 && ahead) {
                         _mm_prefetch((const char *)at + 2048, _MM_HINT_T0);
+                        if (bits == 8)
+                            _mm_prefetch((const char *)at + 2048 + 64, _MM_HINT_T0);
+                    }
                     if (bits == 4) {
                         __m512i both = _mm512_loadu_si512(at);
                         low[v] = _mm512_and_si512(both, half);
@@ -403,16 +407,31 @@ INLINE FOR_VNNI void integers_512(const struct job *j, int64_t p, int64_t m, con
 
 INLINE FOR_VNNI void int8_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
 {
-    integers_512(j, p, m, P, R, bits, 1);
+    integers_512(j, p, m, P, R, bits, 1, 0);
+}
+
+INLINE FOR_VNNI void int8_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    integers_512(j, p, m, P, R, bits, 1, 1);
 }
 
 /* Two rows at once: sums of three digits of four would not fit into the registers. */
-INLINE FOR_VNNI void digits_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+INLINE FOR_VNNI void split_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits, const int ahead)
 {
     for (int r = 0; r + 2 <= R; r += 2)
-        integers_512(j, p, m + r, P, 2, bits, DIGITS);
+        integers_512(j, p, m + r, P, 2, bits, DIGITS, ahead);
     if (R == 1)
-        integers_512(j, p, m, P, 1, bits, DIGITS);
+        integers_512(j, p, m, P, 1, bits, DIGITS, ahead);
+}
+
+INLINE FOR_VNNI void digits_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    split_512(j, p, m, P, R, bits, bits == 4);
+}
+
+INLINE FOR_VNNI void digits_ahead_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
+{
+    split_512(j, p, m, P, R, bits, 1);
 }
 
 INLINE FOR_AVX512 void fp32_512(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int bits)
@@ -519,8 +538,8 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
 #endif
 
 /* Panels from start to stop, all rows: tiles of two panels and `most` rows as long as there are so many. For one row and at most `alone`
- * inputs, each panel by itself: then all codes are read in the order in which they lie, which CPUs fetch from memory ahead of time faster
- * than many short pieces of two panels. Longer panels are long enough for that, and two of them read x half as often. */
+ * inputs, each panel by itself: then all codes are read in the order in which they lie, which AMD's CPUs fetch from memory ahead of time
+ * faster than many short pieces of two panels. Longer panels are long enough for that, and two of them read x half as often. */
 #define DEFINE_PART(name, target, tile, bits, most, alone)                     \
     target static void name(const struct job *j, int64_t start, int64_t stop)  \
     {                                                                          \
@@ -550,6 +569,8 @@ INLINE FOR_BF16 void bf16_512(const struct job *j, int64_t p, int64_t m, const i
 
 DEFINE_PART(int8_4_512, FOR_VNNI, int8_512, 4, 4, 4096)
 DEFINE_PART(int8_8_512, FOR_VNNI, int8_512, 8, 4, 4096)
+DEFINE_PART(int8_4_intel, FOR_VNNI, int8_ahead_512, 4, 4, 0)
+DEFINE_PART(int8_8_intel, FOR_VNNI, int8_ahead_512, 8, 4, 0)
 #if HAS_BF16
 DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4, 6, 0)
 #else
@@ -557,6 +578,7 @@ DEFINE_PART(bf16_4_512, FOR_BF16, bf16_512, 4, 6, 0)
 #endif
 DEFINE_PART(digits_4_512, FOR_VNNI, digits_512, 4, 4, 0)
 DEFINE_PART(digits_8_512, FOR_VNNI, digits_512, 8, 4, 0)
+DEFINE_PART(digits_8_intel, FOR_VNNI, digits_ahead_512, 8, 4, 0)
 DEFINE_PART(fp32_4_512, FOR_AVX512, fp32_512, 4, 4, 0)
 DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4, 4096)
 
@@ -757,7 +779,7 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
     if (int8 && isa >= AMX)
         return four ? int8_4_amx : int8_8_amx;
     if (int8 && isa >= AVX512_VNNI)
-        return four ? int8_4_512 : int8_8_512;
+        return __builtin_cpu_is("intel") ? four ? int8_4_intel : int8_8_intel : four ? int8_4_512 : int8_8_512;
     if (int8 && isa == AVX_VNNI)
         return !HAS_AVX_VNNI ? NULL : four ? int8_4_vnni : int8_8_vnni;
     if (int8)
@@ -765,7 +787,7 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
     if (isa >= AMX && w->middle >= 0)
         return four ? digits_4_amx : digits_8_amx;
     if (isa >= AVX512_VNNI && w->middle >= 0)
-        return four ? digits_4_512 : digits_8_512;
+        return four ? digits_4_512 : __builtin_cpu_is("intel") ? digits_8_intel : digits_8_512;
     if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return four ? fp32_4_512 : fp32_8_512;
     return four ? fp32_4_256 : fp32_8_256;
