@@ -262,7 +262,7 @@ INSIDE = {
         ("nc.backends.native.plans", "nc.backends.native.plans.entries"),
         ("nc.backends.native.plans.arena", "nc.backends.native.plans.context", "nc.backends.native.plans.values"),
         ("nc.backends.native.plans.recorder",),
-        ("nc.backends.native.plans.products",),
+        ("nc.backends.native.plans.elementwise", "nc.backends.native.plans.products"),
         ("nc.backends.native.plans.others",),
         ("nc.backends.native.plans.attention", "nc.backends.native.plans.steps"),
         ("nc.backends.native.plans.low_bit",),

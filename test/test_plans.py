@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nc
-from nc.backends import available_backends
+from nc.backends import available_backends, cpu
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans import recorder
@@ -29,6 +29,7 @@ from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
 from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn import providers
+from nc.onednn.descriptions import DST
 from nc.onednn.providers import provider
 from nc.onednn.runner import CompiledRunner, PythonRunner, runner
 
@@ -99,6 +100,44 @@ def test_a_plan_computes_what_the_operators_compute(name):
     found = {entry.primitive.kernel for plan in plans for entry in plan.entries if isinstance(entry, Call)}
     assert found
     assert not any(kernel.startswith("ref") for kernel in found)
+
+
+@pytest.mark.skipif("amx_int8" not in cpu.features(), reason="needs AMX")
+@pytest.mark.parametrize(("channels", "window", "amx"), [(3, 3, False), (3, 7, True), (16, 3, True)])
+def test_small_windows_of_an_image_are_not_multiplied_by_amx(channels, window, amx):
+    """It multiplies 64 values at once; VNNI is faster for 27."""
+    x = torch.randn(2, channels, 20, 20)
+    _, module, call = planned(nn.Sequential(nn.Conv2d(channels, 32, window), nn.ReLU()), x)
+    for each in (x, torch.randn(1, channels, 31, 24)):  # the second plan takes the weight as the first one packed it
+        assert worst_sqnr_db(module(each), call(each)) > 35
+    kernels = [
+        e.primitive.kernel
+        for plan in call._plans.values()
+        for e in plan.entries
+        if isinstance(e, Call) and e.primitive.kind == "convolution"
+    ]
+    assert [("amx" in kernel, kernel.startswith("ref")) for kernel in kernels] == [(amx, False)] * 2
+
+
+def test_operations_of_two_tensors_write_codes():
+    """The product with the gate of a channel is quantized in the same call, where nothing else reads it."""
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.gate, self.b = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            y = F.silu(self.a(x))
+            return self.b(y * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(y, 1))))
+
+    x = torch.randn(2, 4, 12, 12)
+    q, module, call = planned(Gate(), x)
+    assert worst_sqnr_db(module(x), call(x)) > 35
+    assert worst_sqnr_db((q.reference(x),), call(x)) > 35
+    plan = next(iter(call._plans.values()))
+    written = {e.primitive.layouts[DST].dtype for e in plan.entries if isinstance(e, Call) and e.primitive.kind == "binary"}
+    assert written == {torch.uint8}
 
 
 @pytest.mark.parametrize("name", CASES)

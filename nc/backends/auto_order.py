@@ -43,6 +43,8 @@ class Race:
 
 
 RACES: tuple[Race, ...] = (
+    Race("AMX", CONVOLUTIONS, "native", "ipex", 1.68, ("MobileNetV2", "ResNet-50")),
+    Race("AMX", LINEARS, "native", "ipex", 1.34, ("MiniLM", "BERT-base")),
     Race("AVX512-VNNI", CONVOLUTIONS, "native", "ipex", 1.56, ("MobileNetV2", "ResNet-50")),
     Race("AVX512-VNNI", LINEARS, "native", "ipex", 1.13, ("MiniLM", "BERT-base")),
     Race("AVX-512", CONVOLUTIONS, "native", "ipex", 1.81, ("MobileNetV2",)),

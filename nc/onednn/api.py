@@ -22,6 +22,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "primitive_create": (_OUT, _P),
     "primitive_execute": (_P, _P, _I, _P),
     "primitive_desc_query": (_P, _I, _I, _P),
+    "primitive_desc_next_impl": (_P,),
     "primitive_attr_create": (_OUT,),
     "primitive_attr_set_scratchpad_mode": (_P, _I),
     "primitive_attr_set_scales_mask": (_P, _I, _I),
@@ -138,6 +139,10 @@ class Library:
             kind = Unimplemented if status == _UNIMPLEMENTED else BackendError
             msg = f"oneDNN's dnnl_{name} says: {_STATUS[status] if 0 <= status < len(_STATUS) else status}"
             raise kind(msg)
+
+    def advance(self, desc: Handle) -> bool:
+        """Let a primitive descriptor be of the library's next choice of a kernel; False if there is none."""
+        return not self._functions["primitive_desc_next_impl"](desc)
 
     def query(self, name: str, *arguments: Any) -> Any:
         """The result of a function that returns no status."""

@@ -128,6 +128,7 @@ class Geometry:
         after: pads behind the last one.
         dilations: distance of the elements that it reads, 1 for neighbours.
         transposed: the window is written, not read.
+        window: its sizes, where they decide about the kernel.
     """
 
     strides: tuple[int, ...]
@@ -135,3 +136,4 @@ class Geometry:
     after: tuple[int, ...]
     dilations: tuple[int, ...]
     transposed: bool = False
+    window: tuple[int, ...] = ()

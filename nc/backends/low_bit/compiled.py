@@ -193,7 +193,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
 # int8 and fp32 the kernels are the faster ones for any number of rows: `benchmarks/lowbit_kernels.py --crossover`.
 C_INT8 = LowBitKernel(
     name="c int8",
-    what="C of nc: each token in int8, products with codes summed in int32 for each group (VNNI, or AVX2 in 16 bits that can't saturate)",
+    what="C of nc: each token in int8, products with codes summed in int32 for each group (AMX, VNNI, or AVX2 without saturation)",
     bits=(1, 2, 3, 4, 5, 6, 7, 8),
     activations=("int8",),
     group_step=STEP,
@@ -212,7 +212,7 @@ C_INT8_BLOCK32 = dataclasses.replace(
 )
 C_FP32 = LowBitKernel(
     name="c fp32",
-    what="C of nc: codes become fp32 in registers, products and sums in fp32 (AVX-512 or AVX2)",
+    what="C of nc: codes become fp32 in registers, or activations three digits of 8 bits; sums in fp32 (AMX, VNNI, AVX-512 or AVX2)",
     bits=C_INT8.bits,
     floats=("nf4", "af4", "fp4_e2m1"),
     activations=("fp32",),
@@ -226,7 +226,7 @@ C_FP32 = LowBitKernel(
 C_BF16 = dataclasses.replace(
     C_FP32,
     name="c bf16",
-    what="C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AVX512-BF16)",
+    what="C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AMX or AVX512-BF16)",
     bits=(1, 2, 3, 4),
     floats=(),
     activations=("bf16",),

@@ -12,7 +12,7 @@ from torch import fx
 from nc.backends import cpu
 from nc.backends.native.fuse import only_user
 from nc.backends.native.operators import product
-from nc.backends.native.plans.others import combine
+from nc.backends.native.plans.elementwise import combine
 from nc.backends.native.plans.products import in_rows, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, low_bit, others, products, steps
+from nc.backends.native.plans import attention, elementwise, low_bit, others, products, steps
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Plan
 from nc.backends.native.plans.recorder import Handler, Recorder
@@ -45,7 +45,7 @@ class Otherwise(Protocol):
 
 
 _Key = tuple[Any, ...]
-_HANDLERS = {**products.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS}
+_HANDLERS = {**products.HANDLERS, **elementwise.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS}
 _LATER = {**products.LATER, **others.LATER}
 #: Of graphs of one token, whose operators are small.
 SMALL_HANDLERS = {**_HANDLERS, **steps.HANDLERS}

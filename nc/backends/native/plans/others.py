@@ -1,4 +1,4 @@
-"""Operators between the products as primitives: conversions, pools, norms, and functions of each element."""
+"""Operators between the products as primitives: conversions, pools, norms, and what moves tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.plans.elementwise import apply, combine, dense_strides, flat, is_dense, sides_of
 from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced
@@ -30,6 +31,8 @@ from nc.ops import quantize_per_tensor
 
 _onednn, _aten = torch.ops.onednn, torch.ops.aten
 _SPATIAL = (4, 5)
+#: Like a `Handler`, for operators that write codes: scale, zero point and dtype of these come last.
+WithCodes = Callable[[Recorder, fx.Node, Later, float, int, torch.dtype], Traced | None]
 
 
 def to_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -45,9 +48,9 @@ def to_int8(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced |
     limits = a["quant_min"], a["quant_max"]
     if limits != (-128, 127):  # a conversion knows the limits of its dtype only
         x = recorder.read(x)
-        if x is None or x.tensor.dtype is not torch.float32 or not _is_dense(x.tensor):
+        if x is None or x.tensor.dtype is not torch.float32 or not is_dense(x.tensor):
             return None
-        x = _apply(recorder, node, x, Eltwise("clip", *((limit - zero_point) * scale for limit in limits)))
+        x = apply(recorder, node, x, Eltwise("clip", *((limit - zero_point) * scale for limit in limits)))
     return _to_codes(recorder, node, x, scale, zero_point, torch.int8)
 
 
@@ -59,12 +62,15 @@ def _to_codes(recorder: Recorder, node: fx.Node, value: Any, scale: float, zero_
     x = recorder.read(value)
     if x is None or x.tensor.dtype is not torch.float32:
         return None
-    sizes = x.tensor.shape
-    images = x.tensor.dim() in _SPATIAL and _read_by_convolutions(node)
-    strides = channels_last_strides(sizes) if images else _dense_strides(x.tensor)
-    result = recorder.new(sizes, strides, dtype)
+    result = recorder.new(x.tensor.shape, _strides_of_codes(node, x.tensor), dtype)
     convert(recorder, node, x, result, DST, scale, zero_point)
     return result
+
+
+def _strides_of_codes(node: fx.Node, x: torch.Tensor) -> tuple[int, ...]:
+    """How the codes of a tensor lie, for what reads them."""
+    images = x.dim() in _SPATIAL and _read_by_convolutions(node)
+    return channels_last_strides(x.shape) if images else dense_strides(x)
 
 
 def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -72,7 +78,7 @@ def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     x, scale, zero_point = recorder.read(a["0"]), a["1"], a["2"]
     if x is None:
         return None
-    result = recorder.new(x.tensor.shape, _dense_strides(x.tensor), torch.float32)
+    result = recorder.new(x.tensor.shape, dense_strides(x.tensor), torch.float32)
     convert(recorder, node, x, result, SRC, scale, zero_point)
     return result
 
@@ -173,84 +179,19 @@ def _pool(
     return result
 
 
-def _unary(name: str, alpha: float = 0.0, beta: float = 0.0) -> Handler:
-    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-        return _elementwise(recorder, node, a, Eltwise(name, alpha, beta))
+def _binary_to_codes(name: str) -> WithCodes:
+    """The same where the result is codes that lie as the larger side does."""
+
+    def handler(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
+        sides = sides_of(recorder, name, later.named)
+        if sides is None or tuple(sides[0].tensor.stride()) != _strides_of_codes(node, sides[0].tensor):
+            return None
+        x, y = sides
+        target = Desc(tuple(x.tensor.shape), tuple(x.tensor.stride()), dtype)
+        result: Traced | None = recorder.first_possible(lambda: combine(recorder, later.node, name, x, y, target, (scale, zero_point)))
+        return result
 
     return handler
-
-
-def gelu(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """`aten::gelu`."""
-    return _elementwise(recorder, node, a, Eltwise("gelu_tanh" if a["approximate"] == "tanh" else "gelu_erf"))
-
-
-def _elementwise(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], operation: Eltwise) -> Traced | None:
-    x = recorder.read(a.get("self", a.get("input")))
-    if x is None or x.tensor.dtype is not torch.float32 or not _is_dense(x.tensor):
-        return None
-    return _apply(recorder, node, x, operation)
-
-
-def _apply(recorder: Recorder, node: fx.Node, x: Traced, operation: Eltwise) -> Traced:
-    """A function of each element of a dense fp32 tensor."""
-    result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
-    source, target = _flat(x, result)
-    primitive = recorder.maker.eltwise(operation, source, target, Attributes())
-    recorder.call(primitive, {SRC: x, DST: result}, node)
-    return result
-
-
-def _binary(name: str) -> Handler:
-    def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-        x, y = recorder.read(a["self"]), recorder.read(a["other"])
-        if x is None or y is None or a.get("alpha", 1) != 1 or {x.tensor.dtype, y.tensor.dtype} != {torch.float32}:
-            return None
-        if name in ("add", "mul") and not _covers(x.tensor, y.tensor):
-            x, y = y, x
-        if not _covers(x.tensor, y.tensor) or not _is_dense(x.tensor):
-            return None
-        return combine(recorder, node, name, x, y)
-
-    return handler
-
-
-def combine(
-    recorder: Recorder,
-    node: fx.Node,
-    name: str,
-    x: Traced,
-    y: Traced,
-    target: Desc | None = None,
-    qparams: tuple[float, int] | None = None,
-) -> Traced:
-    """A dense fp32 tensor, and one with another that is not larger.
-
-    Args:
-        recorder: of the plan.
-        node: what it is for.
-        name: one of `BINARY`.
-        x: the dense tensor.
-        y: the other.
-        target: how the result lies; None: as `x`, in fp32.
-        qparams: scale and zero point of the result where it is codes.
-    """
-    second = Traced(y.tensor[(None,) * (x.tensor.dim() - y.tensor.dim())], y.root)
-    target = target or Desc(tuple(x.tensor.shape), tuple(x.tensor.stride()), torch.float32)
-    result = recorder.new(target.sizes, target.strides, target.dtype)
-    attributes = Attributes()
-    if qparams is not None:
-        scale, zero_point = qparams
-        attributes = Attributes(post_ops=(Eltwise("linear", 1.0 / scale, float(zero_point)),))
-    left, right, written = _flat(x, second, result)
-    primitive = recorder.maker.binary(name, left, right, written, attributes)
-    recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
-    return result
-
-
-def _covers(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether an operation of both has the shape of `x`."""
-    return x.dim() >= y.dim() and all(n in (1, m) for m, n in zip(reversed(x.shape), reversed(y.shape), strict=False))
 
 
 def duplicate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -262,7 +203,7 @@ def duplicate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced
     if wanted is torch.channels_last and x.tensor.dim() == 4:
         strides = channels_last_strides(x.tensor.shape)
     elif wanted in (None, torch.preserve_format) and node.target is _aten.clone.default:
-        strides = _dense_strides(x.tensor)
+        strides = dense_strides(x.tensor)
     else:
         strides = contiguous_strides(x.tensor.shape)
     if node.target is _aten.contiguous.default and tuple(x.tensor.stride()) == strides:
@@ -302,7 +243,7 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
 
 def convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes: int, scale: float, zero_point: int) -> None:
     """Convert between fp32 and the codes of one side, `SRC` or `DST`."""
-    source, target = _flat(x, result)
+    source, target = flat(x, result)
     in_order = codes == DST and len(source.sizes) == 1
     if in_order and recorder.first_possible(lambda: _scaled(recorder, node, (x, source), (result, target), scale, zero_point)):
         return
@@ -324,33 +265,10 @@ def _scaled(recorder: Recorder, node: fx.Node, x: tuple[Traced, Desc], result: t
     return True
 
 
-def _flat(*tensors: Traced) -> list[Desc]:
-    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps, else as they lie.
-
-    Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of the dimensions.
-    """
-    first = tensors[0].tensor
-    if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and _is_dense(t.tensor) for t in tensors):
-        return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
-    strides = first.stride()
-    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
-    return [Desc.of(t.tensor.permute(order)) for t in tensors]
-
-
 def _read_by_convolutions(node: fx.Node) -> bool:
     """Whether some convolution reads a node's codes, perhaps padded."""
     names = "onednn.qconv", "nc_native.qconv"
     return any(str(user.target).startswith(names) or (user.target in PADS and _read_by_convolutions(user)) for user in node.users)
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a new tensor that keeps the order of the dimensions in memory."""
-    return tuple(torch.empty_like(tensor, device="meta").stride())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of at least one element lies without gaps, whatever the order of its dimensions."""
-    return tensor.numel() > 0 and tuple(tensor.stride()) == _dense_strides(tensor)
 
 
 def _is_plain(x: Traced) -> bool:
@@ -363,10 +281,14 @@ def _only_quantized(node: fx.Node) -> bool:
 
 
 #: What can write codes itself.
-_WITH_CODES: Mapping[Any, Callable[[Recorder, fx.Node, Later, float, int, torch.dtype], Traced | None]] = {
+_WITH_CODES: Mapping[Any, WithCodes] = {
     _aten.softmax.int: softmax_to_codes,
     _aten._softmax.default: softmax_to_codes,
     _aten.layer_norm.default: layer_norm_to_codes,
+    _aten.add.Tensor: _binary_to_codes("add"),
+    _aten.sub.Tensor: _binary_to_codes("sub"),
+    _aten.mul.Tensor: _binary_to_codes("mul"),
+    _aten.div.Tensor: _binary_to_codes("div"),
 }
 LATER: Mapping[Any, Callable[[fx.Node], bool]] = dict.fromkeys(_WITH_CODES, _only_quantized)
 HANDLERS: Mapping[Any, Handler] = {
@@ -379,18 +301,6 @@ HANDLERS: Mapping[Any, Handler] = {
     _aten._softmax.default: softmax,
     _aten.adaptive_avg_pool2d.default: global_mean,
     _aten.mean.dim: global_mean,
-    _aten.relu.default: _unary("relu"),
-    _aten.sigmoid.default: _unary("logistic"),
-    _aten.tanh.default: _unary("tanh"),
-    _aten.silu.default: _unary("swish", 1.0),
-    _aten.hardswish.default: _unary("hardswish", 1 / 6, 0.5),
-    _aten.hardsigmoid.default: _unary("hardsigmoid", 1 / 6, 0.5),
-    _aten.relu6.default: _unary("clip", 0.0, 6.0),
-    _aten.gelu.default: gelu,
-    _aten.add.Tensor: _binary("add"),
-    _aten.sub.Tensor: _binary("sub"),
-    _aten.mul.Tensor: _binary("mul"),
-    _aten.div.Tensor: _binary("div"),
     _aten.clone.default: duplicate,
     _aten.contiguous.default: duplicate,
     _aten.reshape.default: reshape,

@@ -101,6 +101,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         tuple(p + q for p, q in zip(pads, before or [0] * dims, strict=True)),
         tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
         _each(a["dilation"], dims),
+        window=tuple(weight.tensor.shape[2:]),
     )
     sizes = x.tensor.shape[0], weight.tensor.shape[0], *_output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
     dtype = a["output_dtype"] or torch.uint8
