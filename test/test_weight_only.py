@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -315,12 +316,30 @@ def test_a_copy_has_hooks_of_its_own():
     assert seen == ["called"]
 
 
-def test_hooks_that_compute_the_float_weight_end_with_it():
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("how", [lambda m: prune.l1_unstructured(m, "weight", amount=0.5), nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_hooks_that_compute_the_float_weight_end_with_it(how, inplace):
     model = mlp()
-    prune.l1_unstructured(model[0], "weight", amount=0.5)
-    q = quantize(model, WeightOnlyConfig("int8", group_size=-1), inplace=True)
-    assert (q[0].packed.dequantize() == 0).float().mean() >= 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own successors are parametrizations
+        how(model[0])
+    model[0].eval()(X)
+    expected, weight = model(X), model[0].weight.detach().clone()
+    q = quantize(model, WeightOnlyConfig("int8", group_size=-1), inplace=inplace)
+    assert (q[0].packed.dequantize() - weight).abs().max() < weight.abs().max() / 200
     assert q(X).isfinite().all()
+    if not inplace:
+        assert torch.equal(model(X), expected)
+        assert torch.equal(model[0].weight, weight)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(32, 0), (0, 32)])
+def test_weights_without_elements_stay_as_they_are(sizes):
+    model = nn.Sequential(nn.Linear(*sizes), nn.Linear(32, 32)).eval()
+    assert "its weight has no elements" in str(describe(model, WeightOnlyConfig(group_size=32)))
+    q = quantize(model, WeightOnlyConfig(group_size=32))
+    assert [type(layer) for layer in q] == [nn.Linear, QuantLinear]
 
 
 def test_a_model_that_is_one_linear_is_refused_with_the_way_out():

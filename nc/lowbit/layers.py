@@ -119,7 +119,7 @@ def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) ->
     weight = module.weight
     if not isinstance(weight, torch.Tensor) or weight.dtype not in _FLOATS:
         return Cause.NOT_FLOAT(dtype=getattr(weight, "dtype", type(weight).__name__))
-    return None
+    return None if weight.numel() else Cause.NO_ELEMENTS()
 
 
 def _computes_a_linear(module: torch.nn.Module) -> bool:

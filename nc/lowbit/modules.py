@@ -67,6 +67,7 @@ def own_weights(module: torch.nn.Module) -> None:
 
 
 def sharing(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model that shares its parameters and buffers."""
-    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    """A copy of a model that shares its parameters, its buffers, and the weights that hooks compute from them (pruning, weight_norm)."""
+    computed = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers(), *computed)}
     return copy.deepcopy(model, memo)
