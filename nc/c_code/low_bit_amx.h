@@ -114,13 +114,13 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
     const int step = block % 64 || j->w.padded % 64 ? 32 : 64; /* the last block may be shorter */
     _Alignas(64) int8_t codes[2 * CHUNK * PANEL];
     _Alignas(64) float sum[2][AMX_ROWS_AT_ONCE * PANEL];
-    _Alignas(64) int32_t acc[2 * DIGITS][TILE * PANEL];
+    _Alignas(64) int32_t acc[2 * DIGITS][TILE * PANEL] = {0};
     struct scales scales[CHUNK / 32];
     configure(many, step);
     for (int64_t p = start; p < stop; p += 2) {
         const int two = p + 1 < stop;
-        memset(sum, 0, sizeof sum[0] / AMX_ROWS_AT_ONCE * many);
-        memset(sum[1], 0, sizeof sum[1] / AMX_ROWS_AT_ONCE * many);
+        for (int v = 0; v < 2; v++)
+            memset(sum[v], 0, sizeof(float) * PANEL * ((many + TILE - 1) / TILE * TILE));
         for (int64_t first = 0; first < j->blocks; first += at_once) {
             const int64_t last = first + at_once < j->blocks ? first + at_once : j->blocks, from = first * block;
             const int64_t to = last * block < j->w.padded ? last * block : j->w.padded;
@@ -137,10 +137,9 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
             WRITTEN();
             for (int64_t m = 0; m < many; m += TILE) {
                 const int8_t *x = codes_at(j, m, 0, 0);
-                const float *by = j->block_scale + m + first * j->held, *group_sum = NULL;
+                const float *by = j->block_scale + m + first * j->held;
                 float *left = sum[0] + m * PANEL, *right = sum[1] + m * PANEL;
-                int64_t b = 0;
-                for (;;) { /* sums of a block are scaled while tiles multiply the next one */
+                for (int64_t b = 0; b <= last - first; b++) { /* sums of a block are scaled while tiles multiply the next one */
                     if (b)
                         store(acc, D);
                     if (b < last - first) {
@@ -148,15 +147,12 @@ INLINE FOR_AMX void integers_amx(const struct job *j, int64_t start, int64_t sto
                         multiply(x, j->plane, codes, from, k, end, step, D);
                     }
                     if (b) {
-                        const struct scales *s = scales + b - 1;
-                        if (s->adds)
-                            group_sum = j->group_sums + m + (first + b - 1) / each * j->held;
-                        add_block(by + (b - 1) * j->held, group_sum, s, 0, acc, left, D);
+                        const struct scales *before = scales + b - 1;
+                        const float *group_sum = before->adds ? j->group_sums + m + (first + b - 1) / each * j->held : NULL;
+                        add_block(by + (b - 1) * j->held, group_sum, before, 0, acc, left, D);
                         if (two)
-                            add_block(by + (b - 1) * j->held, group_sum, s, 1, acc, right, D);
+                            add_block(by + (b - 1) * j->held, group_sum, before, 1, acc, right, D);
                     }
-                    if (b++ == last - first)
-                        break;
                 }
             }
         }
@@ -185,11 +181,12 @@ FOR_AMX static void bf16_4_amx(const struct job *j, int64_t start, int64_t stop)
     const int64_t groups = j->w.padded / j->w.group, group = j->w.group, many = j->rows;
     _Alignas(64) uint16_t codes[2 * CHUNK * PANEL];
     _Alignas(64) float sum[2][AMX_ROWS_AT_ONCE * PANEL];
-    _Alignas(64) float acc[2][TILE * PANEL];
+    _Alignas(64) float acc[2][TILE * PANEL] = {0};
     configure(many, 64);
     for (int64_t p = start; p < stop; p += 2) {
         const int two = p + 1 < stop;
-        memset(sum, 0, sizeof sum);
+        for (int v = 0; v < 2; v++)
+            memset(sum[v], 0, sizeof(float) * PANEL * ((many + TILE - 1) / TILE * TILE));
         for (int64_t from = 0, to; from < j->w.padded; from = to) {
             const int64_t whole = (from / group + CHUNK / group) * group, end = (from / group + 1) * group; /* groups that fit, or a part of one */
             to = whole > from ? whole : from + CHUNK < end ? from + CHUNK : end;
