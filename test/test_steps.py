@@ -1,9 +1,12 @@
 """Small operators in C, against torch in float64: values, strides, dtypes, and what they leave to torch."""
 
+import struct
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import quantized
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -12,8 +15,9 @@ from nc.backends.native.plans import model as planning
 from nc.backends.native.plans import steps
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
+from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn.providers import provider
-from nc.onednn.runner import PythonRunner, runner
+from nc.onednn.runner import PythonRunner, call_once, runner
 
 pytestmark = pytest.mark.skipif(
     bool(available_backends()["native"] or steps.why_unavailable()), reason=available_backends()["native"] or steps.why_unavailable()
@@ -368,3 +372,30 @@ def test_concatenation_of_nothing():
         return aten.cat.default([aten.slice.Tensor(x, 0, 0, 0), aten.slice.Tensor(x, 0, 0, 0)]), aten.mul.Tensor(x, 2.0)
 
     assert planned(function)(torch.randn(2, 3))[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("zero_point", [0, 114, 255])
+def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
+    for images, rows, columns in ((1, 1, 1), (2, 5, 51), (1, 16, 16), (3, 100, 129)):
+        x = torch.randn(images, 3, rows, columns) * 100
+        x[..., -1, -1] = torch.tensor([float("inf"), float("-inf"), 3e38])
+        x[0, 0, 0, 0] = 0.625  # between two codes: to the even one
+        y = torch.zeros(images, rows * columns, 3, dtype=torch.uint8)
+        (bits,) = struct.unpack("<i", struct.pack("<f", 4.0))
+        call_once(steps.function("image"), [images, rows * columns, zero_point, bits, threads], [y, x])
+        expected = torch.clamp(torch.round(x.double() * 4) + zero_point, 0, 255).to(torch.uint8)
+        assert torch.equal(y.view(images, rows, columns, 3).permute(0, 3, 1, 2), expected)
+    x[0, 1, 0, 0] = float("nan")
+    call_once(steps.function("image"), [images, rows * columns, zero_point, bits, threads], [y, x])
+    assert y[0, 0, 1] == 0
+    assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
+
+
+def test_a_plan_quantizes_images_by_the_function():
+    x = torch.randn(2, 3, 20, 23)
+    q = quantized(nn.Conv2d(3, 8, 3).eval(), x, None, "native")
+    kernels = [kernel.implementation for step in q.report(profile_inputs=x).profile.steps for kernel in step.kernels]
+    assert "c:image" in kernels
+    for each in (x, torch.randn(1, 3, 31, 18), x.to(memory_format=torch.channels_last)):
+        assert worst_sqnr_db((q.reference(each),), (q(each),)) > 40

@@ -383,6 +383,68 @@ int nc_step_attention(const int64_t *how, void *unused, int count, char *const *
     return 0;
 }
 
+enum { PIXELS = 256 }; /* of an image that are quantized at once */
+
+struct image {
+    const int64_t *how;
+    const float *x;
+    uint8_t *y;
+    float inverse;
+};
+
+FOR_EACH_CPU static void quantize_pixels(const struct image *job, int64_t unit)
+{
+    const int64_t pixels = job->how[1], units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
+    const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
+    const float zero_point = (float)job->how[2], low = -zero_point, high = 255 - zero_point;
+    uint8_t *restrict y = job->y + (image * pixels + start) * 3;
+    uint8_t codes[3][PIXELS];
+    for (int c = 0; c < 3; c++) {
+        const float *x = job->x + (image * 3 + c) * pixels + start;
+        for (int64_t i = 0; i < n; i++) {
+            float value = rintf(x[i] * job->inverse);
+            value = value > low ? value : low; /* also where it is not a number */
+            value = value < high ? value : high;
+            codes[c][i] = (uint8_t)(int)(value + zero_point);
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        y[3 * i] = codes[0][i];
+        y[3 * i + 1] = codes[1][i];
+        y[3 * i + 2] = codes[2][i];
+    }
+}
+
+static void quantize_images(const struct image *job, int64_t part, int64_t parts)
+{
+    const int64_t units = job->how[0] * ((job->how[1] + PIXELS - 1) / PIXELS);
+    for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; unit++)
+        quantize_pixels(job, unit);
+}
+
+static void share_images(void *data)
+{
+    quantize_images(data, gomp_thread(), gomp_threads());
+}
+
+/* Codes of images with three channels, fp32 [images, 3, pixels] as uint8 [images, pixels, 3].
+ *
+ * how: images, pixels, zero point, the bits of 1 / scale (a float), threads; tensors: y, x
+ */
+int nc_step_image(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct image job = {.how = how, .x = (const float *)tensors[1], .y = (uint8_t *)tensors[0]};
+    const int64_t worth = 1 + how[0] * how[1] / 8192, threads = how[4] < worth ? how[4] : worth;
+    const uint32_t bits = (uint32_t)how[3];
+    (void)unused, (void)count;
+    memcpy(&job.inverse, &bits, 4);
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share_images, &job, (unsigned)threads, 0);
+    else
+        quantize_images(&job, 0, 1);
+    return 0;
+}
+
 /* Memory of a list whose address is known at each call only: see runner.c. */
 int nc_step_set(void *place, void *address)
 {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.backends.native.plans import steps
 from nc.backends.native.plans.elementwise import apply, combine, dense_strides, flat, is_dense, sides_of
 from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
@@ -62,7 +63,12 @@ def _to_codes(recorder: Recorder, node: fx.Node, value: Any, scale: float, zero_
     x = recorder.read(value)
     if x is None or x.tensor.dtype is not torch.float32:
         return None
-    result = recorder.new(x.tensor.shape, _strides_of_codes(node, x.tensor), dtype)
+    strides = _strides_of_codes(node, x.tensor)
+    if dtype is torch.uint8 and strides == channels_last_strides(x.tensor.shape) and x.tensor.dim() == 4:
+        codes = steps.image_to_codes(recorder, node, x, scale, zero_point)
+        if codes is not None:
+            return codes
+    result = recorder.new(x.tensor.shape, strides, dtype)
     convert(recorder, node, x, result, DST, scale, zero_point)
     return result
 

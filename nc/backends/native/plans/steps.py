@@ -46,7 +46,8 @@ def _functions() -> Mapping[str, Function] | str:
         return str(error)
     place = _address(library, "nc_step_set")
     return {
-        name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "layer_norm", "place", "attention")
+        name: Function(name, _address(library, f"nc_step_{name}"), place)
+        for name in ("map", "mean", "layer_norm", "place", "attention", "image")
     }
 
 
@@ -83,6 +84,25 @@ def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, x: 
     numbers = [_OPERATORS.index(operation), *(_DTYPES[value.tensor.dtype] for value in (*given, x)[:3]), len(sizes), *sizes]
     numbers += [stride for each in (*strides, strides[-1])[:3] for stride in each]
     recorder.call_function(function("map"), numbers, given, node)
+
+
+def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, zero_point: int) -> Traced | None:
+    """uint8 codes of images with three channels, with these next to each other: oneDNN takes 4 to 10 times as long for so few."""
+    tensor = x.tensor
+    if (
+        why_unavailable()
+        or tensor.dim() != 4
+        or tensor.shape[1] != 3
+        or not tensor.numel()
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+    ):
+        return None
+    images, channels, rows, columns = tensor.shape
+    result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
+    (bits,) = struct.unpack("<i", struct.pack("<f", 1.0 / scale))
+    recorder.call_function(function("image"), [images, rows * columns, zero_point, bits, openmp.threads()], [result, x], node)
+    return result
 
 
 def as_fp32(recorder: Recorder, node: fx.Node, x: Traced) -> Traced:
