@@ -222,9 +222,9 @@ MUTATIONS = (
     Mutation(
         "packed-shapes",
         "packed weights of another size than their format says are not loaded",
-        "lowbit/artefact.py",
-        "if found != expected:",
-        "if set(found) != set(expected):",
+        "numerics/packed_weight.py",
+        "if found.get(name) != expected.get(name)",
+        "if (name in found) != (name in expected)",
         ("weights_artefact",),
     ),
     Mutation(
