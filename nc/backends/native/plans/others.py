@@ -64,7 +64,7 @@ def _to_codes(recorder: Recorder, node: fx.Node, value: Any, scale: float, zero_
     if x is None or x.tensor.dtype is not torch.float32:
         return None
     strides = _strides_of_codes(node, x.tensor)
-    if dtype is torch.uint8 and strides == channels_last_strides(x.tensor.shape) and x.tensor.dim() == 4:
+    if dtype is torch.uint8 and x.tensor.dim() == 4 and strides == channels_last_strides(x.tensor.shape):
         codes = steps.image_to_codes(recorder, node, x, scale, zero_point)
         if codes is not None:
             return codes
