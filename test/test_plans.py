@@ -20,7 +20,7 @@ import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans import model as planning
-from nc.backends.native.plans import recorder
+from nc.backends.native.plans import avx2, recorder
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
 from nc.backends.passes import run_passes
@@ -161,6 +161,13 @@ def _looked_up(self, x):
     return self.c(self.table(codes.sum(-1)))
 
 
+@pytest.fixture
+def onednn_alone(monkeypatch):
+    """Without the functions in C for CPUs with AVX2."""
+    monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")
+
+
+@pytest.mark.usefixtures("onednn_alone")
 @pytest.mark.parametrize("most", [0, 2**29])
 @pytest.mark.parametrize("reads", [False, True])
 def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
@@ -183,6 +190,7 @@ def test_making_a_plan_computes_only_what_torch_reads(monkeypatch, reads, most):
     assert [p for p in made if p.kind == "matmul"] == (products if not most else products[:2] if reads else [])
 
 
+@pytest.mark.usefixtures("onednn_alone")
 def test_layers_that_are_alike_share_a_primitive():
     """Those with other sizes, or with something else behind the product, have their own."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 8))

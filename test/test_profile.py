@@ -182,7 +182,7 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     for op in weighted:
         kernel = kernels[op.operator]
         assert (op.ran, kernel.reads) == ("int8", ("u8", "s8"))
-        assert any(name in kernel.implementation for name in ("jit", "brg", "gemm")), kernel
+        assert any(name in kernel.implementation for name in ("jit", "brg", "gemm", "avx2")), kernel
         assert str(kernel) in op.kernel
         assert op.share > 0
     assert sum(report.profile.parts().values()) == pytest.approx(1)
@@ -224,7 +224,7 @@ def test_other_inputs_than_the_examples(backend):
     json.dumps(report.to_dict())
     plain = q.report()
     assert (plain.profile, {op.share for op in plain.ops}) == (None, {None})
-    assert {op.kernel.partition(" ")[0] for op in plain.ops} == ({"matmul"} if backend == "native" else {""})
+    assert {op.kernel.partition(" ")[0] for op in plain.ops} <= ({"matmul", "function"} if backend == "native" else {""})
     assert "share" not in str(plain)
 
 

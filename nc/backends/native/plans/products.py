@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import prepack, transposed_convolution
+from nc.backends.native.plans import avx2
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Codes, Later, Traced
 from nc.errors import BackendError
@@ -71,6 +72,9 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
             return None
         post_ops = (BinaryOp("add", added.desc), *post)
         tensors[POST_OP | SRC_1] = added
+    product = avx2.Product(rows, flat, weight, scales, bias, post_ops, tensors.get(POST_OP | SRC_1))
+    if avx2.multiply(recorder, node, a, product):
+        return result
     attributes = _attributes(a, tensors, scales, 1 << 1, result.tensor.dtype, post_ops)
     bias_desc = None if bias is None else Desc.dense((1, outputs), torch.float32)
     if bias is not None:
@@ -116,6 +120,9 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
     else:
         result = recorder.new(sizes, channels_last_strides(sizes), dtype)
     groups = a["groups"]
+    product = avx2.Product(x, result, weight, scales, bias, post, geometry=geometry, groups=groups)
+    if avx2.multiply(recorder, node, a, product):
+        return result
     shape = (groups, weight.tensor.shape[0] // groups, *weight.tensor.shape[1:]) if groups > 1 else tuple(weight.tensor.shape)
     tensors: dict[int, Any] = {SRC: x, DST: result}
     attributes = _attributes(a, tensors, scales, 3 if groups > 1 else 1, dtype, post)

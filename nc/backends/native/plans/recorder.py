@@ -48,7 +48,15 @@ from nc.onednn.runner import Function, call_once
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 #: Bytes that calls which wait may keep from being free.
 _MOST_HELD = 2**29
-_SHORT = {torch.uint8: "u8", torch.int8: "s8", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int32: "s32"}
+_SHORT = {
+    torch.uint8: "u8",
+    torch.int8: "s8",
+    torch.int16: "s16",
+    torch.int32: "s32",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
 
 
 Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
@@ -182,13 +190,23 @@ class Recorder:
         self._wait(lambda: run_once(self.maker, primitive, now))
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
 
-    def call_function(self, function: Function, numbers: Sequence[int], tensors: Sequence[Traced | torch.Tensor], node: fx.Node) -> None:
-        """Append a call of a function in C, to be made when its result, the first of the tensors, is read."""
+    def call_function(
+        self, function: Function, numbers: Sequence[int], tensors: Sequence[Traced | torch.Tensor], node: fx.Node, factors: int = 1
+    ) -> None:
+        """Append a call of a function in C, to be made when its result, the first of the tensors, is read.
+
+        Args:
+            function: what is called.
+            numbers: its first argument.
+            tensors: what it writes, then what it reads.
+            node: what it is for.
+            factors: how many of the tensors that it reads a profile names.
+        """
         now = [value.tensor if isinstance(value, Traced) else value for value in tensors]
         references = [self._ref(value) if isinstance(value, Traced) else Constant(value) for value in tensors]
         self._wait(lambda: call_once(function, numbers, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
-        kernel = Kernel("function", f"c:{function.name}", tuple(reads[:1]), written, 0.0)
+        kernel = Kernel("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
         step = dataclasses.replace(describe(node, CONVERTERS), kernels=(kernel,))
         self._entries.append(FunctionCall(function, tuple(numbers), references, step))
 
@@ -214,10 +232,11 @@ class Recorder:
                 return primitive, (layout, bytes_)
         primitive = make(desc)
         layout = primitive.layouts[WEIGHTS]
-        known.append((layout, packed(self.maker, self._in_memory(weight), desc, layout, self._scratch)))
+        known.append((layout, packed(self.maker, self.in_memory(weight), desc, layout, self._scratch)))
         return primitive, known[-1]
 
-    def _in_memory(self, weight: Codes) -> torch.Tensor:
+    def in_memory(self, weight: Codes) -> torch.Tensor:
+        """The codes of a weight, made again where their memory was given back."""
         if not weight.tensor.is_meta:
             return weight.tensor
         if self._restored is None:

@@ -68,6 +68,7 @@ class Weights:
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, Desc], list[tuple[Layout, torch.Tensor]]] = {}
+        self._formed: dict[tuple[str, str], tuple[torch.Tensor, ...]] = {}
         #: Makes the lowered graph again, with the codes that `forget` gave back.
         self.again: Callable[[], fx.GraphModule] | None = None
 
@@ -75,9 +76,17 @@ class Weights:
         """The layouts that there are of a weight."""
         return self._packed.setdefault((weight.name, desc), [])
 
+    def formed(self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """What a function in C reads of a weight in this form; made once."""
+        key = weight.name, form
+        if key not in self._formed:
+            self._formed[key] = make()
+        return self._formed[key]
+
     def size(self) -> int:
         """Bytes."""
-        return sum(packed.numel() for layouts in self._packed.values() for _, packed in layouts)
+        packed = [packed for layouts in self._packed.values() for _, packed in layouts]
+        return sum(tensor.nbytes for tensors in (packed, *self._formed.values()) for tensor in tensors)
 
 
 def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,228 @@
+"""Linears, 1 x 1 and depthwise convolutions as functions in C (`nc/c_code/products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
+
+There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum (docs/benchmarks.md). What the
+functions can't do is left to oneDNN, whose convolutions with larger windows are as fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends import cpu
+from nc.backends.native.plans import steps
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Codes, Traced
+from nc.c_code import openmp
+from nc.c_code.build import load
+from nc.errors import BackendUnavailableError
+from nc.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
+from nc.onednn.runner import Function, call_once
+
+#: CPUs with one of these have other kernels in oneDNN.
+_OTHERS = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
+#: Numbers of the operations in the C code, and of what is added.
+_OPERATIONS = ("identity", "relu", "leaky_relu", "clip", "hardswish", "swish", "gelu_tanh", "gelu_erf")
+_CODES_IN_PLACE, _FP32_IN_PLACE, _FP32_OTHER = 1, 2, 3
+#: As in the C code: outputs of a panel, the fewest that one is filled up to, the most positions of a window.
+_PANEL, _WIDTH, _TAPS = 16, 8, 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What a linear or convolution computes.
+
+    Attributes:
+        x: codes [rows, K] whose rows may have gaps, or [N, C, ...] with channels last.
+        result: fp32 or codes [rows, outputs], or [N, outputs, ...] with channels last.
+        weight: codes [outputs, K], or [outputs, C / groups, ...].
+        scales: of the weight, one or one for each output.
+        bias: fp32, or None.
+        post_ops: what follows, in order.
+        other: what a `BinaryOp` adds.
+        geometry: how the window moves; None for a linear.
+        groups: of the channels.
+    """
+
+    x: Traced
+    result: Traced
+    weight: Codes
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    post_ops: tuple[PostOp, ...]
+    other: Traced | None = None
+    geometry: Geometry | None = None
+    groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _After:
+    """What follows a sum: what is added (0: nothing), its scale and zero point, the operation and its two numbers."""
+
+    added: int = 0
+    scale: float = 1.0
+    zero_point: int = 0
+    operation: int = 0
+    alpha: float = 0.0
+    beta: float = 0.0
+
+
+@functools.cache
+def _functions() -> Mapping[str, Function] | str:
+    """The functions by name, or why there are none."""
+    if why := steps.why_unavailable():
+        return why
+    try:
+        library = load("products")
+        openmp.connect(library)
+    except (BackendUnavailableError, OSError) as error:
+        return str(error)
+    names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
+    addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
+    return {name: steps.of_address(f"{name} avx2", address) for name, address in addresses.items()}
+
+
+def why_unavailable() -> str:
+    """Why these functions are not used here; "" when they are."""
+    features = cpu.features()
+    if "avx2" not in features:
+        return "this CPU has no AVX2"
+    other = next((name for name in _OTHERS if name in features), "")
+    if other:
+        return f"oneDNN has kernels for {other}"
+    found = _functions()
+    return found if isinstance(found, str) else ""
+
+
+def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> bool:
+    """Append the call of a product; False where there is no function for it.
+
+    Args:
+        recorder: of the plan.
+        node: of the graph.
+        a: its arguments, of which scales and zero points are read.
+        product: what to compute.
+    """
+    x, result, weight = product.x.tensor, product.result.tensor, product.weight
+    after = _after(product.post_ops)
+    if after is None or x.dtype is not torch.uint8 or result.dtype not in (torch.uint8, torch.float32) or not result.numel():
+        return False
+    if _is_pointwise(product):
+        form, make = "product", _in_panels
+        inputs = weight.tensor.shape[1]
+        shapes = [inputs, x.stride(0) if product.geometry is None else inputs, x.numel() // inputs]
+        more = [] if product.other is None else [product.other]
+    elif _is_depthwise(product, in_place=after.added != 0):
+        form, make = "depthwise", _by_channels
+        shapes = _window(product)
+        more = [torch.full((x.shape[1],), a["x_zero_point"], dtype=torch.uint8, device="cpu")]
+    else:
+        return False
+    if why_unavailable():
+        return False
+    packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
+    outputs, size = weight.tensor.shape[0], sums.numel()
+    factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
+    tensors = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
+    to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"]))
+    floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
+    numbers = [openmp.threads(), outputs, after.added, int(result.dtype is torch.float32), after.operation, *map(_bits, floats), *shapes]
+    recorder.call_function(_function(form), numbers, tensors, node, factors=2)
+    return True
+
+
+def _function(name: str) -> Function:
+    found = _functions()
+    assert not isinstance(found, str), "products are for where these functions are available"
+    return found[name]
+
+
+def _after(post_ops: Sequence[PostOp]) -> _After | None:
+    """What follows a sum; None for what the C code does not know."""
+    after, rest = _After(), list(post_ops)
+    if rest and isinstance(rest[0], Sum):
+        added = _CODES_IN_PLACE if rest[0].dtype is torch.uint8 else _FP32_IN_PLACE
+        if added == _FP32_IN_PLACE and rest[0].dtype not in (None, torch.float32):
+            return None
+        after = _After(added, rest[0].scale, rest[0].zero_point)
+        rest = rest[1:]
+    elif rest and isinstance(rest[0], BinaryOp):
+        if rest[0].name != "add" or rest[0].other.dtype is not torch.float32:
+            return None
+        after = _After(_FP32_OTHER)
+        rest = rest[1:]
+    if after.added == _FP32_IN_PLACE and after.zero_point:
+        return None
+    if not rest:
+        return after
+    last = rest[0]
+    if len(rest) > 1 or not isinstance(last, Eltwise):
+        return None
+    name = "leaky_relu" if last.name == "relu" and last.alpha else last.name
+    if name not in _OPERATIONS:
+        return None
+    return dataclasses.replace(after, operation=_OPERATIONS.index(name), alpha=last.alpha, beta=last.beta)
+
+
+def _is_pointwise(product: Product) -> bool:
+    """Whether each row of the result reads one row of codes."""
+    g, (_, inputs, *window) = product.geometry, product.weight.tensor.shape
+    if product.groups > 1 or inputs % 4:
+        return False
+    return g is None or (math.prod(window) == 1 and set(g.strides) == {1} and not any((*g.before, *g.after)))
+
+
+def _is_depthwise(product: Product, *, in_place: bool) -> bool:
+    """Whether each channel is a group of its own, in a form that the C code knows: 16 channels at once, the last ones perhaps twice."""
+    outputs, inputs, *window = product.weight.tensor.shape
+    if inputs != 1 or outputs != product.groups or outputs < _PANEL or (in_place and outputs % _PANEL):
+        return False
+    return len(window) in (1, 2) and math.prod(window) <= _TAPS
+
+
+def _window(product: Product) -> list[int]:
+    """Numbers of the C code for a depthwise convolution; one dimension is an image of one row."""
+    g, x = product.geometry, product.x.tensor
+    assert g is not None
+    flat = x.dim() == 3
+    sizes = x.shape[2:], product.result.tensor.shape[2:], product.weight.tensor.shape[2:], g.strides, g.dilations
+    return [x.shape[0], *(n for pair in sizes for n in ([1, *pair] if flat else pair)), *([0] if flat else []), *g.before]
+
+
+def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as `nc_product` reads it, and the sums of its codes for each output."""
+    outputs, inputs = codes.shape[:2]
+    packed = torch.empty(-(-outputs // _WIDTH) * _WIDTH * inputs, dtype=torch.int8, device="cpu")
+    sums = torch.zeros(-(-outputs // _PANEL) * _PANEL, dtype=torch.int32, device="cpu")
+    call_once(_function("pack"), [outputs, inputs], [packed, codes.contiguous(), sums])
+    return packed, sums
+
+
+def _by_channels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight as `nc_product_depthwise` reads it, and the sums of its codes for each channel."""
+    flat = codes.reshape(codes.shape[0], -1).to(torch.int16)
+    pairs = torch.nn.functional.pad(flat, (0, flat.shape[1] % 2)).reshape(flat.shape[0], -1, 2)
+    begins = [min(begin, flat.shape[0] - _PANEL) for begin in range(0, flat.shape[0], _PANEL)]
+    packed = torch.stack([pairs[begin : begin + _PANEL].transpose(0, 1) for begin in begins]).contiguous()
+    return packed, flat.sum(1, dtype=torch.int32)
+
+
+def _for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.Tensor:
+    """fp32 numbers for each output; those that fill up the last panel get 0."""
+    result = torch.zeros(size, dtype=torch.float32, device="cpu")
+    if values is not None:
+        result[:outputs] = values.detach().reshape(-1)
+    return result
+
+
+def _bits(value: float) -> int:
+    """The bits of a float, which the C code reads back."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
