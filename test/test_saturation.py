@@ -70,6 +70,23 @@ def test_the_largest_pair(codes, largest):
     assert largest_pair(torch.tensor(codes, dtype=torch.int8)) == largest
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 4), (3, 5, 7), (2, 1, 6), (1, 1, 1)])
+def test_the_largest_pair_of_codes_however_they_lie(shape):
+    """Slices that begin at any byte, transposed, in other dtypes: against a loop."""
+    whole = torch.randint(-128, 128, (*shape[:-1], shape[-1] + 1), dtype=torch.int8)
+    for codes in (
+        whole[..., 1:],
+        whole[..., :-1],
+        whole.flatten()[1:].unflatten(0, (1, -1)),
+        whole.transpose(0, -1),
+        whole[..., 1:].double(),
+    ):
+        rows = codes.flatten(0, -2).tolist()
+        pairs = [row[i : i + 2] for row in rows for i in range(0, len(row), 2)]
+        sums = [abs(sum(code for code in pair if code * sign > 0)) for pair in pairs for sign in (1, -1)]
+        assert largest_pair(codes) == max(sums)
+
+
 def test_the_limit_is_the_largest_that_fits():
     """By brute force, for every highest activation: what is allowed fits 16 bits, and one more does not."""
     for highest in range(1, 256):

@@ -26,9 +26,16 @@ def largest_pair(codes: torch.Tensor) -> int:
     """
     if not codes.numel():
         return 0
-    even = torch.nn.functional.pad(codes.float(), (0, codes.shape[-1] % 2))
-    pairs = even.reshape(*even.shape[:-1], -1, 2)
-    return int(max(pairs.clamp(min=0).sum(-1).max(), -pairs.clamp(max=0).sum(-1).min()))
+    even = torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
+    if even.dtype is torch.int8:  # a pair as one number of 16 bits: `load` looks at all weights of a model
+        flat = even.flatten()
+        pairs = (flat.clone() if flat.storage_offset() % 2 else flat).view(torch.int16)
+        first, second = (pairs << 8) >> 8, pairs >> 8
+    else:
+        first, second = even.float().unflatten(-1, (-1, 2)).unbind(-1)
+    positive = first.clamp(min=0) + second.clamp(min=0)
+    negative = first.clamp(max=0) + second.clamp(max=0)
+    return int(max(positive.max(), -negative.min()))
 
 
 def limit_pairs(values: torch.Tensor) -> torch.Tensor:
