@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans import model as planning
 from nc.backends.native.plans import avx2, recorder
+from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
 from nc.backends.passes import run_passes

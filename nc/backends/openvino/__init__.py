@@ -15,17 +15,18 @@ from nc.spec import Capabilities, OpSupport
 NAME = "openvino"
 _INSTALL = "pip install 'nc-quant[openvino]'"
 _ACTIVATIONS = ("uint8", "int8")
-_TRANSPOSED = "groups=1 per channel, else per tensor"
+_WIDE = "with VNNI or AMX"
+_TRANSPOSED = f"groups=1 per channel, else per tensor; {_WIDE}"
 
 OPS = (
     OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv2d", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv3d", activations=_ACTIVATIONS, weights=("int8",)),
-    OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",)),
+    OpSupport(kind="conv_transpose1d", activations=_ACTIVATIONS, weights=("int8",), note=_WIDE),
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
-    OpSupport(kind="matmul", activations=("int8",), symmetric=True, note="symmetric; with VNNI or AMX"),
+    OpSupport(kind="matmul", activations=("int8",), symmetric=True, note=f"symmetric; {_WIDE}"),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 
@@ -51,9 +52,11 @@ class OpenVINOBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the CPU plugin computes in int8. It has no static kernel for ranges that are found in each call."""
-        # without VNNI it computes products of two activations in fp32, from codes of both
-        ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if row.kind != "matmul")
+        """What the CPU plugin computes in int8; without VNNI neither products of two activations nor transposed convolutions.
+
+        It has no static kernel for ranges that are found in each call.
+        """
+        ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if not row.note.endswith(_WIDE))
         return cpu.capabilities(NAME, ops, bf16=True)
 
     def start(self) -> None:

@@ -5,6 +5,9 @@ of the elements is the maximum, and its operator has two values.
 
 A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where the plugin does not know the
 number of channels, and behind a ReduceMean. The larger of a value and itself is the value.
+
+A product of two activations: where both happen to have symmetric codes, the plugin computes it in int8 also on CPUs without VNNI, whose
+sums of pairs of products overflow 16 bits. A maximum keeps it in fp32 there, as it is planned.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ _PASSED = ("Relu", "Clamp")
 _RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
 
 
-def keep_unfused(model: Any) -> None:
+def keep_unfused(model: Any, *, products: bool) -> None:
     """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of each range that would be split.
 
     Args:
         model: an `openvino.Model`, changed in place.
+        products: products of two activations stay in fp32.
     """
     from openvino import opset13
 
@@ -31,6 +35,9 @@ def keep_unfused(model: Any) -> None:
         if node.get_type_name() == "FakeQuantize" and _would_split(node):
             value = node.input_value(0)
             node.input(0).replace_source_output(opset13.maximum(value, value).output(0))
+        if products and node.get_type_name() == "MatMul" and _of_activations(node):
+            value = node.input_value(1)
+            node.input(1).replace_source_output(opset13.maximum(value, value).output(0))
         if node.get_type_name() not in pairwise or not node.get_element_type().is_real():
             continue
         if node.get_input_partial_shape(0).rank == 0:  # a single number has no part
@@ -46,6 +53,19 @@ def keep_unfused(model: Any) -> None:
         result.set_friendly_name(f"{node.get_friendly_name()}/of_pair")
         for reader in readers:
             reader.replace_source_output(result.output(0))
+
+
+def _of_activations(product: Any) -> bool:
+    """Whether the second input of a product is computed from inputs of the model."""
+    waiting, seen = [product.input_value(1).get_node()], set()
+    while waiting:
+        node = waiting.pop()
+        if node.get_type_name() == "Parameter":
+            return True
+        if node.get_name() not in seen:
+            seen.add(node.get_name())
+            waiting += [node.input_value(index).get_node() for index in range(node.get_input_size())]
+    return False
 
 
 def _would_split(quantize: Any) -> bool:
