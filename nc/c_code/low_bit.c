@@ -706,6 +706,18 @@ INLINE FOR_AVX2 void int8_256(const struct job *j, int64_t p, int64_t h, int64_t
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) finish_256(j, p * PANEL + (h + v) * 8, m + r, sum[r][v]);
 }
 
+/* Values of code i of 8 words; `next` has codes 4 to 7 of 8 bits. */
+INLINE FOR_AVX2 __m256 value_256(__m256i found, __m256i next, const int i, __m256 lower, __m256 upper, const int bits)
+{
+    const int byte = i % 4, shift = byte * 8 + i / 4 * 4;
+    if (bits == 8)
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(i < 4 ? found : next, 24 - 8 * byte), 24));
+    /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
+    const __m256i index = _mm256_srli_epi32(found, shift);
+    const __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(found, 28 - shift));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index), top);
+}
+
 INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t m, const int V, const int R, const int bits, const int vnni)
 {
     const int64_t groups = j->w.padded / j->w.group;
@@ -730,16 +742,7 @@ INLINE FOR_AVX2 void fp32_256(const struct job *j, int64_t p, int64_t h, int64_t
                 }
                 UNROLL for (int i = 0; i < 8; i++)
                 {
-                    __m256 value;
-                    int byte = i % 4;
-                    if (bits == 4) { /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
-                        int shift = byte * 8 + i / 4 * 4;
-                        __m256i index = _mm256_srli_epi32(found, shift);
-                        __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(found, 28 - shift));
-                        value = _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index), top);
-                    } else {
-                        value = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(i < 4 ? found : next, 24 - 8 * byte), 24));
-                    }
+                    const __m256 value = value_256(found, next, i, lower, upper, bits);
                     UNROLL for (int r = 0; r < R; r++)
                         of_group[r][v] = _mm256_fmadd_ps(value, _mm256_set1_ps(j->x[(m + r) * j->stride + k + i]), of_group[r][v]);
                 }
@@ -768,8 +771,100 @@ DEFINE_PART_256(int8_4_256, int8_256, 4, 0)
 DEFINE_PART_256(int8_8_256, int8_256, 8, 0)
 DEFINE_PART_256(int8_4_vnni, int8_256, 4, 1)
 DEFINE_PART_256(int8_8_vnni, int8_256, 8, 1)
-DEFINE_PART_256(fp32_4_256, fp32_256, 4, 0)
-DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
+DEFINE_PART_256(few_fp32_4_256, fp32_256, 4, 0)
+DEFINE_PART_256(few_fp32_8_256, fp32_256, 8, 0)
+
+#define VALUES 256 /* inputs whose values stay in the L1 cache */
+#define ROWS_OF_VALUES 64
+#define FEW_ROWS 8 /* below, it takes longer to write values and read them again */
+
+/* Values of inputs k to k + count of panel p. */
+INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, int64_t count, const int bits, float (*values)[PANEL])
+{
+    const __m256 lower = bits == 4 ? _mm256_loadu_ps(j->w.table) : _mm256_setzero_ps();
+    const __m256 upper = bits == 4 ? _mm256_loadu_ps(j->w.table + 8) : _mm256_setzero_ps();
+    const __m256i middle = _mm256_set1_epi8((char)j->w.middle);
+    const uint8_t *codes = j->w.codes + p * j->w.padded * 2 * bits + k * 2 * bits;
+    for (int64_t u = 0; u < count; u += 8)
+        UNROLL for (int v = 0; v < 2; v++)
+        {
+            const uint8_t *at = codes + u * 2 * bits + v * 32;
+            __m256i found = _mm256_loadu_si256((const __m256i *)at), next = found;
+            if (bits == 8) {
+                found = _mm256_sub_epi8(found, middle);
+                next = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)(at + 64)), middle);
+            }
+            UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_ps(values[u + i] + 8 * v, value_256(found, next, i, lower, upper, bits));
+        }
+}
+
+/* of_group += x times values, for R rows. */
+INLINE FOR_AVX2 void add_values_256(const float *x, int64_t stride, int64_t count, float (*values)[PANEL], float (*of_group)[PANEL], const int R)
+{
+    __m256 acc[6][2];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) acc[r][v] = _mm256_loadu_ps(of_group[r] + 8 * v);
+    for (int64_t k = 0; k < count; k++) {
+        const __m256 low = _mm256_loadu_ps(values[k]), high = _mm256_loadu_ps(values[k] + 8);
+        UNROLL for (int r = 0; r < R; r++)
+        {
+            const __m256 one = _mm256_set1_ps(x[r * stride + k]);
+            acc[r][0] = _mm256_fmadd_ps(low, one, acc[r][0]);
+            acc[r][1] = _mm256_fmadd_ps(high, one, acc[r][1]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(of_group[r] + 8 * v, acc[r][v]);
+}
+
+/* As fp32_256, bit for bit, for `rows` rows from m on: codes become values once for all of them. */
+INLINE FOR_AVX2 void fp32_rows_256(const struct job *j, int64_t p, int64_t m, int64_t rows, const int bits)
+{
+    const int64_t groups = j->w.padded / j->w.group;
+    float values[VALUES][PANEL], of_group[ROWS_OF_VALUES][PANEL], sum[ROWS_OF_VALUES][PANEL];
+    memset(sum, 0, (size_t)rows * sizeof *sum);
+    for (int64_t g = 0; g < groups; g++) {
+        memset(of_group, 0, (size_t)rows * sizeof *of_group);
+        for (int64_t k = g * j->w.group, end = k + j->w.group; k < end; k += VALUES) {
+            const int64_t count = end - k < VALUES ? end - k : VALUES;
+            const float *x = j->x + m * j->stride + k;
+            int64_t r = 0;
+            values_of_256(j, p, k, count, bits, values);
+            for (; r + 6 <= rows; r += 6)
+                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 6);
+            for (; r + 2 <= rows; r += 2)
+                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 2);
+            if (r < rows)
+                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 1);
+        }
+        for (int64_t v = 0; v < 2; v++) {
+            const int64_t at = (p * groups + g) * PANEL + v * 8;
+            const __m256 scale = scales_256(&j->w, at), offset = j->w.offset ? _mm256_loadu_ps(j->w.offset + at) : _mm256_setzero_ps();
+            for (int64_t r = 0; r < rows; r++) {
+                __m256 total = _mm256_fmadd_ps(_mm256_loadu_ps(of_group[r] + 8 * v), scale, _mm256_loadu_ps(sum[r] + 8 * v));
+                if (j->w.offset)
+                    total = _mm256_fmadd_ps(offset, _mm256_set1_ps(j->group_sums[g * j->held + m + r]), total);
+                _mm256_storeu_ps(sum[r] + 8 * v, total);
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < 2; v++)
+            finish_256(j, p * PANEL + v * 8, m + r, _mm256_loadu_ps(sum[r] + 8 * v));
+}
+
+#define DEFINE_FP32_256(name, bits)                                                                         \
+    FOR_AVX2 static void name(const struct job *j, int64_t start, int64_t stop)                             \
+    {                                                                                                       \
+        if (j->rows < FEW_ROWS) {                                                                           \
+            few_##name(j, start, stop);                                                                     \
+            return;                                                                                         \
+        }                                                                                                   \
+        for (int64_t p = start; p < stop; p++)                                                              \
+            for (int64_t m = 0; m < j->rows; m += ROWS_OF_VALUES)                                           \
+                fp32_rows_256(j, p, m, j->rows - m < ROWS_OF_VALUES ? j->rows - m : ROWS_OF_VALUES, bits);  \
+    }
+
+DEFINE_FP32_256(fp32_4_256, 4)
+DEFINE_FP32_256(fp32_8_256, 8)
 
 /* ---- the call ---- */
 
