@@ -319,29 +319,53 @@ int nc_product(const int64_t *how, void *unused, int count, char *const *tensors
     return 0;
 }
 
-/* A weight in panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
- *
- * how: outputs, inputs (a multiple of 4); tensors: packed [outputs rounded up to 8, inputs], codes [outputs, inputs], sums of each output
- */
-int nc_product_pack(const int64_t *how, void *unused, int count, char *const *tensors)
+struct packing {
+    const int64_t *how;
+    char *const *tensors;
+};
+
+/* Panels `from` to `to` of a weight. */
+AVX2 static void pack(const struct packing *job, int64_t from, int64_t to)
 {
-    const int64_t outputs = how[0], k = how[1];
-    (void)unused, (void)count;
-    for (int64_t column = 0; column < outputs; column += PANEL) {
+    const int64_t outputs = job->how[0], k = job->how[1];
+    for (int64_t column = from * PANEL; column < to * PANEL && column < outputs; column += PANEL) {
         const int64_t left = outputs - column, width = left > WIDTH ? PANEL : WIDTH;
-        char *panel = tensors[0] + column * k;
+        char *panel = job->tensors[0] + column * k;
         if (left < width)
             memset(panel, 0, (size_t)(width * k));
         for (int64_t n = 0; n < width && n < left; n++) {
-            const int8_t *from = (const int8_t *)tensors[1] + (column + n) * k;
+            const int8_t *codes = (const int8_t *)job->tensors[1] + (column + n) * k;
             int32_t sum = 0;
             for (int64_t i = 0; i < k; i++)
-                sum += from[i];
+                sum += codes[i];
             for (int64_t i = 0; i < k; i += 4)
-                memcpy(panel + i * width + n * 4, from + i, 4);
-            ((int32_t *)tensors[2])[column + n] = sum;
+                memcpy(panel + i * width + n * 4, codes + i, 4);
+            ((int32_t *)job->tensors[2])[column + n] = sum;
         }
     }
+}
+
+static void share_packing(void *data)
+{
+    const struct packing *job = data;
+    const int64_t panels = (job->how[0] + PANEL - 1) / PANEL, thread = gomp_thread(), threads = gomp_threads();
+    pack(job, panels * thread / threads, panels * (thread + 1) / threads);
+}
+
+/* A weight in panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
+ *
+ * how: outputs, inputs (a multiple of 4), threads
+ * tensors: packed [outputs rounded up to 8, inputs], codes [outputs, inputs], sums of each output
+ */
+int nc_product_pack(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct packing job = {how, tensors};
+    const int64_t worth = 1 + how[0] * how[1] / 65536, threads = how[2] < worth ? how[2] : worth;
+    (void)unused, (void)count;
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share_packing, &job, (unsigned)threads, 0);
+    else
+        pack(&job, 0, (how[0] + PANEL - 1) / PANEL);
     return 0;
 }
 

@@ -202,7 +202,7 @@ def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, inputs = codes.shape[:2]
     packed = torch.empty(-(-outputs // _WIDTH) * _WIDTH * inputs, dtype=torch.int8, device="cpu")
     sums = torch.zeros(-(-outputs // _PANEL) * _PANEL, dtype=torch.int32, device="cpu")
-    call_once(_function("pack"), [outputs, inputs], [packed, codes.contiguous(), sums])
+    call_once(_function("pack"), [outputs, inputs, openmp.threads()], [packed, codes.contiguous(), sums])
     return packed, sums
 
 
