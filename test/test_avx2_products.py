@@ -293,3 +293,21 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
     given_ = Traced(x, None), Traced(result, None), Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)), torch.ones(1), None
     product = avx2.Product(*given_, (Sum(1.0, 0, torch.uint8),), geometry=geometry, groups=channels)
     assert avx2.multiply(Now(), None, a, product) is (channels % 16 == 0)
+
+
+def test_what_is_added_may_have_gaps_between_its_rows():
+    """Then oneDNN adds it."""
+    x, weight, wide = torch.randint(0, 256, (5, 8), dtype=torch.uint8), paired(16, 8), torch.randn(5, 40)
+    a = {"x_scale": 1.0, "x_zero_point": 0}
+    for other, done in ((wide[:, :16], False), (wide[:, :16].contiguous(), True)):
+        given_ = Traced(x, None), Traced(torch.empty(5, 16), None), Codes("w", weight), torch.ones(1), None
+        product = avx2.Product(*given_, (BinaryOp("add", Desc.of(other)),), Traced(other, None))
+        assert avx2.multiply(Now(), None, a, product) is done
+
+
+def test_a_sum_with_a_part_of_a_wider_tensor(without_vnni):
+    parts = {"a": nn.Linear(32, 16), "b": nn.Linear(32, 16)}
+    model = Function(lambda self, x, y: self.b(x) + torch.chunk(y, 2, -1)[0] + self.a(x).tanh(), **parts)
+    inputs = torch.randn(5, 32), torch.randn(5, 32)
+    q = quantized(model, inputs, None, "native")
+    assert worst_sqnr_db(q.reference(*inputs), q(*inputs)) > 35

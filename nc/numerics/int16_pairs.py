@@ -32,7 +32,7 @@ def largest_pair(codes: torch.Tensor) -> int:
         pairs = (flat.clone() if flat.storage_offset() % 2 else flat).view(torch.int16)
         first, second = (pairs << 8) >> 8, pairs >> 8
     else:
-        first, second = even.float().unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = even.float().reshape(*even.shape[:-1], -1, 2).unbind(-1)
     positive = first.clamp(min=0) + second.clamp(min=0)
     negative = first.clamp(max=0) + second.clamp(max=0)
     return int(max(positive.max(), -negative.min()))

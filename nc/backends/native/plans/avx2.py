@@ -118,6 +118,8 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     if _is_pointwise(product):
         form, make = "product", _in_panels
         inputs = weight.tensor.shape[1]
+        if product.other is not None and not product.other.tensor.is_contiguous():
+            return False
         shapes = [inputs, x.stride(0) if product.geometry is None else inputs, x.numel() // inputs]
         more = [] if product.other is None else [product.other]
     elif _is_depthwise(product, in_place=after.added != 0):
