@@ -121,7 +121,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         if product.other is not None and not product.other.tensor.is_contiguous():
             return False
         shapes = [inputs, x.stride(0) if product.geometry is None else inputs, x.numel() // inputs]
-        more = [] if product.other is None else [product.other]
+        more: list[Traced | torch.Tensor] = [] if product.other is None else [product.other]
     elif _is_depthwise(product, in_place=after.added != 0):
         form, make = "depthwise", _by_channels
         shapes = _window(product)
@@ -133,7 +133,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
     outputs, size = weight.tensor.shape[0], sums.numel()
     factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
-    tensors = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
+    tensors: list[Traced | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
     to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"]))
     floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
     numbers = [openmp.threads(), outputs, after.added, int(result.dtype is torch.float32), after.operation, *map(_bits, floats), *shapes]
