@@ -151,6 +151,7 @@ def test_codes_come_back_for_kernels_that_want_another_layout(folder, q_model, m
     loaded = load(folder, backend="native")
     asked = []
     monkeypatch.setattr(Weights, "known", lambda self, weight, desc: asked.append(weight) or [])
+    monkeypatch.setattr(Weights, "formed", lambda self, weight, form, make: asked.append(weight) or make())
     x = torch.randn(3, 5, 64)
     same(loaded(x), q_model(x))
     assert asked
@@ -197,6 +198,7 @@ def test_a_file_that_was_written_into_is_not_packed_again(folder, monkeypatch):
     with (folder / "weights.safetensors").open("r+b") as file:
         file.truncate(10)
     monkeypatch.setattr(Weights, "known", lambda self, weight, desc: [])
+    monkeypatch.setattr(Weights, "formed", lambda self, weight, form, make: make())
     with pytest.raises(ArtefactCorruptError, match="Load it again"):
         loaded(torch.randn(3, 5, 64))
 
