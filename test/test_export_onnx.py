@@ -3,6 +3,7 @@
 The tests of the placement that it needs are in test_qdq.py.
 """
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nc.backends.verify import required_db
 from nc.graph import saturation
 from nc.numerics.int16_pairs import largest_pair
 from nc.onnx import program, sums
+from nc.onnx.runtime import EXACT
 from nc.ops import quantize_per_tensor
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -408,9 +410,8 @@ def test_pairs_of_a_convolution_go_over_the_positions_of_its_kernel():
 def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_path):
     x = torch.rand(8, 16)
     q = converted(same_sign(MLP()), x)
-    with pytest.warns(
-        nc.NCWarning, match=r'can saturate there.*: fc1, fc2\. Set the session option "session.x64quantprecision".*without_vnni'
-    ):
+    here = r"( On this CPU they do: .* dB\.)?"
+    with pytest.warns(nc.NCWarning, match=rf'can saturate there.*: fc1, fc2\.{here} Set the session option "{EXACT}".*without_vnni'):
         report = export_onnx(q, tmp_path / "a.onnx", verify=verify)
     assert report.saturating == ("fc1", "fc2")
     with warnings.catch_warnings():
@@ -423,6 +424,39 @@ def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_pa
     codes = [torch.from_numpy(numpy_helper.to_array(c).copy()) for c in weights(onnx.load(tmp_path / "b.onnx")).values()]
     assert [bool(largest_pair(c.T) <= 128) for c in codes] == [True, True]
     assert worst_db(q.graph.module(x), as_it_is(tmp_path / "b.onnx", [x])) > 30
+
+
+@needs_packages
+def test_the_file_is_checked_by_exact_kernels_and_what_the_others_do_here_is_said(tmp_path, monkeypatch):
+    write = importlib.import_module("nc.onnx.write")  # the package has a function of this name
+
+    def saturated(path, inputs, *, exact):
+        outputs, kernels = run(path, inputs, exact=True)
+        return outputs if exact else [0.9 * y for y in outputs], kernels
+
+    run = write.run
+    monkeypatch.setattr(write, "run", saturated)
+    x = torch.rand(8, 16)
+    monkeypatch.setattr(write, "required_db", lambda graph: 25.0)
+    with pytest.warns(nc.NCWarning, match=r"On this CPU they do: (20|19)\.\d dB\. Set the session option"):
+        report = export_onnx(converted(same_sign(MLP()), x), tmp_path / "m.onnx")
+    assert report.sqnr_db > 40
+    assert 19 < report.saturated_db < 21
+    assert export_onnx(converted(MLP(), x), tmp_path / "b.onnx", without_vnni=True).saturated_db is None
+
+
+@needs_packages
+def test_weights_with_a_scale_per_channel_have_zero_points_in_the_file(tmp_path):
+    """Without them ONNX Runtime fails on weights in fp32 convolutions, with the session option for CPUs without VNNI."""
+    import onnx
+
+    model, x = MODELS["residual"]()
+    export_onnx(converted(model, x), tmp_path / "m.onnx")
+    file = onnx.load(tmp_path / "m.onnx")
+    shapes = {c.name: list(c.dims) for c in file.graph.initializer}
+    channels = [n for n in file.graph.node if n.op_type == "DequantizeLinear" and shapes.get(n.input[1])]
+    assert len(channels) == 4
+    assert all(shapes[n.input[2]] == shapes[n.input[1]] for n in channels)
 
 
 @needs_packages
@@ -442,7 +476,7 @@ def test_the_session_option_of_the_advice_exists(tmp_path):
     q = converted(same_sign(MLP()), x)
     export_onnx(q, tmp_path / "m.onnx")
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry(sums.OPTION, "1")
+    options.add_session_config_entry(EXACT, "1")
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", options, providers=["CPUExecutionProvider"])
     assert worst_db(q.graph.module(x), [torch.from_numpy(session.run(None, {"x": x.numpy()})[0])]) > 40
 

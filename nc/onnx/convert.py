@@ -16,7 +16,7 @@ from nc.backends.program import Exportable, Program, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
-from nc.onnx.integers import pack_4_bits
+from nc.onnx.integers import explicit_zero_points, pack_4_bits
 from nc.onnx.program import program
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
 
@@ -91,6 +91,7 @@ def convert(
     _check_sizes(model.model, free or ())
     nodes = _name_nodes(model.model, source.operators)
     pack_4_bits(model.model)
+    explicit_zero_points(model.model)
     _forget_origin(model.model)
     return Converted(model, source, nodes)
 

@@ -27,6 +27,26 @@ def pack_4_bits(model: Any) -> None:
                 value.type = onnx_ir.TensorType(onnx_ir.DataType.UINT4)
 
 
+def explicit_zero_points(model: Any) -> None:
+    """Write the zero points of int8 weights with scales per channel, which are all 0, into the file.
+
+    ONNX lets them out. ONNX Runtime then fails on a weight that it leaves to fp32, where its session option turns int8 weights into uint8.
+
+    Args:
+        model: an `onnx_ir.Model`, changed in place.
+    """
+    import numpy as np
+    import onnx_ir
+
+    for node in [n for n in model.graph if n.op_type == "DequantizeLinear" and len(n.inputs) == 2]:
+        codes, scale = (value.const_value for value in node.inputs)
+        if codes is None or scale is None or codes.dtype is not onnx_ir.DataType.INT8 or len(scale.shape) != 1:
+            continue
+        zeros = _constant(model, f"{node.name}_zero_point", np.zeros(tuple(scale.shape), np.int8))
+        node.resize_inputs(3)
+        node.replace_input_with(2, zeros)
+
+
 def int32_biases(model: Any) -> None:
     """Write biases of convolutions whose inputs and output are quantized as int32, with the scale of the sums: input · weight.
 
@@ -63,10 +83,7 @@ def _make_int32(model: Any, node: Any, input_scale: Any, weight_scale: Any) -> N
     if not np.isfinite(codes).all() or np.abs(codes).max() > _LARGEST:
         return
     constants = {f"{node.name}_bias_int32": codes.astype(np.int32), f"{node.name}_bias_scale": scale}
-    added = [onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name)) for name, array in constants.items()]
-    for value in added:
-        value.dtype, value.shape = value.const_value.dtype, value.const_value.shape
-        model.graph.register_initializer(value)
+    added = [_constant(model, name, array) for name, array in constants.items()]
     dequantized = onnx_ir.node("DequantizeLinear", added, {"axis": 0})
     dequantized.outputs[0].dtype, dequantized.outputs[0].shape = bias.dtype, bias.shape
     dequantized.name = f"{node.name}_bias"
@@ -74,3 +91,13 @@ def _make_int32(model: Any, node: Any, input_scale: Any, weight_scale: Any) -> N
     node.replace_input_with(2, dequantized.outputs[0])
     if not bias.uses():
         model.graph.initializers.pop(bias.name)
+
+
+def _constant(model: Any, name: str, array: Any) -> Any:
+    """A new constant of the model."""
+    import onnx_ir
+
+    value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name))
+    value.dtype, value.shape = value.const_value.dtype, value.const_value.shape
+    model.graph.register_initializer(value)
+    return value

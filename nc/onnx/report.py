@@ -41,16 +41,19 @@ class OnnxReport:
     Attributes:
         runtime: "ONNX Runtime" and its version; "" where the file was not run.
         operators: how each quantized operator ran, in execution order; empty where the file was not run.
-        sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the worst output); None where they
-            were not compared.
+        sqnr_db: the file's outputs against those of the quantized graph, on the example inputs, in dB (the worst output), by kernels that
+            can't saturate; None where they were not compared.
         saturating: names of the operators in int8 whose 16-bit sums some input can make saturate on CPUs without VNNI; where the file was
             not run, all quantized operators count as in int8.
+        saturated_db: what `sqnr_db` is on this CPU with the kernels that ONNX Runtime takes by itself, which may saturate; None where
+            nothing can saturate, or the file was not run.
     """
 
     runtime: str = ""
     operators: tuple[OnnxOperator, ...] = ()
     sqnr_db: float | None = None
     saturating: tuple[str, ...] = ()
+    saturated_db: float | None = None
 
     @property
     def int8(self) -> int:

@@ -15,8 +15,6 @@ from nc.numerics.int16_pairs import largest_pair
 from nc.numerics.weights import pairs_fit
 from nc.spec import Capabilities
 
-#: What to do about it, for messages.
-OPTION = "session.x64quantprecision"
 _KINDS = ("linear", "conv1d", "conv2d", "conv3d", "matmul")
 #: Kernels of CPUs without VNNI; ranges of each call are computed in fp32.
 WITHOUT_VNNI = Capabilities(backend="onnx", ops=(), narrow_sums=frozenset((kind, dtype) for kind in _KINDS for dtype in ("uint8", "int8")))

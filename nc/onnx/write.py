@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.backends.verify import agreement_db, check_option, first_disagreement, required_db, verify_outputs
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCWarning, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
@@ -24,8 +24,8 @@ from nc.onnx.convert import Converted, convert, of_graph
 from nc.onnx.integers import int32_biases
 from nc.onnx.program import program
 from nc.onnx.report import OnnxReport, operators
-from nc.onnx.runtime import Kernel, run, version
-from nc.onnx.sums import OPTION, WITHOUT_VNNI, saturating
+from nc.onnx.runtime import EXACT, Kernel, run, version
+from nc.onnx.sums import WITHOUT_VNNI, saturating
 from nc.plan import OUTPUTS
 from nc.storage.atomic import replaced
 
@@ -65,20 +65,26 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
         report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
         fp32 = {op.operator for op in report.operators if not op.int8}
         report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
+        if report.saturating and verify != "off":
+            outputs, _ = _run(file, graph.example, exact=False)
+            report = dataclasses.replace(report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example)))
         with contextlib.ExitStack() as stack:
             for part in sorted(file.parent.iterdir()):
                 shutil.copyfile(part, stack.enter_context(replaced(path.with_name(part.name))))
     if report.saturating:
-        warnings.warn(_advice(report.saturating, without_vnni), NCWarning, stacklevel=3 + frames)
+        warnings.warn(_advice(report, required_db(graph), without_vnni), NCWarning, stacklevel=3 + frames)
     return report
 
 
-def _advice(names: tuple[str, ...], without_vnni: bool) -> str:
-    """What to do about operators that can saturate."""
+def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
+    """What to do about operators that can saturate, and what they do on this CPU where that is seen."""
+    db = report.saturated_db
+    here = "" if db is None or db >= required else f" On this CPU they do: {db:.1f} dB."
     again = "" if without_vnni else " Or export with without_vnni=True: a few weights are reduced."
     return (
         "ONNX Runtime adds products in 16 bits on CPUs without VNNI. Operators whose sums can saturate there, so that results are wrong: "
-        f'{named(names)}. Set the session option "{OPTION}" to "1": these CPUs then run slower kernels that can\'t saturate.{again}'
+        f'{named(report.saturating)}.{here} Set the session option "{EXACT}" to "1": '
+        f"these CPUs then run slower kernels that can't saturate.{again}"
     )
 
 
@@ -110,8 +116,11 @@ def _saved(converted: Converted, name: str) -> Iterator[Path]:
 
 
 def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> OnnxReport:
-    """Run the file once, compare its outputs with those of the graph, and say what ran."""
-    outputs, kernels = _run(file, graph.example)
+    """Run the file once, compare its outputs with those of the graph, and say what ran.
+
+    What is checked is the file, not the CPU: sums that saturate here, and not where the file will run, are in a warning.
+    """
+    outputs, kernels = _run(file, graph.example, exact=True)
     outputs = converted.program.together(outputs, graph.example)
     first = functools.partial(first_disagreement, graph.module, graph.example, _run_part)
     sqnr = verify_outputs(graph, outputs, verify, "ONNX Runtime", first)
@@ -123,12 +132,12 @@ def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequenc
     """What ONNX Runtime gives for a part of a graph."""
     source = program(part, inputs)
     with _saved(convert(source, inputs), f"part{SUFFIX}") as file:
-        return source.together(_run(file, inputs)[0], inputs)
+        return source.together(_run(file, inputs, exact=True)[0], inputs)
 
 
-def _run(file: Path, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
+def _run(file: Path, inputs: Sequence[torch.Tensor], *, exact: bool) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
     try:
-        return run(file, inputs)
+        return run(file, inputs, exact=exact)
     except Exception as error:  # whatever an engine may raise
         msg = f"ONNX Runtime fails on the exported model: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         raise BackendError(msg) from error
