@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import Function, quantized
+from models import Attention, Function, quantized
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +17,7 @@ from nc.numerics import int16_pairs
 from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
 from nc.onednn.runner import call_once
+from nc.ops import quantize_per_tensor
 
 _WHY = available_backends()["native"] or steps.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
@@ -31,6 +32,8 @@ OPERATIONS = {
     Eltwise("gelu_tanh"): lambda v: F.gelu(v, approximate="tanh"),
     Eltwise("gelu_erf"): F.gelu,
 }
+#: What a result is in → its zero point; None: fp32.
+ZERO_POINTS = {None: 0, torch.uint8: 101, torch.int8: -27}
 ADDED = "nothing", "codes", "fp32", "other"
 #: Of a result in fp32, relative to its largest: roundings of a product and a sum, and the error function's 1.5e-7.
 CLOSE = 1e-6
@@ -69,8 +72,8 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
     """
     scales = torch.rand(weight.shape[0]) * 0.02 + 0.001
     bias = torch.randn(weight.shape[0])
-    a = {"x_scale": 0.013, "x_zero_point": options.pop("zero_point"), "output_scale": 0.037, "output_zero_point": 101}
-    result = torch.empty_strided(*shape, dtype=torch.uint8 if to_codes else torch.float32)
+    a = {"x_scale": 0.013, "x_zero_point": options.pop("zero_point"), "output_scale": 0.037, "output_zero_point": ZERO_POINTS[to_codes]}
+    result = torch.empty_strided(*shape, dtype=to_codes or torch.float32)
     other, post_ops, more = None, (), 0.0
     if added == "codes":
         result.copy_(torch.randint(0, 256, result.shape))
@@ -103,15 +106,16 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
     if not to_codes:
         assert (result - expected).abs().max() <= CLOSE * expected.abs().max().clamp(min=1)
         return result
-    places = expected / a["output_scale"] + 101
+    places = expected / a["output_scale"] + a["output_zero_point"]
     tie = (places - places.floor() - 0.5).abs() < 1e-3
-    codes = places.round().clamp(0, 255)
-    assert ((result - codes).abs() <= tie).all()
+    limits = torch.iinfo(to_codes)
+    codes = places.round().clamp(limits.min, limits.max)
+    assert ((result.double() - codes).abs() <= tie).all()
     return result
 
 
 def fits(added, to_codes):
-    return added == "nothing" or (added == "codes") == to_codes
+    return added == "nothing" or (added == "codes" and to_codes is torch.uint8) or (added == "fp32" and to_codes is None)
 
 
 @settings(max_examples=150)
@@ -122,13 +126,13 @@ def fits(added, to_codes):
     gap=st.sampled_from([0, 3]),
     operation=st.sampled_from(list(OPERATIONS)),
     added=st.sampled_from(ADDED),
-    to_codes=st.booleans(),
+    to_codes=st.sampled_from(list(ZERO_POINTS)),
     zero_point=st.sampled_from([0, 3, 255]),
     threads=st.integers(1, 3),
 )
-@example(rows=61, inputs=4, outputs=8, gap=0, operation=None, added="codes", to_codes=True, zero_point=128, threads=2)
-@example(rows=1, inputs=4096, outputs=9, gap=0, operation=None, added="nothing", to_codes=False, zero_point=1, threads=1)
-@example(rows=3, inputs=40_000, outputs=17, gap=0, operation=None, added="nothing", to_codes=False, zero_point=7, threads=1)
+@example(rows=61, inputs=4, outputs=8, gap=0, operation=None, added="codes", to_codes=torch.uint8, zero_point=128, threads=2)
+@example(rows=1, inputs=4096, outputs=9, gap=0, operation=None, added="nothing", to_codes=None, zero_point=1, threads=1)
+@example(rows=3, inputs=40_000, outputs=17, gap=0, operation=None, added="nothing", to_codes=None, zero_point=7, threads=1)
 def test_a_linear(rows, inputs, outputs, gap, operation, added, to_codes, zero_point, threads):
     added = added if fits(added, to_codes) or (added == "other") else "nothing"
     x = torch.randint(0, 256, (rows, inputs + gap), dtype=torch.uint8)[:, :inputs]
@@ -149,7 +153,7 @@ def test_a_linear(rows, inputs, outputs, gap, operation, added, to_codes, zero_p
     flat=st.booleans(),
     operation=st.sampled_from(list(OPERATIONS)),
     added=st.sampled_from(["nothing", "codes", "fp32"]),
-    to_codes=st.booleans(),
+    to_codes=st.sampled_from(list(ZERO_POINTS)),
     zero_point=st.sampled_from([0, 3, 255]),
     threads=st.integers(1, 3),
 )
@@ -181,7 +185,7 @@ def test_the_number_of_threads_changes_no_bit(rows, inputs, outputs):
     for threads in (1, 2, 5):
         torch.manual_seed(0)
         shape = (rows, outputs), (outputs, 1)
-        results.append(check(x, weight, exact, shape, Eltwise("swish", 1.0), "nothing", False, threads, zero_point=5))
+        results.append(check(x, weight, exact, shape, Eltwise("swish", 1.0), "nothing", None, threads, zero_point=5))
     assert all(torch.equal(results[0], result) for result in results)
 
 
@@ -274,14 +278,15 @@ def test_sums_of_two_tensors_in_codes_and_in_fp32(without_vnni):
         assert worst_sqnr_db(q.reference(y), q(y)) > 35
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 @pytest.mark.parametrize(("bias", "code"), [(1e12, 255), (-1e12, 0), (float("inf"), 255), (-float("inf"), 0), (float("nan"), 0)])
-def test_results_that_no_code_has_room_for(bias, code):
+def test_results_that_no_code_has_room_for(bias, code, dtype):
     x, weight = torch.zeros(7, 8, dtype=torch.uint8), paired(20, 8)
-    result = torch.empty(7, 20, dtype=torch.uint8)
+    result = torch.empty(7, 20, dtype=dtype)
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
     product = avx2.Product(Traced(x, None), Traced(result, None), Codes("w", weight), torch.ones(1), torch.full((20,), bias), ())
     assert avx2.multiply(Now(), None, a, product)
-    assert (result == code).all()
+    assert (result == code + torch.iinfo(dtype).min).all()
 
 
 @pytest.mark.parametrize("channels", [24, 32])
@@ -311,3 +316,23 @@ def test_a_sum_with_a_part_of_a_wider_tensor(without_vnni):
     inputs = torch.randn(5, 32), torch.randn(5, 32)
     q = quantized(model, inputs, None, "native")
     assert worst_sqnr_db(q.reference(*inputs), q(*inputs)) > 35
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_linears_give_products_of_activations_their_codes_in_7_bits(without_vnni, monkeypatch, in_c):
+    """Within the kernel, also those that a large input takes beyond the 7 bits: no operator of torch stands between."""
+    if not in_c:
+        monkeypatch.setattr(avx2, "why_unavailable", lambda: "left out")
+    x = torch.randn(2, 6, 32)
+    q = quantized(Attention().eval(), x, None, "native")
+    flat = q.graph.signature.bind((x,), {})
+    steps_ = q.engine.profile(flat).steps
+    assert [step.operators for step in steps_ if step.name == "onednn::qlinear_pointwise"] == [("query",), ("key", "value"), ("out",)]
+    assert not [step.name for step in steps_ if "clamp" in step.name or step.name == "quantize_per_tensor"]
+    kernel = next(step.kernel for step in steps_ if step.operators == ("key", "value"))
+    assert kernel.startswith("function c:product avx2" if in_c else "matmul")
+    assert kernel.endswith("(u8, s8 -> s8)")
+    (codes,) = {n.args[3:5] for n in q.graph.module.graph.nodes if n.target is quantize_per_tensor and n.args[4] - n.args[3] == 127}
+    assert codes == (64, 191)  # less 128, -64 to 63
+    for size in (1, 5):
+        assert worst_sqnr_db(q.reference(size * x), q(size * x)) > 35

@@ -4,7 +4,7 @@
  *
  * Each function has the form of dnnl_primitive_execute: (numbers, not used, count of tensors, addresses). They begin with
  *
- * numbers: threads, outputs, what is added (ADDED), what is written (CODES or FP32), an operation; bits of floats: two numbers of the
+ * numbers: threads, outputs, what is added (ADDED), what is written (CODES, FP32 or INT8), an operation; bits of floats: two numbers of the
  *   operation, scale and zero point of what is added, 1 / scale of the result, its zero point
  * tensors: result [rows, outputs], codes, weights, -zero_point * sum of weights (int32), scale, bias (both fp32, all three by outputs)
  *
@@ -29,7 +29,7 @@ enum { INPUTS = SHAPES, STRIDE, COUNT };
 /* Of a depthwise convolution. */
 enum { IMAGES = SHAPES, IN_H, IN_W, OUT_H, OUT_W, WINDOW_H, WINDOW_W, STEP_H, STEP_W, DILATION_H, DILATION_W, PAD_H, PAD_W };
 enum { NOTHING_ADDED, CODES_IN_PLACE, FP32_IN_PLACE, FP32_OTHER };
-enum { CODES, FP32 };
+enum { CODES, FP32, INT8 }; /* INT8: the zero point is 128 more than that of the codes, which are made as uint8 */
 enum { IDENTITY, RELU, LEAKY_RELU, CLIP, HARDSWISH, SWISH, GELU_TANH, GELU_ERF };
 
 struct job {
@@ -142,7 +142,7 @@ struct after {
     float alpha, beta;
     const float *other;
     char *y;
-    int64_t added, written;
+    int64_t added, written, sign; /* sign: the bits in which 8 codes differ from uint8 */
 };
 
 /* 8 sums → 8 results in fp32, before they are quantized. */
@@ -168,10 +168,12 @@ INLINE __m256i codes_of(const struct after *a, __m256 v)
 INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)[PANEL], int64_t rows, int64_t row, int64_t column, int64_t n)
 {
     const struct after a = {_mm256_set1_ps(job->added_scale), _mm256_set1_ps(job->added_zero_point), _mm256_set1_ps(job->inverse),
-                            _mm256_set1_ps(job->zero_point), job->alpha, job->beta, (const float *)job->more, job->y, job->how[ADDED], job->how[WRITTEN]};
+                            _mm256_set1_ps(job->zero_point), job->alpha, job->beta, (const float *)job->more, job->y, job->how[ADDED], job->how[WRITTEN],
+                            job->how[WRITTEN] == INT8 ? (int64_t)0x8080808080808080 : 0};
     const int64_t outputs = job->how[OUTPUTS];
     const float *scales = job->scale + column, *biases = job->bias + column;
-    if (n == PANEL && a.written == CODES) {
+    if (n == PANEL && a.written != FP32) {
+        const __m128i sign = _mm_set1_epi64x(a.sign);
         const __m256 scale = _mm256_loadu_ps(scales), bias = _mm256_loadu_ps(biases);
         const __m256 scale_2 = _mm256_loadu_ps(scales + WIDTH), bias_2 = _mm256_loadu_ps(biases + WIDTH);
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
@@ -180,7 +182,7 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
             const __m256i high = codes_of(&a, result_of(&a, op, sums[r] + WIDTH, scale_2, bias_2, at + WIDTH, WIDTH));
             const __m256i words = _mm256_packs_epi32(low, high);
             const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
-            _mm_storeu_si128((__m128i *)(a.y + at), _mm256_castsi256_si128(codes));
+            _mm_storeu_si128((__m128i *)(a.y + at), _mm_xor_si128(_mm256_castsi256_si128(codes), sign));
         }
         return;
     }
@@ -198,7 +200,7 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
             }
             const __m256i wide = codes_of(&a, v);
             const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-            const int64_t codes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words));
+            const int64_t codes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words)) ^ a.sign;
             if (left == WIDTH)
                 memcpy(a.y + at, &codes, WIDTH);
             else

@@ -58,6 +58,7 @@ class Region:
         nodes: everything from the anchor to the last node, in order.
         codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where it is fp32 or bf16.
         bf16: all that reads the result reads it rounded to bf16.
+        limits: lowest and highest of the codes, where these are not all that the dtype has; the activation is the clamp for that.
     """
 
     anchor: fx.Node
@@ -66,6 +67,7 @@ class Region:
     nodes: tuple[fx.Node, ...]
     codes: tuple[float, int, torch.dtype] | None
     bf16: bool = False
+    limits: tuple[int, int] | None = None
 
 
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
@@ -115,11 +117,15 @@ def region_of(anchor: fx.Node) -> Region:
     if user is not None and found is not None and found.name in known:
         activation = found
         nodes.append(user)
-    codes = codes_behind(nodes[-1])
+    codes, limits = codes_behind(nodes[-1]), None
+    narrow = _quantized_behind(nodes[-1]) if activation.name == "none" and "hardtanh" in known else None
+    if narrow is not None and not _has_all_codes(narrow):
+        codes, limits = (*narrow.numbers, narrow.dtype), (narrow.quant_min, narrow.quant_max)
+        activation = Activation("hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits))
     if other is not None and codes is not None and (other.target is not dequantize_per_tensor or codes[2] is not torch.uint8):
         codes = None  # kernels add uint8 codes to uint8 codes, and fp32 to fp32
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
-    return Region(anchor, other, activation, tuple(nodes), codes, bf16)
+    return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)
 
 
 def activation_of(node: fx.Node) -> Activation | None:
@@ -214,12 +220,20 @@ def _is_sum(node: fx.Node, side: fx.Node) -> bool:
 
 
 def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
-    """Scale, zero point and dtype of the codes that all users read; None when some read fp32, or other codes."""
+    """Scale, zero point and dtype of the codes that all users read; None when some read fp32, other codes, or a part of the dtype's."""
+    codes = _quantized_behind(node)
+    return (*codes.numbers, codes.dtype) if codes is not None and _has_all_codes(codes) else None
+
+
+def _has_all_codes(codes: Quantize) -> bool:
+    """Whether the codes are all that their dtype has."""
+    return (codes.quant_min, codes.quant_max) == _LIMITS[codes.dtype]
+
+
+def _quantized_behind(node: fx.Node) -> Quantize | None:
+    """How all users quantize the result of a node; None when some read fp32, or other codes."""
     found = {options(user) if user.target is quantize_per_tensor else None for user in node.users}
-    if len(found) != 1 or None in found:
-        return None
-    codes = Quantize.of(next(iter(node.users)))
-    return (*codes.numbers, codes.dtype) if (codes.quant_min, codes.quant_max) == _LIMITS[codes.dtype] else None
+    return None if len(found) != 1 or None in found else Quantize.of(next(iter(node.users)))
 
 
 def _replace(module: fx.GraphModule, region: Region) -> None:

@@ -26,19 +26,19 @@ def merge(module: fx.GraphModule) -> None:
     """
     if works_in_place(module):
         return
-    groups: dict[tuple[Dequantize, torch.dtype], list[tuple[fx.Node, Region]]] = {}
+    groups: dict[tuple[Dequantize, torch.dtype, tuple[int, int] | None], list[tuple[fx.Node, Region]]] = {}
     for node in module.graph.nodes:
         if kind_of_node(node) == "linear" and reads_codes(node):
             region = region_of(node)
             if region.nodes == (node,) and _has_constant_bias(node) and not _is_returned(node):
                 dtype = region.codes[2] if region.codes else torch.bfloat16 if region.bf16 else torch.float32
-                groups.setdefault((Dequantize.of(Linear.of(node).input), dtype), []).append((node, region))
-    for (_, dtype), members in groups.items():
+                groups.setdefault((Dequantize.of(Linear.of(node).input), dtype, region.limits), []).append((node, region))
+    for (_, dtype, limits), members in groups.items():
         if len(members) > 1:
-            _merge(module, members, dtype)
+            _merge(module, members, dtype, limits)
 
 
-def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dtype: torch.dtype) -> None:
+def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dtype: torch.dtype, limits: tuple[int, int] | None) -> None:
     graph, first = module.graph, members[0][0]
     parts = [_in_units_of_codes(module, node, region) for node, region in members]
     codes, scales, biases = map(torch.cat, zip(*parts, strict=True))
@@ -51,10 +51,10 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
         if dtype is torch.bfloat16:
             value = call_operator(graph, to_bf16, value)
         elif dtype is not torch.float32:
-            limits = torch.iinfo(dtype)
-            value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, limits.min, limits.max, dtype)
+            low, high = limits or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, low, high, dtype)
         ends = list(itertools.accumulate((len(s) for _, s, _ in parts), initial=0))
-        slices = [graph.call_function(_aten.slice.Tensor, (value, -1, *limits)) for limits in itertools.pairwise(ends)]
+        slices = [graph.call_function(_aten.slice.Tensor, (value, -1, *between)) for between in itertools.pairwise(ends)]
     for (node, _), part in zip(members, slices, strict=True):
         part.meta["val"] = node.meta.get("val")
         for old in [node] if dtype is torch.float32 else list(node.users):

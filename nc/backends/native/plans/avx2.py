@@ -32,6 +32,8 @@ _OTHERS = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
 #: Numbers of the operations in the C code, and of what is added.
 _OPERATIONS = ("identity", "relu", "leaky_relu", "clip", "hardswish", "swish", "gelu_tanh", "gelu_erf")
 _CODES_IN_PLACE, _FP32_IN_PLACE, _FP32_OTHER = 1, 2, 3
+#: What is written → its number in the C code, and what the zero point of int8 codes is more there.
+_WRITTEN, _SHIFT = {torch.uint8: 0, torch.float32: 1, torch.int8: 2}, 128
 #: As in the C code: outputs of a panel, the fewest that one is filled up to, the most positions of a window.
 _PANEL, _WIDTH, _TAPS = 16, 8, 64
 
@@ -113,7 +115,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     """
     x, result, weight = product.x.tensor, product.result.tensor, product.weight
     after = _after(product.post_ops)
-    if after is None or x.dtype is not torch.uint8 or result.dtype not in (torch.uint8, torch.float32) or not result.numel():
+    if after is None or x.dtype is not torch.uint8 or result.dtype not in _WRITTEN or not result.numel():
         return False
     if _is_pointwise(product):
         form, make = "product", _in_panels
@@ -134,9 +136,10 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     outputs, size = weight.tensor.shape[0], sums.numel()
     factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
     tensors: list[Traced | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
-    to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"]))
+    shift = _SHIFT if result.dtype is torch.int8 else 0
+    to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"] + shift))
     floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
-    numbers = [openmp.threads(), outputs, after.added, int(result.dtype is torch.float32), after.operation, *map(_bits, floats), *shapes]
+    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(_bits, floats), *shapes]
     recorder.call_function(_function(form), numbers, tensors, node, factors=2)
     return True
 
