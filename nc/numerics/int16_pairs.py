@@ -7,13 +7,15 @@ only the pairs that exceed the limit are clipped, so that the other weights keep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
+_PART = 2**16
 #: Factors of the scale that are tried: with a larger scale fewer pairs must be clipped.
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
@@ -21,21 +23,26 @@ _STRETCH = tuple(1 + i / 8 for i in range(9))
 def largest_pair(codes: torch.Tensor) -> int:
     """The largest sum, without its sign, of those codes of a pair that have one sign.
 
+    Of two codes with different signs that is the larger one, which is larger than their sum. So it is the largest code or sum of a pair.
+
     Args:
         codes: whole numbers of any dtype, shape [..., n]; entries 2i and 2i + 1 of the last dimension are a pair.
     """
     if not codes.numel():
         return 0
     even = torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
-    if even.dtype is torch.int8:  # a pair as one number of 16 bits: `load` looks at all weights of a model
-        flat = even.flatten()
-        pairs = (flat.clone() if flat.storage_offset() % 2 else flat).view(torch.int16)
-        first, second = (pairs << 8) >> 8, pairs >> 8
-    else:
-        first, second = even.float().reshape(*even.shape[:-1], -1, 2).unbind(-1)
-    positive = first.clamp(min=0) + second.clamp(min=0)
-    negative = first.clamp(max=0) + second.clamp(max=0)
-    return int(max(positive.max(), -negative.min()))
+    sums = _sums_of_int8(even.flatten()) if even.dtype is torch.int8 else [even.float().reshape(*even.shape[:-1], -1, 2).sum(-1)]
+    return max(abs(int(end)) for values in itertools.chain([codes], sums) for end in values.aminmax())
+
+
+def _sums_of_int8(codes: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of the pairs in 16 bits, a part after the other that stays in the cache: `load` looks at all weights of a model."""
+    pairs = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
+    for part in pairs.split(_PART):
+        first = part << 8
+        first >>= 8
+        first += part >> 8
+        yield first
 
 
 def limit_pairs(values: torch.Tensor) -> torch.Tensor:
