@@ -38,7 +38,7 @@ def largest_pair(codes: torch.Tensor) -> int:
 def _sums_of_int8(codes: torch.Tensor) -> Iterator[torch.Tensor]:
     """Sums of the pairs in 16 bits, a part after the other that stays in the cache: `load` looks at all weights of a model."""
     pairs = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
-    for part in pairs.split(_PART):
+    for part in torch.split(pairs, _PART):
         first = part << 8
         first >>= 8
         first += part >> 8
