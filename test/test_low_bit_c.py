@@ -173,7 +173,7 @@ def test_many_rows_and_inputs(name, group, inputs, kind, best):
     """More than a tile of AMX, than the codes that are unpacked at once, and than the rows that are summed at once."""
     packed = weight(form(name, group, kind), 33, inputs)
     layout, bias = compiled.pack(packed, HERE[best]), torch.randn(33)
-    for rows in (17, 300):
+    for rows in (8, 9, 10, 13, 17, 135, 300):
         x = torch.randn(rows, inputs) * torch.logspace(-2, 2, rows).unsqueeze(1)
         for block in (-1, 32, 0, compiled.BF16):
             given = x.bfloat16().float() if block == compiled.BF16 else x
@@ -205,7 +205,7 @@ def test_python_threads_do_not_disturb_each_other(threads):
 
 def test_many_rows_are_taken_in_parts():
     packed = weight(form("int4", 32, "zero point"), 20, 4096)
-    x = torch.randn(150, 4096)  # parts of 128 rows of int8, of 32 rows of fp32
+    x = torch.randn(150, 4096)  # parts of 128 rows of int8, of 32 or 132 rows of fp32
     for kernel, values in ((C_FP32, x.double()), (C_INT8, rounded(x, -1))):
         result = kernel.linear(x, kernel.pack(packed), packed, None)
         assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(20))).all()

@@ -54,7 +54,8 @@ struct job {
     int64_t block, blocks; /* elements of a block, blocks in a row */
     int per_token;         /* one scale for all blocks of a row */
     int *unfit;            /* set where x can't be split */
-    int8_t *codes;         /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8 form; or bf16 */
+    int8_t *codes;         /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8 form; or bf16,
+                              or fp32, see tile_rows */
     int64_t plane, row;    /* bytes of a digit of a row, and of a row */
     int tiled;
     float *block_scale;    /* [blocks, rows] */
@@ -771,12 +772,39 @@ DEFINE_PART_256(int8_4_256, int8_256, 4, 0)
 DEFINE_PART_256(int8_8_256, int8_256, 8, 0)
 DEFINE_PART_256(int8_4_vnni, int8_256, 4, 1)
 DEFINE_PART_256(int8_8_vnni, int8_256, 8, 1)
-DEFINE_PART_256(few_fp32_4_256, fp32_256, 4, 0)
-DEFINE_PART_256(few_fp32_8_256, fp32_256, 8, 0)
+DEFINE_PART_256(fp32_4_256, fp32_256, 4, 0)
+DEFINE_PART_256(fp32_8_256, fp32_256, 8, 0)
 
 #define VALUES 256 /* inputs whose values stay in the L1 cache */
-#define ROWS_OF_VALUES 64
+#define TILE_ROWS 6     /* rows whose sums fit the registers */
+#define ROWS_OF_VALUES (22 * TILE_ROWS)
 #define FEW_ROWS 8 /* below, it takes longer to write values and read them again */
+#define CHUNKS(j, k, count) \
+    for (int64_t k = 0, count; k < (j)->w.padded && (count = chunk_of((j), k)); k += count)
+
+/* Inputs of a group from k on, VALUES at most. */
+static inline int64_t chunk_of(const struct job *j, int64_t k)
+{
+    const int64_t left = j->w.group - k % j->w.group;
+    return left < VALUES ? left : VALUES;
+}
+
+/* Where input k, the first of a chunk of `count`, of a tile of rows lies that begins with row m. */
+static inline float *tile_at(const struct job *j, int64_t k, int64_t count, int64_t m) { return (float *)j->codes + k * j->rows + m * count; }
+
+/* Rows of x in the order in which they are multiplied: [chunks, tiles, inputs of a chunk, rows of a tile]. As they are, rows that lie a
+ * multiple of 4 KB apart would meet in the same lines of the L1 cache. */
+static void tile_rows(const struct job *j, int64_t start, int64_t stop)
+{
+    CHUNKS(j, k, count)
+        for (int64_t m = start; m < stop; m += TILE_ROWS) {
+            const int64_t rows = j->rows - m < TILE_ROWS ? j->rows - m : TILE_ROWS;
+            float *to = tile_at(j, k, count, m);
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t r = 0; r < rows; r++)
+                    *to++ = j->x[(m + r) * j->stride + k + i];
+        }
+}
 
 /* Values of inputs k to k + count of panel p. */
 INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, int64_t count, const int bits, float (*values)[PANEL])
@@ -798,16 +826,16 @@ INLINE FOR_AVX2 void values_of_256(const struct job *j, int64_t p, int64_t k, in
         }
 }
 
-/* of_group += x times values, for R rows. */
-INLINE FOR_AVX2 void add_values_256(const float *x, int64_t stride, int64_t count, float (*values)[PANEL], float (*of_group)[PANEL], const int R)
+/* of_group += x times values, for a tile of R rows. */
+INLINE FOR_AVX2 void add_values_256(const float *x, int64_t count, float (*values)[PANEL], float (*of_group)[PANEL], const int R)
 {
-    __m256 acc[6][2];
+    __m256 acc[TILE_ROWS][2];
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) acc[r][v] = _mm256_loadu_ps(of_group[r] + 8 * v);
-    for (int64_t k = 0; k < count; k++) {
+    for (int64_t k = 0; k < count; k++, x += R) {
         const __m256 low = _mm256_loadu_ps(values[k]), high = _mm256_loadu_ps(values[k] + 8);
         UNROLL for (int r = 0; r < R; r++)
         {
-            const __m256 one = _mm256_set1_ps(x[r * stride + k]);
+            const __m256 one = _mm256_set1_ps(x[r]);
             acc[r][0] = _mm256_fmadd_ps(low, one, acc[r][0]);
             acc[r][1] = _mm256_fmadd_ps(high, one, acc[r][1]);
         }
@@ -815,56 +843,57 @@ INLINE FOR_AVX2 void add_values_256(const float *x, int64_t stride, int64_t coun
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < 2; v++) _mm256_storeu_ps(of_group[r] + 8 * v, acc[r][v]);
 }
 
-/* As fp32_256, bit for bit, for `rows` rows from m on: codes become values once for all of them. */
-INLINE FOR_AVX2 void fp32_rows_256(const struct job *j, int64_t p, int64_t m, int64_t rows, const int bits)
+#define ADD_VALUES(R) \
+    case R: add_values_256(tile_at(j, k, count, m), count, values, of_group + m, R); break
+
+/* As fp32_256, bit for bit, for all rows: codes become values once for all of them. */
+INLINE FOR_AVX2 void fp32_rows_256(const struct job *j, int64_t p, const int bits)
 {
-    const int64_t groups = j->w.padded / j->w.group;
+    const int64_t groups = j->w.padded / j->w.group, rows = j->rows;
     float values[VALUES][PANEL], of_group[ROWS_OF_VALUES][PANEL], sum[ROWS_OF_VALUES][PANEL];
     memset(sum, 0, (size_t)rows * sizeof *sum);
-    for (int64_t g = 0; g < groups; g++) {
-        memset(of_group, 0, (size_t)rows * sizeof *of_group);
-        for (int64_t k = g * j->w.group, end = k + j->w.group; k < end; k += VALUES) {
-            const int64_t count = end - k < VALUES ? end - k : VALUES;
-            const float *x = j->x + m * j->stride + k;
-            int64_t r = 0;
-            values_of_256(j, p, k, count, bits, values);
-            for (; r + 6 <= rows; r += 6)
-                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 6);
-            for (; r + 2 <= rows; r += 2)
-                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 2);
-            if (r < rows)
-                add_values_256(x + r * j->stride, j->stride, count, values, of_group + r, 1);
+    memset(of_group, 0, (size_t)rows * sizeof *of_group);
+    CHUNKS(j, k, count) {
+        const int64_t g = k / j->w.group;
+        int64_t m = 0;
+        values_of_256(j, p, k, count, bits, values);
+        for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
+            add_values_256(tile_at(j, k, count, m), count, values, of_group + m, TILE_ROWS);
+        switch (rows - m) {
+            ADD_VALUES(5);
+            ADD_VALUES(4);
+            ADD_VALUES(3);
+            ADD_VALUES(2);
+            ADD_VALUES(1);
         }
+        if ((k + count) % j->w.group)
+            continue;
         for (int64_t v = 0; v < 2; v++) {
             const int64_t at = (p * groups + g) * PANEL + v * 8;
             const __m256 scale = scales_256(&j->w, at), offset = j->w.offset ? _mm256_loadu_ps(j->w.offset + at) : _mm256_setzero_ps();
             for (int64_t r = 0; r < rows; r++) {
                 __m256 total = _mm256_fmadd_ps(_mm256_loadu_ps(of_group[r] + 8 * v), scale, _mm256_loadu_ps(sum[r] + 8 * v));
                 if (j->w.offset)
-                    total = _mm256_fmadd_ps(offset, _mm256_set1_ps(j->group_sums[g * j->held + m + r]), total);
+                    total = _mm256_fmadd_ps(offset, _mm256_set1_ps(j->group_sums[g * j->held + r]), total);
                 _mm256_storeu_ps(sum[r] + 8 * v, total);
             }
         }
+        memset(of_group, 0, (size_t)rows * sizeof *of_group);
     }
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < 2; v++)
-            finish_256(j, p * PANEL + v * 8, m + r, _mm256_loadu_ps(sum[r] + 8 * v));
+            finish_256(j, p * PANEL + v * 8, r, _mm256_loadu_ps(sum[r] + 8 * v));
 }
 
-#define DEFINE_FP32_256(name, bits)                                                                         \
-    FOR_AVX2 static void name(const struct job *j, int64_t start, int64_t stop)                             \
-    {                                                                                                       \
-        if (j->rows < FEW_ROWS) {                                                                           \
-            few_##name(j, start, stop);                                                                     \
-            return;                                                                                         \
-        }                                                                                                   \
-        for (int64_t p = start; p < stop; p++)                                                              \
-            for (int64_t m = 0; m < j->rows; m += ROWS_OF_VALUES)                                           \
-                fp32_rows_256(j, p, m, j->rows - m < ROWS_OF_VALUES ? j->rows - m : ROWS_OF_VALUES, bits);  \
+#define DEFINE_FP32_256(name, bits)                                              \
+    FOR_AVX2 static void name(const struct job *j, int64_t start, int64_t stop)  \
+    {                                                                            \
+        for (int64_t p = start; p < stop; p++)                                   \
+            fp32_rows_256(j, p, bits);                                           \
     }
 
-DEFINE_FP32_256(fp32_4_256, 4)
-DEFINE_FP32_256(fp32_8_256, 8)
+DEFINE_FP32_256(tiles_fp32_4_256, 4)
+DEFINE_FP32_256(tiles_fp32_8_256, 8)
 
 /* ---- the call ---- */
 
@@ -910,10 +939,11 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     block = block == -2 ? 0 : block;
     const part_t part = bf16 ? amx ? bf16_4_amx : bf16_4_512 : choose(&j.w, block != 0, amx || shape[6] < AMX ? shape[6] : AVX512_BF16);
     const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, AVX512);
+    const part_t in_tiles = rows < FEW_ROWS ? NULL : part == fp32_4_256 ? tiles_fp32_4_256 : part == fp32_8_256 ? tiles_fp32_8_256 : NULL;
     const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI && j.w.middle >= 0 ? DIGITS : 0;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
     const int64_t each = amx ? 16 : 4, fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
-    const int64_t at_most = amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit, most = rows < at_most ? rows : at_most;
+    const int64_t at_most = in_tiles ? ROWS_OF_VALUES : amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit, most = rows < at_most ? rows : at_most;
     char *scratch = NULL;
     j.held = (most + each - 1) / each * each; /* tiles have all of their rows */
     if (!part)
@@ -928,10 +958,10 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
                 ;
         j.blocks = (j.w.padded + j.block - 1) / j.block;
     }
-    if (digits || bf16 || offset) {
+    if (digits || bf16 || offset || in_tiles) {
         j.tiled = amx;
         j.plane = amx ? ((bf16 ? 2 : 1) * j.w.padded + 63) / 64 * 64 : (bf16 ? 2 : 1) * j.w.padded;
-        j.row = (digits ? digits : 1) * j.plane;
+        j.row = in_tiles ? j.w.padded * (int64_t)sizeof(float) : (digits ? digits : 1) * j.plane;
         scratch = malloc(j.held * (4 * groups + 4 * j.blocks + digits * 4 * j.blocks + j.row) + 64);
         if (!scratch)
             return NO_MEMORY;
@@ -953,6 +983,11 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
             run(&j, prepare, j.rows, 1, few);
         if (offset && (!digits || unfit))
             run(&j, sum_rows, j.rows, 1, few);
+        if (in_tiles && j.rows >= FEW_ROWS) {
+            run(&j, tile_rows, j.rows, TILE_ROWS, use);
+            run(&j, in_tiles, panels, 1, use);
+            continue;
+        }
         run(&j, unfit ? exactly : part, panels, 2, use);
     }
     free(scratch);
