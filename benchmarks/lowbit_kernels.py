@@ -141,6 +141,7 @@ def onnx_runtime(level: int) -> Engine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # its idle threads would disturb the other engines
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
