@@ -15,7 +15,7 @@ import torch
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
-_PART = 2**16
+_PART = 2**17
 #: Factors of the scale that are tried: with a larger scale fewer pairs must be clipped.
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
