@@ -90,8 +90,7 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
             )
             raise ArtefactError(msg)
         built = pretrained_class.build(described, len(names)) if model is None else sharing(model)
-        stored, filled = content.tensors()
-        filled()
+        stored = content.tensors()
         if set(names.values()) != set(stored):
             msg = f"{folder.WEIGHTS} holds other tensors than are listed"
             raise ValueError(msg)

@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ FORMATS = {"nc-model": 3, "nc-weights": 1}
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"
 _FILES = (MODEL, WEIGHTS)
-#: Bytes of a tensor that another thread copies: most of its time the system takes to find new memory.
-_LARGE = 2**20
 _ADVICE = "Copy the artefact again from where it was made, or save the model again."
 
 
@@ -70,10 +68,8 @@ class Content:
         """Which of `FORMATS` it is."""
         return str(self.document["format"])
 
-    def tensors(
-        self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False
-    ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-        """The tensors by name, and what waits until the large ones have their values, which another thread copies.
+    def tensors(self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False) -> dict[str, torch.Tensor]:
+        """The tensors by name.
 
         Args:
             in_file: (name, tensor) → whether it may stay in the memory of the file; see `nc.storage.mapped` for what that means.
@@ -82,19 +78,8 @@ class Content:
             ArtefactCorruptError: the file is not what it should be.
         """
         with malformed(self.directory / WEIGHTS):
-            views = tensor_file.views(self.weights.buffer)
-        # torch's own, aligned memory: matrix kernels round differently where it isn't
-        found = {name: view if in_file(name, view) else torch.empty_like(view) for name, view in views.items()}
-        pairs = [(found[name], view) for name, view in views.items() if found[name] is not view]
-        worker = threading.Thread(target=_copy, args=([pair for pair in pairs if pair[1].nbytes > _LARGE],), daemon=True)
-        worker.start()
-        _copy([pair for pair in pairs if pair[1].nbytes <= _LARGE])
-        return found, worker.join
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in pairs:
-        tensor_file.copy(target, source)
+            # into torch's own, aligned memory: matrix kernels round differently where it isn't
+            return {n: t if in_file(n, t) else tensor_file.copy(t) for n, t in tensor_file.views(self.weights.buffer).items()}
 
 
 def replaceable(directory: str | os.PathLike[str]) -> Path:

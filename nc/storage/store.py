@@ -62,10 +62,9 @@ class Stored:
             ArtefactOperatorError: this version of torch lacks an operator.
         """
         with contextlib.nullcontext() if not wait else self.content.checked():
-            tensors, filled = self.content.tensors(_stays_in_file)
+            tensors = self.content.tensors(_stays_in_file)
             with malformed(self.directory / MODEL):
                 graph = graph_json.decode(self.document, tensors)
-            filled()
         return dataclasses.replace(graph, intact=self.content.weights.identity.check)
 
 

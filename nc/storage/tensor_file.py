@@ -5,7 +5,6 @@ The layout is that of the safetensors library: a header of JSON, then the tensor
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import math
@@ -140,9 +139,11 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
     return found
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor to another of its size and dtype, by this thread alone; other threads may run Python meanwhile."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in memory of its own, copied by this thread alone: torch's threads would wait for the one that hashes."""
+    result = torch.empty_like(tensor)
+    _bytes(result)[:] = _bytes(tensor)
+    return result
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor | Source], told: Callable[[bytes | memoryview], object] = len) -> None:
