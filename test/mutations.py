@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         "native-relu",
         "what is fused behind a sum is what a kernel does there",
-        "backends/native/fuse.py",
+        "backends/native/regions.py",
         'Activation("hardtanh", (0.0, 6.0))',
         'Activation("hardtanh", (0.0, 5.5))',
         ("native",),
@@ -337,6 +337,22 @@ MUTATIONS = (
         "backends/native/plans/avx2.py",
         'sums * -a["x_zero_point"]',
         "sums * 0",
+        ("avx2_products",),
+    ),
+    Mutation(
+        "avx2-seven-bits",
+        "a linear gives a product of activations no codes beyond its 7 bits",
+        "backends/native/regions.py",
+        'activation = Activation("hardtanh", tuple(',
+        'activation = Activation("none", tuple(',
+        ("avx2_products",),
+    ),
+    Mutation(
+        "avx2-int8",
+        "products in C give int8 codes where these are asked for",
+        "c_code/products.c",
+        "? (int64_t)0x8080808080808080 : 0",
+        "? (int64_t)0x8080808080808000 : 0",
         ("avx2_products",),
     ),
     Mutation(

@@ -28,7 +28,7 @@ from nc import (
     prepare,
 )
 from nc.backends import cpu, get_backend
-from nc.backends.native import OPS, execute, fuse, passes
+from nc.backends.native import OPS, execute, fuse, passes, regions
 from nc.backends.native.plans import avx2
 from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
@@ -351,8 +351,8 @@ def test_weights_that_can_not_saturate_are_taken_as_they_are(tmp_path):
 
 
 def test_wrong_numbers_are_noticed(monkeypatch):
-    real = fuse.codes_behind
-    monkeypatch.setattr(fuse, "codes_behind", lambda node: real(node) and (0.5, 7, torch.uint8))
+    real = regions.codes_behind
+    monkeypatch.setattr(regions, "codes_behind", lambda node: real(node) and (0.5, 7, torch.uint8))
     with pytest.raises(VerificationError, match="The native backend computes something else than the quantized graph"):
         quantized(MLP().eval(), torch.randn(4, 16), None, "native")
 
@@ -373,7 +373,7 @@ def test_a_broken_kernel_is_named(monkeypatch, kind, faulty):
     monkeypatch.setattr(fuse, "_scales", wrong)
     with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'; give it fp32"):
         quantized(model, x, None, "native")
-    monkeypatch.setattr(fuse, "codes_behind", lambda node: None)  # a kernel that gives fp32 is searched for in the same way
+    monkeypatch.setattr(regions, "codes_behind", lambda node: None)  # a kernel that gives fp32 is searched for in the same way
     with pytest.raises(VerificationError, match=f"The first operator that differs is '{faulty}'"):
         quantized(model, x, None, "native")
     fp32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")

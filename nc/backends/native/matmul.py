@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import codes_behind, only_user, put
+from nc.backends.native.fuse import put
 from nc.backends.native.operators import product
+from nc.backends.native.regions import codes_behind, only_user
 from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import Region, constant, reads_codes, region_of, weight_of
+from nc.backends.native.fuse import constant, reads_codes, weight_of
+from nc.backends.native.regions import Region, region_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
 from nc.graph.fx_utils import call_operator, constant_of
 from nc.graph.placement import works_in_place

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, put, region_of, why_no_codes
+from nc.backends.native.fuse import constant, put, why_no_codes
 from nc.backends.native.operators import transposed_convolution
+from nc.backends.native.regions import region_of
 from nc.graph.catalogue import is_transposed
 from nc.graph.fx_utils import constant_of
 from nc.graph.views import Conv, Dequantize

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.fuse import only_user
 from nc.backends.native.operators import product
 from nc.backends.native.plans.elementwise import combine
 from nc.backends.native.plans.products import in_rows, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced
+from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
 from nc.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides

@@ -1,0 +1,142 @@
+"""What a kernel of oneDNN can compute at once: an int8 operator, the operators after it and the quantization of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
+from nc.graph.tensor_meta import TENSORS
+from nc.graph.views import Binary, Quantize, options
+from nc.ops import dequantize_per_tensor, quantize_per_tensor, to_bf16
+
+_LIMITS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+_TRANSPOSED = frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"})
+#: Activations that a kernel computes on its way out.
+ACTIVATIONS = {
+    "linear": frozenset({"relu", "gelu", "swish", "leaky_relu", "hardtanh", "hardswish", "tanh"}),
+    "conv1d": frozenset({"relu"}),
+    "conv2d": frozenset({"relu", "swish", "hardtanh", "hardswish"}),
+    "conv3d": frozenset(),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _TRANSPOSED),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Activation:
+    """A unary post-operation as oneDNN's operators name it."""
+
+    name: str = "none"
+    arguments: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """What becomes one call.
+
+    Attributes:
+        anchor: the linear or convolution.
+        other: what the addition behind it adds, or None.
+        activation: applied last.
+        nodes: everything from the anchor to the last node, in order.
+        codes: scale, zero point and dtype of the result where all that reads it reads these codes; None where it is fp32 or bf16.
+        bf16: all that reads the result reads it rounded to bf16.
+        limits: lowest and highest of the codes, where these are not all that the dtype has; the activation is the clamp for that.
+    """
+
+    anchor: fx.Node
+    other: fx.Node | None
+    activation: Activation
+    nodes: tuple[fx.Node, ...]
+    codes: tuple[float, int, torch.dtype] | None
+    bf16: bool = False
+    limits: tuple[int, int] | None = None
+
+
+def region_of(anchor: fx.Node) -> Region:
+    """The longest region that a kernel can compute from this operator on."""
+    kind = kind_of_node(anchor) or ""
+    known = ACTIVATIONS[kind]
+    nodes = [anchor]
+    other: fx.Node | None = None
+    user = only_user(anchor)
+    if user is not None and is_sum(user, anchor) and kind in ("linear", "conv2d"):
+        left, right = Binary.of(user).sides
+        other = right if left is anchor else left
+        nodes.append(user)
+        known = frozenset({"relu"})
+    activation = Activation()
+    user = only_user(nodes[-1])
+    found = activation_of(user) if user is not None else None
+    if user is not None and found is not None and found.name in known:
+        activation = found
+        nodes.append(user)
+    codes, limits = codes_behind(nodes[-1]), None
+    narrow = _quantized_behind(nodes[-1]) if activation.name == "none" and "hardtanh" in known else None
+    if narrow is not None and not _has_all_codes(narrow):
+        codes, limits = (*narrow.numbers, narrow.dtype), (narrow.quant_min, narrow.quant_max)
+        activation = Activation("hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits))
+    if other is not None and codes is not None and (other.target is not dequantize_per_tensor or codes[2] is not torch.uint8):
+        codes = None  # kernels add uint8 codes to uint8 codes, and fp32 to fp32
+    bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
+    return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)
+
+
+def activation_of(node: fx.Node) -> Activation | None:
+    """An elementwise operator as a post-operation; None when there is none like it."""
+    name = op_name(node)
+    if name in ("relu", "hardswish", "tanh"):
+        return Activation(name)
+    if name == "silu":
+        return Activation("swish")
+    if name == "gelu":
+        return Activation("gelu", algorithm=schema_arguments(node)["approximate"])
+    if name == "relu6":
+        return Activation("hardtanh", (0.0, 6.0))
+    if name == "leaky_relu":
+        return Activation("leaky_relu", (float(schema_arguments(node)["negative_slope"]),))
+    if name == "hardtanh":
+        a = schema_arguments(node)
+        return Activation("hardtanh", (float(a["min_val"]), float(a["max_val"])))
+    if name == "clamp":
+        a = schema_arguments(node)
+        limits = a["min"], a["max"]
+        return Activation("hardtanh", tuple(map(float, limits))) if all(isinstance(v, (int, float)) for v in limits) else None
+    return None
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """What reads a node, where that is one other node."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def is_sum(node: fx.Node, side: fx.Node) -> bool:
+    """Whether a node adds another tensor of the same shape."""
+    if node.target is not torch.ops.aten.add.Tensor or Binary.of(node).alpha != 1:
+        return False
+    a, b = Binary.of(node).sides
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return False
+    shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)]
+    dtypes = {n.meta["val"].dtype for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)}
+    return len(shapes) == 2 and shapes[0] == shapes[1] and dtypes == {torch.float32}
+
+
+def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:
+    """Scale, zero point and dtype of the codes that all users read; None when some read fp32, other codes, or a part of the dtype's."""
+    codes = _quantized_behind(node)
+    return (*codes.numbers, codes.dtype) if codes is not None and _has_all_codes(codes) else None
+
+
+def _has_all_codes(codes: Quantize) -> bool:
+    """Whether the codes are all that their dtype has."""
+    return (codes.quant_min, codes.quant_max) == _LIMITS[codes.dtype]
+
+
+def _quantized_behind(node: fx.Node) -> Quantize | None:
+    """How all users quantize the result of a node; None when some read fp32, or other codes."""
+    found = {options(user) if user.target is quantize_per_tensor else None for user in node.users}
+    return None if len(found) != 1 or None in found else Quantize.of(next(iter(node.users)))
