@@ -263,8 +263,9 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
             of ONNX Runtime's kernels there. A few of them are reduced, which costs some accuracy.
 
     Returns:
-        What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it. Operators that can saturate on
-        CPUs without VNNI are in `saturating`, and in a warning that says what to do.
+        What ran by which kernel, from a profile of ONNX Runtime on the example inputs; `print` shows it. The check runs kernels that can't
+        saturate: it judges the file, not this CPU. Operators that can saturate on CPUs without VNNI are in `saturating`, and in a warning
+        that says what to do.
 
     Raises:
         ConfigError: the name does not end in `.onnx`.

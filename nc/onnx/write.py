@@ -65,7 +65,7 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
         report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
         fp32 = {op.operator for op in report.operators if not op.int8}
         report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
-        if report.saturating and verify != "off":
+        if report.saturating and verify != "off":  # once more, as ONNX Runtime runs it by itself
             outputs, _ = _run(file, graph.example, exact=False)
             report = dataclasses.replace(report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example)))
         with contextlib.ExitStack() as stack:
@@ -79,7 +79,8 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
 def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
     """What to do about operators that can saturate, and what they do on this CPU where that is seen."""
     db = report.saturated_db
-    here = "" if db is None or db >= required else f" On this CPU they do: {db:.1f} dB."
+    seen = db is not None and db < required
+    here = f" On this CPU they do: the outputs for the example agree with the quantized graph to {db:.1f} dB only." if seen else ""
     again = "" if without_vnni else " Or export with without_vnni=True: a few weights are reduced."
     return (
         "ONNX Runtime adds products in 16 bits on CPUs without VNNI. Operators whose sums can saturate there, so that results are wrong: "
