@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from models import FP32, Function, ResidualCNN, call, quantized
+from models import FP32, Function, ResidualCNN, call, quantized, worst_db
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -149,6 +149,26 @@ def test_a_cnn_comes_back_bit_for_bit(cnn, tmp_path):
     assert_same_nodes(cnn.graph.module, loaded.graph.module)
     # matrix kernels may round differently where memory is not aligned as torch aligns it
     assert not [n for n, t in loaded.graph.module.named_buffers() if t.data_ptr() % 64]
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.fc(x).sum(1) / x.shape[1],
+        lambda self, x: self.fc(x) * (x.shape[1] * x.shape[0]) ** -0.5,
+        lambda self, x: self.fc(x) + x.shape[1] // 2,
+        lambda self, x: x.shape[0] - self.fc(x),
+    ],
+)
+def test_numbers_made_of_sizes_are_taken_where_a_tensor_could_be(forward, backend, tmp_path):
+    x = torch.randn(3, 5, 8)
+    q = quantized(Function(forward, fc=nn.Linear(8, 8)), x)
+    q.save(tmp_path / "m")
+    loaded = load(tmp_path / "m", backend=backend)
+    for size in ((3, 5, 8), (2, 9, 8)):
+        y = torch.randn(size)
+        assert worst_db(q(y), loaded(y)) > 35
 
 
 def test_what_is_known_of_several_values_comes_back(tmp_path):

@@ -81,9 +81,8 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
                 raise ValueError(msg)
             continue
         expected, value = argument.type, given[argument.name]
-        if not _fits(expected, value, argument.length) or (
-            target.namespace == "nc" and expected == "Tensor" and not isinstance(value, fx.Node)
-        ):
+        a_number = not isinstance(value, fx.Node) or _yields(value) == "number"
+        if not _fits(expected, value, argument.length) or (target.namespace == "nc" and expected == "Tensor" and a_number):
             msg = f"{target}: argument {argument.name!r} should be {expected}, not {value!r}"
             raise ValueError(msg)
     if target.namespace == "nc":
@@ -197,11 +196,11 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
         return (isinstance(value, fx.Node) and _yields(value) in ("list", "any")) or (length is not None and _fits(expected[5:-1], value))
     if isinstance(value, fx.Node):
         kind = _yields(value)
-        return kind == "any" or (kind == "tensor") == (expected == "Tensor") and kind != "list"
+        return kind in ("any", "number") or (kind == "tensor" and expected == "Tensor")  # for a number as a tensor see below
     if expected in _TAGGED:
         return isinstance(value, _TAGGED[expected])
     if expected == "Tensor":
-        # arithmetic takes a number in the place of a tensor
+        # arithmetic takes a number in the place of a tensor: a constant, or a size of an input
         return isinstance(value, (bool, int, float))
     types = _PLAIN.get(expected)
     return types is not None and isinstance(value, types)
