@@ -171,6 +171,15 @@ def test_numbers_made_of_sizes_are_taken_where_a_tensor_could_be(forward, backen
         assert worst_db(q(y), loaded(y)) > 35
 
 
+def test_what_load_would_refuse_is_not_saved(tmp_path):
+    q = quantized(nn.Linear(8, 8).eval(), torch.randn(2, 8))
+    (node,) = (n for n in q.graph.module.graph.nodes if n.target is torch.ops.aten.linear.default)
+    node.args = (*node.args[:2], "bias")
+    with pytest.raises(ArtefactError, match=r"Node 'linear' can't be stored: aten\.linear\.default: argument 'bias' should be"):
+        q.save(tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_known_of_several_values_comes_back(tmp_path):
     def forward(self, x):
         left, right = self.fc(x).chunk(2, 2)

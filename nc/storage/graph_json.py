@@ -289,6 +289,12 @@ def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
 def _encode_node(node: fx.Node, sizes: _Sizes) -> dict[str, Any]:
     where = f"Node {node.name!r}"
     target = allowlist.name_of(node.target, node.name) if not isinstance(node.target, str) else node.target
+    if not isinstance(node.target, str):  # what `decode` would refuse
+        try:
+            arguments.check(node.target, node.args, node.kwargs)
+        except ValueError as error:
+            msg = f"{where} can't be stored: {error}."
+            raise ArtefactError(msg) from error
     entry: dict[str, Any] = {"name": node.name, "op": node.op, "target": target}
     if node.args:
         entry["args"] = [json_values.encode(a, where) for a in node.args]
