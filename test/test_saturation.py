@@ -19,7 +19,7 @@ from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, available_backe
 from nc.backends import cpu, get_backend
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.saturation import narrow, saturating
-from nc.numerics.int16_pairs import PAIR_LIMIT, largest_pair
+from nc.numerics.int16_pairs import PAIR_LIMIT, fit, largest_pair
 from nc.ops import quantize_per_tensor
 
 ENGINES = [name for name, why in available_backends().items() if not why and name != "reference"]
@@ -85,6 +85,15 @@ def test_the_largest_pair_of_codes_however_they_lie(shape):
         pairs = [row[i : i + 2] for row in rows for i in range(0, len(row), 2)]
         sums = [abs(sum(code for code in pair if code * sign > 0)) for pair in pairs for sign in (1, -1)]
         assert largest_pair(codes) == max(sums)
+        assert [fit(codes, limit) for limit in range(258)] == [max(sums) <= limit for limit in range(258)]
+
+
+@pytest.mark.parametrize("codes", [[], [0], [-128], [-128, 127], [127, 1], [127, 2], [-128, -1], [-127, -1]])
+def test_codes_that_fit(codes):
+    """At each limit as the largest pair says, where codes of both signs meet, and where they are the only ones."""
+    tensor = torch.tensor(codes, dtype=torch.int8)
+    largest = max([abs(sum(code for code in codes if code * sign > 0)) for sign in (1, -1)])
+    assert [fit(tensor, limit) for limit in range(258)] == [largest <= limit for limit in range(258)]
 
 
 def test_the_limit_is_the_largest_that_fits():

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import schema_arguments
-from nc.graph.schemas import schema_of
+from nc.graph.schemas import Argument, schema_of
 
 #: Other names that schemas have for a field.
 _ALSO = {"input": ("self", "x", "codes"), "left": ("self", "input"), "right": ("other", "mat2")}
@@ -26,23 +26,34 @@ class _View:
     @classmethod
     def of(cls: type[View], node: fx.Node) -> View:
         """The view of a node; KeyError where its schema has no such argument."""
-        arguments = schema_arguments(node)
-        values = {}
-        for name, names, is_needed in _fields(cls):  # type: ignore[arg-type] # a class is hashable
-            found = next((other for other in names if other in arguments), None)
-            if found is not None:
-                values[name] = arguments[found]
-            elif is_needed:
-                msg = f"{node.target} has no argument {name!r}"
-                raise KeyError(msg)
+        args, kwargs, values = node.args, node.kwargs, {}
+        for name, places, is_needed in _places(cls, node.target):  # type: ignore[arg-type] # a class is hashable
+            for index, argument in places:
+                if index < len(args):
+                    values[name] = args[index]
+                elif argument.name in kwargs:
+                    values[name] = kwargs[argument.name]
+                elif argument.has_default:
+                    values[name] = argument.default_value
+                else:
+                    continue
+                break
+            else:
+                if is_needed:
+                    msg = f"{node.target} has no argument {name!r}"
+                    raise KeyError(msg)
         return cls(**values)
 
 
-@functools.cache
-def _fields(view: type) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
-    """For each field its name, those that schemas have for it, and whether it has no default."""
-    fields = dataclasses.fields(view)
-    return tuple((field.name, (field.name, *_ALSO.get(field.name, ())), field.default is dataclasses.MISSING) for field in fields)
+@functools.lru_cache(4096)
+def _places(view: type, target: object) -> tuple[tuple[str, tuple[tuple[int, Argument], ...], bool], ...]:
+    """For each field its name, the arguments of an operator that may give it with their positions, and whether it has no default."""
+    arguments = {argument.name: (index, argument) for index, argument in enumerate(schema_of(target))}
+    found = []
+    for field in dataclasses.fields(view):
+        names = field.name, *_ALSO.get(field.name, ())
+        found.append((field.name, tuple(arguments[name] for name in names if name in arguments), field.default is dataclasses.MISSING))
+    return tuple(found)
 
 
 def options(node: fx.Node) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ only the pairs that exceed the limit are clipped, so that the other weights keep
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +14,7 @@ import torch
 #: 255 * 128 = 32640 < 2^15.
 PAIR_LIMIT = 128
 _LIMIT = 127
-_PART = 2**17
+_PART = 2**18
 #: Factors of the scale that are tried: with a larger scale fewer pairs must be clipped.
 _STRETCH = tuple(1 + i / 8 for i in range(9))
 
@@ -30,19 +29,32 @@ def largest_pair(codes: torch.Tensor) -> int:
     """
     if not codes.numel():
         return 0
+    return max(_largest_sum(codes), *(abs(int(end)) for end in codes.aminmax()))
+
+
+def fit(codes: torch.Tensor, limit: int) -> bool:
+    """Whether `largest_pair` is at most a limit; one code alone, of int8, is at most 128."""
+    if codes.dtype is not torch.int8 or limit < PAIR_LIMIT:
+        return largest_pair(codes) <= limit
+    return not codes.numel() or _largest_sum(codes) <= limit
+
+
+def _largest_sum(codes: torch.Tensor) -> int:
+    """The largest sum of a pair, without its sign."""
     even = torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
-    sums = _sums_of_int8(even.flatten()) if even.dtype is torch.int8 else [even.float().reshape(*even.shape[:-1], -1, 2).sum(-1)]
-    return max(abs(int(end)) for values in itertools.chain([codes], sums) for end in values.aminmax())
+    if even.dtype is torch.int8:
+        return max(map(abs, _extremes_of_int8(even.flatten())))
+    return max(abs(int(end)) for end in even.float().reshape(*even.shape[:-1], -1, 2).sum(-1).aminmax())
 
 
-def _sums_of_int8(codes: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums of the pairs in 16 bits, a part after the other that stays in the cache: `load` looks at all weights of a model."""
+def _extremes_of_int8(codes: torch.Tensor) -> Iterator[int]:
+    """The least and the largest sums of parts of the pairs, which stay in the cache: `load` looks at all weights of a model."""
     pairs = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
     for part in torch.split(pairs, _PART):
-        first = part << 8
-        first >>= 8
-        first += part >> 8
-        yield first
+        second = part >> 8
+        sums = part ^ 128  # 256 * second + first + 128
+        sums.sub_(second, alpha=255)
+        yield from (int(end) - 128 for end in sums.aminmax())
 
 
 def limit_pairs(values: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int
         groups: as for `quantize_weight`.
         limit: what kernels that add two products in 16 bits take, whatever the activations; more if those have fewer codes.
     """
-    return int16_pairs.largest_pair(_inputs_last(codes, axis, groups)) <= limit
+    return int16_pairs.fit(_inputs_last(codes, axis, groups), limit)
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from nc.graph import saturation
 from nc.graph.qdq import QDQGraph
-from nc.numerics.int16_pairs import largest_pair
+from nc.numerics.int16_pairs import fit
 from nc.numerics.weights import pairs_fit
 from nc.spec import Capabilities
 
@@ -30,4 +30,4 @@ def _fit(codes: torch.Tensor, axis: int | None, groups: int, limit: int) -> bool
         return pairs_fit(codes, axis, groups, limit)
     if codes.shape[:2] == (groups, 1):  # depthwise: kernels of their own, which sum in 32 bits
         return True
-    return largest_pair(codes.movedim(1, -1).flatten(1)) <= limit
+    return fit(codes.movedim(1, -1).flatten(1), limit)
