@@ -89,7 +89,12 @@ class QuantizedModel(torch.nn.Module):
             BackendError: the engine fails on inputs of the example's sizes.
             UnsupportedError: torch.jit.trace, torch.export or torch.func calls it, and the engine can't compute with their tensors.
         """
+        if torch.compiler.is_compiling():  # torch.compile would look into the engine, and go on with what calls this
+            return torch.compiler.disable(self._call)(args, kwargs)  # type: ignore[no-untyped-call]
         leave_threads_of_parent()
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = self._graph
         tensors = graph.signature.bind(args, kwargs)
         try:

@@ -12,6 +12,7 @@ import torch
 from models import MLP, Function, ResidualCNN, quantized, worst_db
 from suites.backend_suite import MODELS, BackendSuite
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from nc import (
@@ -605,6 +606,7 @@ def test_a_forked_process_goes_on_with_one_thread(config, backend):
     [
         (lambda q, x: torch.jit.trace(q, x), "export_pt2"),
         (lambda q, x: torch.export.export(q, (x,)), "export_pt2"),
+        (lambda q, x: q(FakeTensorMode().from_tensor(x)), "export_pt2"),
         (lambda q, x: torch.func.vmap(q)(x[None]), "larger batch"),
         (lambda q, x: torch.func.jvp(q, (x,), (x,)), "no derivatives"),
     ],
@@ -615,6 +617,18 @@ def test_what_torch_calls_without_memory_names_what_to_do(transform, instead):
     with pytest.raises(UnsupportedError, match=instead):
         transform(q, x)
     assert torch.isfinite(q(x)).all()
+
+
+def test_torch_compile_leaves_the_engine_alone():
+    """Also with sizes that have no plan yet, inside a larger model, and for what calls it."""
+    x = torch.randn(4, 16)
+    q = quantized(MLP(), x, None, "native")
+    outer = Function(lambda self, x: self.last(self.inner(2 * x)).relu(), inner=q, last=nn.Linear(*2 * q(x).shape[1:])).eval()
+    for model in (q, outer):
+        compiled = torch.compile(model, backend="eager")
+        with torch.no_grad():
+            for rows in (4, 2, 7, 9):
+                torch.testing.assert_close(compiled(x[:1].expand(rows, 16)), model(x[:1].expand(rows, 16)))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trace

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 import nc
 from nc.backends import available_backends, cpu
+from nc.backends.native import fuse
+from nc.backends.native.grouped import join
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.plans import avx2, recorder
 from nc.backends.native.plans import model as planning
@@ -417,6 +420,69 @@ def test_a_kernel_that_no_primitive_stands_for_is_left_to_torchs_operators(monke
     assert "there is no primitive for" in str(q.report().details)
     for each, _ in itertools.product(inputs, range(2)):
         assert worst_sqnr_db([q.reference(*each)], [q(*each)]) > 35
+
+
+def test_where_onednn_has_plain_code_only_the_plan_is_kept(monkeypatch):
+    """Torch's own operator would run the same code, and products of two activations would have no kernel."""
+    monkeypatch.setattr(fuse, "joined", lambda node: 1)
+    make, inputs = CASES["encoder"]
+    model = Function(lambda self, x, mask, z: (*self.encoder(x, mask), self.odd(z)), encoder=make(), odd=nn.Conv3d(6, 9, 3, groups=3))
+    inputs = *inputs[0], torch.randn(2, 6, 4, 5, 6)
+    q = quantized(model.eval(), inputs, None, "native")
+    report = q.report()
+    assert {op.ran for op in report.ops if op.asked == "int8"} == {"int8"}
+    assert next(op for op in report.ops if op.operator == "odd").kernel.startswith("convolution ref")
+    assert worst_sqnr_db(q.reference(*inputs), q(*inputs)) > 35
+
+
+@pytest.mark.parametrize(
+    ("make", "groups", "inputs", "outputs"),
+    [
+        (make, *sizes)
+        for make in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        for sizes in ((32, 64, 64), (32, 32, 64), (8, 8, 16), (4, 8, 8), (16, 16, 16), (3, 9, 9), (5, 15, 30), (31, 62, 31))
+    ],
+)
+@pytest.mark.parametrize("how", [{"padding": 1}, {"dilation": 2, "stride": 2}])
+def test_grouped_convolutions_have_fast_kernels(make, groups, inputs, outputs, how):
+    """Groups are joined where oneDNN has none for them: the numbers stay the same, also at the ends of the ranges."""
+    dims = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[make]
+    conv = make(inputs, outputs, 3, groups=groups, **how)
+    x = torch.rand(2, inputs, *[7] * dims) * 4 - 2
+    q = quantized(nn.Sequential(conv, nn.ReLU()).eval(), x, None, "native")
+    for batch in (x, x.abs(), torch.full_like(x, 2.0)):
+        assert worst_sqnr_db([q.reference(batch)], [q(batch)]) > 50
+    op = next(op for op in q.report().ops if op.operator == "0")
+    odd = (inputs // groups) % 2 and inputs > groups
+    assert op.ran == "int8" or (odd and not cpu.accumulates_wide() and "no fast int8 kernel" in op.reason)
+    assert "ref" not in op.kernel
+
+
+def test_joined_groups_give_the_same_sums():
+    codes, x = torch.randint(-127, 128, (12, 3, 2, 2)), torch.randint(0, 256, (2, 18, 5, 5))
+    expected = F.conv2d(x.double(), codes.double(), groups=6)
+    for count in (1, 2, 3, 6):
+        assert torch.equal(F.conv2d(x.double(), join(codes, 6, count).double(), groups=6 // count), expected)
+
+
+@pytest.mark.parametrize(
+    "move", [lambda y: y.transpose(-1, -2), lambda y: y.permute(0, 3, 1, 2), lambda y: y.transpose(1, 2), lambda y: y.permute(1, 0, 3, 2)]
+)
+@pytest.mark.parametrize("follow", [lambda y, m: y, lambda y, m: y / 4 + m, lambda y, m: y * m])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 9), (2, 4, 9, 9), (2, 1, 9, 9), (1, 4, 1, 1)])
+def test_products_of_activations_may_be_moved_in_any_way(move, follow, shape):
+    """Kernels write rows, not columns."""
+
+    def attend(self, x, mask):
+        q, k = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k))
+        return move(follow(q @ k.transpose(-1, -2), mask))
+
+    inputs = torch.randn(2, 9, 32), torch.randn(shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sizes of the masks can't stay free
+        q = quantized(Function(attend, q=nn.Linear(32, 32), k=nn.Linear(32, 32)).eval(), inputs, None, "native")
+    assert {op.ran for op in q.report().ops if op.kind != "add"} == {"int8"}
+    assert worst_sqnr_db([q.reference(*inputs)], [q(*inputs)]) > 60
 
 
 def test_random_numbers_are_drawn_anew_and_constants_are_not_computed_again():

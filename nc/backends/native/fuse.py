@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
+from nc.backends.native.grouped import join, joined
 from nc.backends.native.operators import prepack
 from nc.backends.native.regions import ACTIVATIONS, Region, is_sum, region_of
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
@@ -71,7 +72,9 @@ def why_not_int8(node: fx.Node) -> str:
         return "its padding differs from side to side, and kernels take one number for both"
     if Conv.of(node).input.meta["val"].dim() != Conv.of(node).weight.meta["val"].dim():
         return "its input has no batch dimension, which kernels need"
-    return why_no_codes(node)
+    if why := why_no_codes(node):
+        return why
+    return "" if joined(node) else "oneDNN has no fast int8 kernel for it on this CPU, and in plain C++ int8 takes longer than fp32"
 
 
 def why_no_codes(node: fx.Node) -> str:
@@ -164,13 +167,15 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     conv = Conv.of(region.anchor)
     codes, scales = weight_of(module, conv.weight)
     sizes = conv.sizes(codes.dim() - 2)
+    together = joined(region.anchor)
+    codes, groups = (codes, conv.groups) if together == 1 else (join(codes, conv.groups, together), conv.groups // together)
     x = Dequantize.of(conv.input)
-    how = codes, scales, *x.qparams, *sizes, conv.groups, region.anchor.meta.get(_SHAPE)
+    how = codes, scales, *x.qparams, *sizes, groups, region.anchor.meta.get(_SHAPE)
     w = _weight(module, region, how), *_scales(module, region, scales)
     post = region.activation.name, list(region.activation.arguments), region.activation.algorithm
     arguments: tuple[Argument, ...]
     if region.other is None:
-        arguments = (x.codes, *x.qparams, *w, conv.bias, *sizes, conv.groups, *_output(region), *post)
+        arguments = (x.codes, *x.qparams, *w, conv.bias, *sizes, groups, *_output(region), *post)
         return module.graph.call_function(_CONVOLUTIONS[_kind(region)], arguments)
     other, scale, zero_point = _added(module, region, region.other)
     arguments = (
@@ -180,7 +185,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
         other,
         conv.bias,
         *sizes,
-        conv.groups,
+        groups,
         *_output(region),
         scale,
         zero_point,

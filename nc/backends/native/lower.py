@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import is_fake
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
@@ -52,6 +53,9 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
         if torch._C._is_tracing():  # whose graph would not see the kernels
             msg = "what kernels write would be constants of the trace"
+            raise RuntimeError(msg)
+        if any(type(tensor) is not torch.Tensor and is_fake(tensor) for tensor in inputs):  # whose address is 0
+            msg = "kernels read memory, which fake tensors have not"
             raise RuntimeError(msg)
         with torch.no_grad():
             return running.call(*inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
 from nc.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
+from nc.onednn.primitives import Primitive
 
 _aten = torch.ops.aten
 
@@ -81,14 +83,22 @@ def _multiply(
         attributes = with_qparams(attributes, tensors, DST, a["output_scale"], a["output_zero_point"])
     # where the result lies transposed, oneDNN 3.12 reads wrong addresses for some broadcasts, and crashes
     whole = all(o.tensor.numel() == 1 or o.tensor.shape == tuple(sizes) for o in others)
-    target = Desc(tuple(sizes), _strides(node, sizes) if whole else contiguous_strides(sizes), dtype)
+    rows = Desc.dense(sizes, dtype)
+    target = dataclasses.replace(rows, strides=_strides(node, sizes)) if whole else rows
     left, right = sides
     if left.tensor.shape[-1] == 1:  # where the right side has one row, oneDNN 3.12 takes batches to lie one behind the other
         right = in_rows(recorder, right, node)
-    primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
+
+    def make() -> Primitive:
+        return recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
+
+    primitive = make()
+    if primitive.is_reference and target != rows:  # perhaps because the result would lie in columns
+        target = rows
+        primitive = make()
     if primitive.is_reference and not others:  # perhaps because of how the sides lie
         left, right = in_rows(recorder, left, node), in_rows(recorder, right, node)
-        primitive = recorder.maker.matmul(left.desc, right.desc, None, target, attributes, keep=True)
+        primitive = make()
     result = recorder.new(target.sizes, target.strides, dtype)
     recorder.call(primitive, tensors | {SRC: left, WEIGHTS: right, DST: result}, node)
     return result

@@ -94,6 +94,8 @@ class Recorder:
         self._waiting: list[Callable[[], object]] = []
         self._held = 0
         self._scratch = Scratch()
+        #: Whether oneDNN's plain C++ is taken where it has nothing better.
+        self._takes_reference = False
         self._restored: fx.GraphModule | None = None
         #: Nodes that are computed in each call, even if they read no input.
         self._each_time: set[fx.Node] = set()
@@ -170,9 +172,9 @@ class Recorder:
         """Append a call, to be made when its result is read.
 
         Raises:
-            Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than.
+            Unimplemented: oneDNN has only a reference kernel, which ATen's own operator is faster than, unless that is the same kernel.
         """
-        if primitive.is_reference:
+        if primitive.is_reference and not self._takes_reference:
             msg = f"oneDNN has only the kernel {primitive.kernel!r} for {node.name}"
             raise Unimplemented(msg)
         arguments: dict[int, tuple[Layout, Ref]] = {}
@@ -228,7 +230,7 @@ class Recorder:
                 primitive = make(layout)
             except BackendError:
                 continue
-            if not primitive.is_reference:
+            if not primitive.is_reference or self._takes_reference:
                 return primitive, (layout, bytes_)
         primitive = make(desc)
         layout = primitive.layouts[WEIGHTS]
@@ -259,7 +261,15 @@ class Recorder:
         """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
         if handler is not None and (node in self._each_time or reads_inputs((args, kwargs))):
-            result = self.first_possible(lambda: handler(self, node, by_name(node, args, kwargs)))
+
+            def handled() -> Any:
+                return handler(self, node, by_name(node, args, kwargs))
+
+            result = self.first_possible(handled)
+            if result is None and _is_of_onednn(node.target):
+                self._takes_reference = True
+                result = self.first_possible(handled)
+                self._takes_reference = False
             if result is not None:
                 return result
         return self._aten(node, args, kwargs)
@@ -279,7 +289,7 @@ class Recorder:
         """Call the operator itself, now and, unless the result is constant or a view, in each call."""
         args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
         target: Any = node.target
-        if isinstance(target, torch._ops.OpOverload) and target.namespace == "onednn":
+        if _is_of_onednn(target):
             msg = f"there is no primitive for {node.name} ({target}) here"  # torch's own may add in place, which its schema does not tell
             raise BackendError(msg)
         tags = getattr(target, "tags", ())
@@ -400,6 +410,11 @@ class Recorder:
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
         refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
         return Plan(self._entries, inputs, refs, len(self._begins), size, offsets, aligned(max(scratchpads, default=0)))
+
+
+def _is_of_onednn(target: object) -> bool:
+    """Whether it is an operator of torch that calls a primitive by itself."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "onednn"
 
 
 def _begin(tensor: torch.Tensor) -> int:

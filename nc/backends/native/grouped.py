@@ -1,0 +1,105 @@
+"""Grouped convolutions for which oneDNN has nothing in int8 but plain C++, which takes longer than the convolution in fp32.
+
+Some groups together, with weights of 0 between them, are one group that gives the same sums and may have a fast kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from nc.backends.cpu import accumulates_wide
+from nc.errors import BackendUnavailableError
+from nc.graph.fx_utils import constant_of
+from nc.graph.tensor_meta import hint_of
+from nc.graph.views import Conv, Dequantize
+from nc.numerics.int16_pairs import PAIR_LIMIT, fit
+from nc.onednn.api import Unimplemented
+from nc.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, contiguous_strides
+from nc.onednn.providers import provider
+
+#: Products of one sum, above which the zeros cost more than int8 gains.
+_MOST_JOINED = 64
+
+
+def joined(node: fx.Node) -> int:
+    """How many groups of a convolution become one, so that there is a fast kernel on this CPU: 1 where it has one; 0 where none helps."""
+    view = Conv.of(node)
+    inputs = tuple(hint_of(size) for size in view.input.meta["val"].shape)
+    weight = tuple(int(size) for size in view.weight.meta["val"].shape)
+    dims, groups, each = len(weight) - 2, view.groups, weight[1]
+    is_depthwise = each == 1 and weight[0] == groups
+    if groups == 1 or (is_depthwise and dims < 3) or not all(inputs):  # depthwise ones have kernels on every CPU
+        return 1
+    window = (tuple(int(n) for n in numbers) for numbers in view.sizes(dims))
+    kernel = functools.partial(_kernel, inputs, weight, groups, *window)
+    if not kernel(1).startswith("ref"):
+        return 1
+    for count in range(2, min(groups, _MOST_JOINED // each) + 1):
+        if groups % count == 0 and not kernel(count).startswith("ref") and (each % 2 == 0 or accumulates_wide() or _fits(node, count)):
+            return count
+    return 0
+
+
+def join(codes: torch.Tensor, groups: int, count: int) -> torch.Tensor:
+    """Weights of a convolution with fewer groups.
+
+    Args:
+        codes: shape [out, in / groups, ...].
+        groups: of the convolution.
+        count: how many become one.
+
+    Returns:
+        Shape [out, count * in / groups, ...], 0 for inputs of other groups.
+    """
+    outputs, each, *window = codes.shape
+    result = codes.new_zeros(groups // count, count, outputs // groups, count, each, *window)
+    for i, own in enumerate(codes.view(groups // count, count, outputs // groups, each, *window).unbind(1)):
+        result[:, i, :, i] = own
+    return result.view(outputs, count * each, *window)
+
+
+def _fits(node: fx.Node, count: int) -> bool:
+    """Whether the codes of other pairs of inputs, which 16-bit sums add where groups have an odd number of inputs, are small enough."""
+    module = node.graph.owning_module
+    assert module is not None
+    codes = join(constant_of(module, Dequantize.of(Conv.of(node).weight).codes), Conv.of(node).groups, count)
+    return fit(codes.movedim(1, -1), PAIR_LIMIT)
+
+
+@functools.lru_cache(1024)
+def _kernel(
+    inputs: tuple[int, ...],
+    weight: tuple[int, ...],
+    groups: int,
+    strides: tuple[int, ...],
+    pads: tuple[int, ...],
+    dilations: tuple[int, ...],
+    count: int,
+) -> str:
+    """The name of oneDNN's kernel where `count` groups are one; "" where it can't be asked."""
+    try:
+        maker = provider().maker
+    except BackendUnavailableError:
+        return ""
+    how = zip(inputs[2:], weight[2:], strides, pads, dilations, strict=True)
+    outputs = [(size + 2 * pad - dilation * (window - 1) - 1) // stride + 1 for size, window, stride, pad, dilation in how]
+    source, target = (_channels_last(sizes) for sizes in (inputs, (inputs[0], weight[0], *outputs)))
+    left = groups // count
+    sizes = weight[0] // left, count * weight[1], *weight[2:]
+    by_groups = Desc.dense((left, *sizes) if left > 1 else sizes, torch.int8)
+    geometry = Geometry(strides, pads, pads, dilations, window=weight[2:])
+    try:
+        attributes = Attributes(scales={SRC: 0, WEIGHTS: 3 if left > 1 else 1, DST: 0}, zero_points={SRC: 0, DST: 0})
+        return maker.convolution(source, by_groups, None, target, geometry, attributes).kernel
+    except Unimplemented:
+        return ""
+
+
+def _channels_last(sizes: Sequence[int]) -> Desc:
+    """Codes that lie as [N, ..., C]."""
+    strides = contiguous_strides((sizes[0], *sizes[2:], sizes[1]))
+    return Desc(tuple(sizes), (strides[0], strides[-1], *strides[1:-1]), torch.uint8)
