@@ -333,6 +333,7 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
 
     Raises:
         ConfigError: the name does not have the suffix that it should.
+        ArtefactError: a directory has the name, or one of several files is a link.
     """
     if not isinstance(data, Mapping):
         data = {Path(path).suffix: data}
@@ -340,9 +341,17 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
     if Path(path).suffix != first:
         msg = f"Expected a path that ends in {first!r}, but got {str(path)!r}."
         raise ConfigError(msg)
+    files = {Path(path).with_suffix(suffix): content for suffix, content in data.items()}
+    for file in files:
+        if file.is_dir():
+            msg = f"{str(file)!r} is a directory; choose another name for the file."
+            raise ArtefactError(msg)
+        if len(files) > 1 and file.is_symlink():
+            msg = f"{str(file)!r} is a link, and the files {' and '.join(data)} must stay side by side. Give the path that it leads to."
+            raise ArtefactError(msg)
     with contextlib.ExitStack() as stack:
-        for suffix, content in data.items():
-            stack.enter_context(replaced(Path(path).with_suffix(suffix))).write_bytes(content)
+        for file, content in files.items():
+            stack.enter_context(replaced(file)).write_bytes(content)
 
 
 def _check_reads(graph: QDQGraph) -> None:

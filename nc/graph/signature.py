@@ -320,11 +320,17 @@ def _without_memory(tensors: Sequence[torch.Tensor]) -> str:
     instead = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
     if torch._C._is_tracing():
         return f"which torch.jit.trace() can't record: {instead}"
-    if any(is_fake(tensor) for tensor in tensors):
-        return f"and torch.export.export() gives it tensors that have none: {instead}"
+    if are_fake(tensors):
+        return f"and torch.export.export(), or FakeTensorMode, gives it tensors that have none: {instead}"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         return "and torch.func gives it tensors that have none: instead of vmap() give it a larger batch; it has no derivatives."
     return ""
+
+
+def are_fake(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors, or those that torch makes now, have sizes only."""
+    is_on = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return is_on or any(type(tensor) is not torch.Tensor and is_fake(tensor) for tensor in tensors)
 
 
 def _describe(value: Any) -> str:

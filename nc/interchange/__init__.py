@@ -16,7 +16,7 @@ import torch
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactSchemaError, ConfigError, NCError, StateError, UnsupportedError
 from nc.interchange import awq, compressed_tensors, folder, gguf, gptq, quark
 from nc.interchange.gguf_writer import write as write_gguf
-from nc.interchange.layer import Layer
+from nc.interchange.layer import INT8, Layer
 from nc.interchange.model import contents_of, put, settings_of
 from nc.numerics.packed_weight import PackedWeight
 
@@ -61,7 +61,8 @@ def export_weights(
     Args:
         model: a module that holds `nc.nn.QuantLinear`, or packed weights by the names of their layers.
         path: a folder; created with its parents. It gets `model.safetensors` and `config.json` (of a transformers model: its own, and
-            `generation_config.json`), or for "gguf" `model.gguf`, whose tensors have the names that they have in the model.
+            `generation_config.json`), or for "gguf" `model.gguf`, whose tensors have the names that they have in the model. For "gguf" it
+            may also be a file that ends in ".gguf".
         format: "compressed-tensors" (read by vLLM and transformers), "gptq" (version 2 where a zero point is 0, with an `NCWarning`), "awq"
             (version GEMM), "quark", or "gguf" (Q4_0, Q4_1, Q8_0).
 
@@ -79,11 +80,14 @@ def export_weights(
         msg = "export_weights() expects a model with low-bit weights; make one with quantize(model, WeightOnlyConfig())."
         raise StateError(msg)
     if format == GGUF:
-        dropped = next((name for name, layer in layers.items() if layer.act_dtype == "int8"), None)
+        dropped = next((name for name, layer in layers.items() if layer.act_dtype in INT8), None)
         if dropped is not None:
             msg = f'Layer {dropped!r}: GGUF says nothing about activations, and this layer\'s are int8. Use format="compressed-tensors".'
             raise UnsupportedError(msg)
-        write_gguf(Path(path) / GGUF_FILE, {**{f"{name}.weight": layer.weight for name, layer in layers.items()}, **tensors})
+        where = Path(path)
+        is_file = where.suffix == f".{GGUF}" and not where.is_dir()
+        file = where if is_file else folder.alone(where, GGUF_FILE) / GGUF_FILE
+        write_gguf(file, {**{f"{name}.weight": layer.weight for name, layer in layers.items()}, **tensors})
         return
     stored, config = FORMATS[format][0](layers, floats)
     files = settings_of(model, config)
@@ -155,7 +159,7 @@ def _format_of(config: Mapping[str, Any], where: Path) -> str:
 
 
 def _gguf_in(where: Path) -> Path | None:
-    if where.suffix == f".{GGUF}":
+    if where.suffix == f".{GGUF}" and not where.is_dir():
         return where
     files = sorted(where.glob(f"*.{GGUF}"))
     return files[0] if len(files) == 1 and not any(where.glob("*.safetensors")) else None

@@ -13,6 +13,7 @@ import torch
 
 from nc.errors import UnsupportedError
 from nc.interchange.layer import (
+    INT8,
     Codes,
     Layer,
     codes_in,
@@ -65,7 +66,7 @@ def _check(name: str, layer: Layer, codes: Codes) -> None:
         refuse(name, NAME, f"K = {inputs} input channels are no multiple of 32", "Leave this layer out (exclude)")
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:
         refuse(name, NAME, f"its readers have no groups of {codes.group}", f"Quantize with group_size one of {(-1, *GROUPS)}")
-    if layer.act_dtype == "int8":
+    if layer.act_dtype in INT8:
         refuse(name, NAME, "it says nothing about activations, and this layer's are int8", 'Use format="compressed-tensors"')
 
 

@@ -39,6 +39,8 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
         if codes.bits not in BITS:
             reason = f"its versions pack {codes.bits} bits in different ways"
             refuse(name, NAME, reason, f"Quantize with one of {BITS} bits")
+        if layer.act_dtype == "int8_block32":
+            refuse(name, NAME, "it has no activations in int8 blocks, as this layer's are", 'Quantize with act_dtype="int8"')
         scheme = _scheme(layer, codes)
         alike = next((known for known in schemes if {**known, "targets": 0} == {**scheme, "targets": 0}), None)
         if alike is None:

@@ -26,15 +26,22 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str,
     Raises:
         ArtefactError: the folder has weights that are not replaced by these, so that readers would mix them.
     """
-    other = sorted(p.name for p in folder.glob("*.safetensors*") if p.name != WEIGHTS)
-    if other:
-        msg = f"{str(folder)!r} has other weights ({', '.join(other[:3])}). Choose an empty folder."
-        raise ArtefactError(msg)
+    alone(folder, WEIGHTS, *files)
     with replaced(folder / WEIGHTS) as staged:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, staged, metadata={"format": "pt"})
     for name in sorted(files, key=CONFIG.__eq__):
         with replaced(folder / name) as staged:
             staged.write_text(json.dumps(files[name], indent=2) + "\n", encoding="utf-8")
+
+
+def alone(folder: Path, *names: str) -> Path:
+    """The folder, if it has no weights but the files of these names, nor settings of such."""
+    kinds = ("*.safetensors*", "*.gguf", "quantize_config.json")
+    other = sorted(p.name for kind in kinds for p in folder.glob(kind) if p.name not in names)
+    if other:
+        msg = f"{str(folder)!r} has other weights ({', '.join(other[:3])}). Choose an empty folder."
+        raise ArtefactError(msg)
+    return folder
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

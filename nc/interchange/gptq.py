@@ -16,6 +16,7 @@ import torch
 
 from nc.errors import ArtefactCorruptError, NCWarning, UnsupportedError
 from nc.interchange.layer import (
+    INT8,
     Codes,
     Layer,
     codes_in,
@@ -82,7 +83,7 @@ def _check(name: str, layer: Layer, codes: Codes) -> None:
         refuse(name, NAME, f"N = {outputs} outputs are no multiple of {max(fields, 8)}", "Leave this layer out (exclude)")
     if codes.group not in GROUPS and codes.scale.shape[1] != 1:
         refuse(name, NAME, f"its readers have no groups of {codes.group}", f"Quantize with group_size one of {(-1, *GROUPS)}")
-    if layer.act_dtype == "int8":
+    if layer.act_dtype in INT8:
         refuse(name, NAME, "it says nothing about activations, and this layer's are int8", 'Use format="compressed-tensors"')
 
 

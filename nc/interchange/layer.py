@@ -19,6 +19,10 @@ from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 _SCALE_NAMES = {SCALE_DTYPES[name]: name for name in ("fp32", "fp16", "bf16")}
 
 
+#: Activations that are rounded, of which most formats say nothing.
+INT8 = ("int8", "int8_block32")
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A linear, or the table of an embedding.

@@ -15,6 +15,7 @@ import torch
 from nc.errors import UnsupportedError
 from nc.interchange import awq
 from nc.interchange.layer import (
+    INT8,
     Codes,
     Layer,
     codes_of,
@@ -57,7 +58,7 @@ def _check(name: str, layer: Layer, codes: Codes, group: int) -> None:
         refuse(name, NAME, f"N = {codes.codes.shape[0]} outputs are no multiple of 8", "Leave this layer out (exclude)")
     if group == -1:
         refuse(name, NAME, "its rows are one group each and of different lengths", "Quantize with a group_size")
-    if layer.act_dtype == "int8":
+    if layer.act_dtype in INT8:
         refuse(name, NAME, "nc writes weights only, and this layer's activations are int8", 'Use format="compressed-tensors"')
 
 

@@ -60,9 +60,8 @@ def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
     return values(dtype).index_select(0, nearest_codes(x, dtype).flatten().int()).reshape(x.shape)
 
 
-@functools.cache
 def values(dtype: DType) -> torch.Tensor:
-    """The value of each code, fp32; not to be changed."""
+    """The value of each code, fp32. Not kept: torch.compile would keep a tensor of its own, which nothing else can read."""
     return torch.tensor(dtype.values, dtype=torch.float32, device="cpu")
 
 

@@ -129,6 +129,29 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
     return codes
 
 
+def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`; no offset where all would be 0.
+
+    A group of zeros alone has a scale of 1: its terms, which are as large as the codes, would cancel each other but for fp32's rounding,
+    which can be larger than all other weights. Here both are 0.
+
+    Args:
+        codes: uint8, shape [N, K].
+        params: of the groups.
+        form: the format.
+
+    Returns:
+        Two tensors of shape [N, G].
+    """
+    if params.minimum is not None:
+        return params.scale, params.minimum + form.middle * params.scale
+    if params.zero is None:
+        return params.scale, None
+    alike = (codes.view(codes.shape[0], params.scale.shape[1], -1) == params.zero[:, :, None]).all(2)
+    offset = (form.middle - params.zero) * params.scale
+    return params.scale.masked_fill(alike, 0), offset.masked_fill(alike, 0)
+
+
 def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
     """The fp32 weights of codes; arguments as for `encode`."""
     weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)

@@ -17,6 +17,7 @@ import torch
 
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.numerics import bits
+from nc.numerics.groups import about_middle
 from nc.numerics.packed_weight import PackedWeight
 from nc.spec import dtype as named
 from nc.spec.weight_format import WeightFormat
@@ -58,13 +59,9 @@ def _pack(weight: PackedWeight) -> PackedLayout:
     table = bits.pack(torch.nn.functional.pad(codes.t(), (0, padding)), size)
     factors = torch.tensor([step, low], dtype=torch.float32 if size == 8 else torch.float16, device="cpu").view(torch.uint8)
     table = torch.cat([table, factors.expand(table.shape[0], -1)], 1)
-    offset = None
-    if params.minimum is not None:
-        offset = params.minimum + form.middle * params.scale
-    elif params.zero is not None:
-        offset = (form.middle - params.zero) * params.scale
+    scale, offset = about_middle(weight.unpacked().view(torch.uint8), params, form)
     index = torch.arange(table.shape[0], dtype=torch.int32, device="cpu")
-    return table, index, params.scale.t().contiguous(), None if offset is None else offset.t().contiguous()
+    return table, index, scale.t().contiguous(), None if offset is None else offset.t().contiguous()
 
 
 def _table_bits(form: WeightFormat) -> int:

@@ -19,6 +19,7 @@ from nc.backends.low_bit.large_pages import LargePages
 from nc.c_code import openmp
 from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
+from nc.numerics.groups import about_middle
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
 
@@ -107,6 +108,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     padded = -(-inputs // STEP) * STEP
     panels = -(-outputs // PANEL)
     codes = weight.unpacked().view(torch.uint8)
+    scale, offset = about_middle(codes, params, form)
     codes = torch.nn.functional.pad(codes, (0, padded - inputs, 0, panels * PANEL - outputs))
     if size == 4:
         low, high = codes.view(panels, PANEL, padded // 8, 2, 4).unbind(3)
@@ -119,12 +121,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         values[: len(form.dtype.values)] = torch.tensor(form.dtype.values, dtype=torch.float32, device="cpu")
     else:
         values[:] = torch.arange(16, dtype=torch.float32, device="cpu") - form.middle
-    offset = None
-    if params.minimum is not None:
-        offset = params.minimum + form.middle * params.scale
-    elif params.zero is not None:
-        offset = (form.middle - params.zero) * params.scale
-    scale = _panels(params.scale)
+    scale = _panels(scale)
     if not form.two_levels and weight.scale.dtype in _SCALES:
         scale = scale.to(weight.scale.dtype)  # as they are stored
     best = isa() if best is None else best

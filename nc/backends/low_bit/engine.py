@@ -6,11 +6,13 @@ import threading
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from nc.backends import AUTO, get_backend, registered_backends
 from nc.backends.base import Backend, check_available
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.c_code.openmp import leave_threads_of_parent
 from nc.errors import UnsupportedError
 from nc.nn import KernelChoice, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
@@ -60,6 +62,8 @@ class LowBitEngine:
         Inputs of another size are its to refuse: a kernel would read behind their end.
         """
         if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
+            return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0:
             return None
         if x.shape[-1:] != (layer.in_features,):
             return None
@@ -149,6 +153,7 @@ def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
         UnknownBackendError, BackendUnavailableError, UnsupportedError: see `engine`.
     """
     found = engine(name)
+    leave_threads_of_parent()  # which notes that this process has computed
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.engine = found
@@ -163,6 +168,7 @@ def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
         with _PACKING:
             layout = ready.packed.get(kernel.name)
             if layout is None:
+                leave_threads_of_parent()
                 layout = ready.packed[kernel.name] = kernel.pack(ready.weight)
     return layout
 

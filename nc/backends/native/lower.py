@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import is_fake
 
 from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
@@ -23,6 +22,7 @@ from nc.backends.passes import Outcome, run_passes
 from nc.backends.verify import agreement_db, check_option, first_disagreement, reference_outputs, required_db, verify_outputs
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
+from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
 from nc.plan import Decision
 
@@ -54,7 +54,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
         if torch._C._is_tracing():  # whose graph would not see the kernels
             msg = "what kernels write would be constants of the trace"
             raise RuntimeError(msg)
-        if any(type(tensor) is not torch.Tensor and is_fake(tensor) for tensor in inputs):  # whose address is 0
+        if are_fake(inputs):  # whose address is 0
             msg = "kernels read memory, which fake tensors have not"
             raise RuntimeError(msg)
         with torch.no_grad():

@@ -72,7 +72,7 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
             decoder = TorchFXPythonDecoder(module, dynamic_shapes=True)
             frontend = FrontEndManager().load_by_framework("pytorch")
             model = frontend.convert(frontend.load(decoder))
-            keep_unfused(model, products=not cpu.accumulates_wide())
+            keep_unfused(model, narrow=not cpu.accumulates_wide())
     except Exception as error:  # whatever a compiler may raise
         msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}"
         raise BackendError(msg) from error

@@ -6,6 +6,12 @@ of the elements is the maximum, and its operator has two values.
 A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where the plugin does not know the
 number of channels, and behind a ReduceMean. The larger of a value and itself is the value.
 
+Codes of a convolution with a bias that are cut into six dimensions, as a pixel shuffle and windows of attention cut them: the range for
+each channel that the bias became is lost. The larger of a value and itself is no bias.
+
+A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of products from two positions of the
+window in 16 bits, and the weights of these were not made to fit. A maximum keeps it in fp32 there.
+
 A product of two activations: where both happen to have symmetric codes, the plugin computes it in int8 also on CPUs without VNNI, whose
 sums of pairs of products overflow 16 bits. A maximum keeps it in fp32 there, as it is planned.
 """
@@ -16,28 +22,26 @@ import math
 from typing import Any
 
 _WITH_CONSTANT = ("Multiply", "Divide", "Add", "Subtract", "Maximum", "Minimum")
+_MOST_DIMS = 5
 _PASSED = ("Relu", "Clamp")
 #: What follows these is fused with them, and rightly.
 _RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
 
 
-def keep_unfused(model: Any, *, products: bool) -> None:
-    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of each range that would be split.
+def keep_unfused(model: Any, *, narrow: bool) -> None:
+    """Put a pairwise maximum (minimum) behind each ReduceMax (ReduceMin), and a maximum in front of what is said above.
 
     Args:
         model: an `openvino.Model`, changed in place.
-        products: products of two activations stay in fp32.
+        narrow: kernels of this CPU add pairs of products in 16 bits.
     """
     from openvino import opset13
 
     pairwise = {"ReduceMax": opset13.maximum, "ReduceMin": opset13.minimum}
     for node in model.get_ordered_ops():
-        if node.get_type_name() == "FakeQuantize" and _would_split(node):
-            value = node.input_value(0)
-            node.input(0).replace_source_output(opset13.maximum(value, value).output(0))
-        if products and node.get_type_name() == "MatMul" and _of_activations(node):
-            value = node.input_value(1)
-            node.input(1).replace_source_output(opset13.maximum(value, value).output(0))
+        if (index := _kept_apart(node, narrow=narrow)) is not None:
+            value = node.input_value(index)
+            node.input(index).replace_source_output(opset13.maximum(value, value).output(0))
         if node.get_type_name() not in pairwise or not node.get_element_type().is_real():
             continue
         if node.get_input_partial_shape(0).rank == 0:  # a single number has no part
@@ -53,6 +57,29 @@ def keep_unfused(model: Any, *, products: bool) -> None:
         result.set_friendly_name(f"{node.get_friendly_name()}/of_pair")
         for reader in readers:
             reader.replace_source_output(result.output(0))
+
+
+def _kept_apart(node: Any, *, narrow: bool) -> int | None:
+    """The input of an operator that gets a maximum in front; None for most."""
+    kind = node.get_type_name()
+    if kind == "FakeQuantize" and (_would_split(node) or _is_cut_up(node)):
+        return 0
+    if narrow and kind == "MatMul" and _of_activations(node):
+        return 1
+    return 0 if narrow and kind == "GroupConvolution" and _has_odd_groups(node) else None
+
+
+def _is_cut_up(quantize: Any) -> bool:
+    """Whether the codes get more than the five dimensions that a convolution can have."""
+    readers = [reader.get_node() for reader in quantize.output(0).get_target_inputs()]
+    ranks = [reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"]
+    return any(rank.is_static and rank.get_length() > _MOST_DIMS for rank in ranks)
+
+
+def _has_odd_groups(convolution: Any) -> bool:
+    """Whether pairs of products are not those of two inputs: the groups have an odd number of them, and are no single channels."""
+    _, outputs, inputs, *_ = convolution.get_input_shape(1)
+    return inputs % 2 == 1 and (outputs, inputs) != (1, 1)
 
 
 def _of_activations(product: Any) -> bool:
