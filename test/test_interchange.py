@@ -546,6 +546,29 @@ class TestModels:
         assert torch.equal(again(self.IDS), model(self.IDS))
         assert again.head.weight is again.table.weight
 
+    @pytest.mark.parametrize("format", ["compressed-tensors", "gptq", "awq", "quark", "gguf"])
+    def test_activations_in_blocks_of_int8_are_refused(self, format, tmp_path):
+        with pytest.raises(UnsupportedError, match="int8"):
+            export_weights(net(act_dtype="int8_block32")[0], tmp_path, format)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_with_other_weights_is_refused(self, tmp_path):
+        export_weights(net()[0], tmp_path, "gptq")
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        for format in ("gguf", "awq"):
+            with pytest.raises(ArtefactError, match="has other weights"):
+                export_weights(net(1)[0], tmp_path, format)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+    def test_gguf_is_a_file_or_in_a_folder(self, tmp_path):
+        for path in (tmp_path / "a.gguf", tmp_path / "folder", tmp_path / "folder.gguf"):
+            if path.name == "folder.gguf":
+                path.mkdir()
+            for seed in (0, 1):  # replaced
+                export_weights({"a.b": quantized(weights(seed=seed))}, path, "gguf")
+            assert path.is_dir() == path.name.startswith("folder")
+            assert read_weights(path).layers
+
     def test_activations_in_int8_are_written_where_they_can_be(self, tmp_path):
         model, other = net(act_dtype="int8")[0], net(1)[1]
         for format in ("gptq", "awq", "quark", "gguf"):

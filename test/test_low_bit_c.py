@@ -370,6 +370,10 @@ from nc.backends.low_bit.compiled import C_FP32
 torch.set_num_threads(int(sys.argv[1]))
 layer = layer_with([C_FP32], weight(form(), 512, 512))
 x = torch.randn(2, 512)
+if sys.argv[2] == "quantized":
+    import nc
+    layer = nc.quantize(torch.nn.Sequential(torch.nn.Linear(512, 512)), nc.WeightOnlyConfig("int4", group_size=32), backend="native")
+    torch.randn(1000, 1000).exp()
 expected = layer(x) if sys.argv[2] == "used" else None
 child = os.fork()
 if not child:
@@ -380,7 +384,7 @@ layer(x)
 """
 
 
-@pytest.mark.parametrize(("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new")])
+@pytest.mark.parametrize(("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new"), ("2", "quantized")])
 def test_a_forked_process_computes_on_one_thread(threads, before):
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     subprocess.run([sys.executable, "-c", FORKED, threads, before], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})

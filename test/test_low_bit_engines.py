@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -24,6 +25,7 @@ from nc.backends.profiling import bandwidth
 from nc.lowbit.speed import layer_speeds
 from nc.nn import QuantLinear
 from nc.numerics.groups import GroupParams
+from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.packed_weight import pack
 from nc.numerics.stored_scales import round_scale
 from nc.spec import dtype
@@ -546,6 +548,46 @@ def test_a_compiled_model_runs_on_kernels():
     with torch.no_grad():
         copied[0].codes.zero_()
         assert torch.equal(torch.compile(copied, backend="aot_eager")(x), copied(x))
+
+
+@native
+@pytest.mark.parametrize("dtype", ["int4", "nf4", "fp8_e4m3", "mxint8"])
+def test_gradients_of_a_compiled_model(dtype):
+    """Of every kind of format, and nothing of what is traced stays behind."""
+    q = set_backend(nc.quantize(mlp(), nc.WeightOnlyConfig(dtype, group_size=32)), "native")
+    torch._dynamo.reset()
+    x = torch.randn(3, 64, requires_grad=True)
+    torch.compile(q, backend="aot_eager")(x).sum().backward()
+    got, x.grad = x.grad, None
+    q(x).sum().backward()
+    torch.testing.assert_close(got, x.grad)
+    assert all(type(layer.weight.dequantize()) is torch.Tensor for layer in q.modules() if isinstance(layer, QuantLinear))
+
+
+@native
+def test_vmap_of_a_layer():
+    q = set_backend(nc.quantize(mlp(), CONFIG), "native")
+    x = torch.randn(4, 3, 64)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its speed
+        torch.testing.assert_close(torch.vmap(q)(x), q(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("backend", ["native", "auto"])
+def test_groups_of_zeros_cost_no_precision(dtype, backend):
+    """They have a scale of 1, beside which other weights are small."""
+    linear = nn.Linear(256, 32, bias=False)
+    with torch.no_grad():
+        linear.weight.mul_(0.01).view(32, 4, 64)[:, ::2] = 0
+        linear.weight[0] = 0
+    q = set_backend(nc.quantize(nn.Sequential(linear).eval(), nc.WeightOnlyConfig(dtype, group_size=64, w_sym=False)), backend)
+    x = torch.randn(5, 256) + 3
+    x[:, 7] = 300
+    with torch.no_grad():
+        got, expected = q(x), x.double() @ q[0].weight.dequantize().double().T
+    assert worst_sqnr_db([expected], [got]) > 110
+    assert not got[:, 0].any()
 
 
 @native

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 import nc
 from nc import (
+    ArtefactError,
     BackendError,
     BackendUnavailableError,
     ConfigError,
@@ -371,6 +372,18 @@ def test_export_writes_both_files_or_none(residual, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_export_replaces_no_directory_and_no_link(residual, tmp_path):
+    q, _ = residual
+    (tmp_path / "a.bin").write_bytes(b"old")
+    (tmp_path / "a.xml").mkdir()
+    (tmp_path / "b.xml").symlink_to(tmp_path / "v1.xml")
+    for name, why in (("a", "is a directory"), ("b", "is a link")):
+        with pytest.raises(ArtefactError, match=why):
+            export_openvino(q, tmp_path / f"{name}.xml")
+    assert (tmp_path / "a.bin").read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.xml", "b.xml"]
+
+
 @pytest.mark.skipif("avx512_bf16" not in cpu.features(), reason="needs AVX512-BF16")
 def test_bf16():
     x = torch.randn(2, 8)
@@ -414,6 +427,34 @@ def test_a_batch_norm_in_front_of_a_quantization(activation):
     q = quantized(nn.Sequential(norm, activation(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(2, 8, 9, 9), None, "openvino")
     assert q.report().ran_int8 == 1
     x = torch.randn(3, 8, 7, 7)
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
+@pytest.mark.parametrize(
+    "conv", [nn.Conv2d(8, 16, 3, groups=8), nn.Conv1d(9, 9, 3, groups=3), nn.Conv3d(6, 12, 3, groups=6), nn.Conv2d(15, 30, 3, groups=5)]
+)
+def test_groups_with_an_odd_number_of_inputs(conv):
+    """The kernel of CPUs without VNNI adds products of two positions in 16 bits."""
+    torch.manual_seed(0)
+    conv = type(conv)(conv.in_channels, conv.out_channels, 3, groups=conv.groups)
+    x = torch.randn(2, conv.in_channels, *[8] * (conv.weight.dim() - 2))
+    q = quantized(nn.Sequential(conv).eval(), x, None, "openvino")
+    for batch in (x, x.abs()):
+        assert worst_db([q.reference(batch)], [q(batch)]) > 60
+
+
+def windows(x):
+    return x.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2)
+
+
+@pytest.mark.parametrize(("cut", "last"), [(nn.PixelShuffle(2), nn.Conv2d(3, 3, 1)), (windows, nn.Linear(12, 5))])
+def test_codes_that_are_cut_into_more_dimensions(cut, last):
+    """The end of super-resolution networks, and windows of attention."""
+    torch.manual_seed(0)
+    model = Function(lambda self, x: self.last(cut(self.conv(x))), conv=nn.Conv2d(3, 12, 3, padding=1), last=last)
+    x = torch.randn(1, 3, 12, 12)
+    q = quantized(model.eval(), x, None, "openvino")
+    assert q.report().ran_int8 == 2
     assert worst_db([q.reference(x)], [q(x)]) > 60
 
 

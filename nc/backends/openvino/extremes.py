@@ -6,7 +6,7 @@ of the elements is the maximum, and its operator has two values.
 A factor or summand for each channel becomes a range for each channel: the kernel takes the wrong ones where the plugin does not know the
 number of channels, and behind a ReduceMean. The larger of a value and itself is the value.
 
-Codes of a convolution with a bias that are cut into six dimensions, as a pixel shuffle and windows of attention cut them: the range for
+Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of attention cut them: the range for
 each channel that the bias became is lost. The larger of a value and itself is no bias.
 
 A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of products from two positions of the
@@ -22,7 +22,6 @@ import math
 from typing import Any
 
 _WITH_CONSTANT = ("Multiply", "Divide", "Add", "Subtract", "Maximum", "Minimum")
-_MOST_DIMS = 5
 _PASSED = ("Relu", "Clamp")
 #: What follows these is fused with them, and rightly.
 _RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
@@ -70,10 +69,15 @@ def _kept_apart(node: Any, *, narrow: bool) -> int | None:
 
 
 def _is_cut_up(quantize: Any) -> bool:
-    """Whether the codes get more than the five dimensions that a convolution can have."""
+    """Whether codes of a convolution get more dimensions than it has."""
+    node = _source(quantize, 0)
+    while node.get_type_name() in (*_WITH_CONSTANT, *_PASSED):
+        node = _source(node, 0)
+    if "Convolution" not in node.get_type_name():
+        return False
     readers = [reader.get_node() for reader in quantize.output(0).get_target_inputs()]
-    ranks = [reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"]
-    return any(rank.is_static and rank.get_length() > _MOST_DIMS for rank in ranks)
+    ranks = [each.get_output_partial_shape(0).rank for each in (node, *readers) if each is node or each.get_type_name() == "Reshape"]
+    return any(rank.is_static and rank.get_length() > ranks[0].get_length() for rank in ranks[1:])
 
 
 def _has_odd_groups(convolution: Any) -> bool:
