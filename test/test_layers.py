@@ -259,6 +259,7 @@ INSIDE = {
         ("nc.backends.low_bit.graph",),
         ("nc.backends.native.attention", "nc.backends.native.bf16", "nc.backends.native.qdq_rewrites", "nc.backends.native.operators"),
         ("nc.backends.native.regions",),
+        ("nc.backends.native.grouped",),
         ("nc.backends.native.fuse",),
         ("nc.backends.native.plans", "nc.backends.native.plans.entries"),
         ("nc.backends.native.plans.arena", "nc.backends.native.plans.context", "nc.backends.native.plans.values"),
