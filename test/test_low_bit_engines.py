@@ -24,7 +24,8 @@ from nc.backends.low_bit.engine import LowBitEngine, engine, set_backend
 from nc.backends.profiling import bandwidth
 from nc.lowbit.speed import layer_speeds
 from nc.nn import QuantLinear
-from nc.numerics.groups import GroupParams
+from nc.numerics.group_ranges import choose
+from nc.numerics.groups import GroupParams, encode
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.packed_weight import pack
 from nc.numerics.stored_scales import round_scale
@@ -588,6 +589,23 @@ def test_groups_of_zeros_cost_no_precision(dtype, backend):
         got, expected = q(x), x.double() @ q[0].weight.dequantize().double().T
     assert worst_sqnr_db([expected], [got]) > 110
     assert not got[:, 0].any()
+
+
+@pytest.mark.parametrize("backend", ["native", "auto"])
+@pytest.mark.parametrize("kind", ["zero point", "minimum"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+def test_groups_of_one_code_cost_no_precision(name, kind, backend):
+    """Those of zeros are stored with a scale of 1, whatever lies in the other groups."""
+    values = torch.randn(32, 256) * 0.01
+    values[:, 64:192] = 0
+    values[:, :64] = 0.003
+    found = form(name, 64, kind)
+    params = choose(values, found, "minmax")
+    layer = set_backend(nn.Sequential(QuantLinear(pack(encode(values, params, found), params, found))), backend)
+    x = torch.randn(5, 256) + 3
+    x[:, 7] = 300
+    with torch.no_grad():
+        assert worst_sqnr_db([x.double() @ layer[0].weight.dequantize().double().T], [layer(x)]) > 105
 
 
 @native

@@ -132,8 +132,8 @@ def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> tor
 def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and offset of each group, so that a weight is `scale * (code - middle) + offset`; no offset where all would be 0.
 
-    A group of zeros alone has a scale of 1: its terms, which are as large as the codes, would cancel each other but for fp32's rounding,
-    which can be larger than all other weights. Here both are 0.
+    A group of zeros alone is stored with a scale of 1: its terms, which are as large as the codes, would cancel each other but for fp32's
+    rounding, which can be larger than all other weights. So a group with one code alone gets a scale of 0, and its weight as the offset.
 
     Args:
         codes: uint8, shape [N, K].
@@ -143,13 +143,17 @@ def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -
     Returns:
         Two tensors of shape [N, G].
     """
-    if params.minimum is not None:
-        return params.scale, params.minimum + form.middle * params.scale
-    if params.zero is None:
-        return params.scale, None
-    alike = (codes.view(codes.shape[0], params.scale.shape[1], -1) == params.zero[:, :, None]).all(2)
-    offset = (form.middle - params.zero) * params.scale
-    return params.scale.masked_fill(alike, 0), offset.masked_fill(alike, 0)
+    scale, minimum = params.scale, params.minimum
+    if minimum is None and params.zero is None:
+        return scale, None
+    groups = codes.view(*scale.shape, -1)
+    first = groups[:, :, 0]
+    alike = (groups == first[:, :, None]).all(2)
+    if minimum is not None:
+        offset, alone = minimum + form.middle * scale, first * scale + minimum
+    else:
+        offset, alone = (form.middle - params.zero) * scale, (first - params.zero) * scale
+    return scale.masked_fill(alike, 0), torch.where(alike, alone, offset)
 
 
 def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
