@@ -342,13 +342,10 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
         msg = f"Expected a path that ends in {first!r}, but got {str(path)!r}."
         raise ConfigError(msg)
     files = {Path(path).with_suffix(suffix): content for suffix, content in data.items()}
-    for file in files:
-        if file.is_dir():
-            msg = f"{str(file)!r} is a directory; choose another name for the file."
-            raise ArtefactError(msg)
-        if len(files) > 1 and file.is_symlink():
-            msg = f"{str(file)!r} is a link, and the files {' and '.join(data)} must stay side by side. Give the path that it leads to."
-            raise ArtefactError(msg)
+    link = next((file for file in files if file.is_symlink()), None)
+    if link is not None and len(files) > 1:
+        msg = f"{str(link)!r} is a link, and the files {' and '.join(data)} must stay side by side. Give the path that it leads to."
+        raise ArtefactError(msg)
     with contextlib.ExitStack() as stack:
         for file, content in files.items():
             stack.enter_context(replaced(file)).write_bytes(content)

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from nc.errors import ArtefactError
+
 
 def staging_path(target: Path) -> Path:
     """A new hidden name beside a path, for what gets that path when it is complete."""
@@ -19,8 +21,14 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
 
     Parents are created. A link stays a link, to the new file.
+
+    Raises:
+        ArtefactError: a directory has the name.
     """
     target = Path(path).resolve()
+    if target.is_dir():
+        msg = f"{str(target)!r} is a directory; choose another name for the file."
+        raise ArtefactError(msg)
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = staging_path(target)
     try:
