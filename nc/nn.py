@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from nc import layer_calls, ops
-from nc.errors import StateError
+from nc.errors import StateError, UnsupportedError
 from nc.lowbit.quantized_tensor import QuantizedTensor
 from nc.lowbit.result import LayerResult
 from nc.numerics.packed_weight import PARTS, PackedWeight
@@ -155,7 +156,13 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         """`input` of shape [..., K] → [..., N]. While a graph is captured, it is one operator: in `torch.compile` one that calls the layer.
 
         Torch 2.8 takes `is_exporting()` for true in `torch.compile` too, and so compiles the reference.
+
+        Raises:
+            UnsupportedError: it gets a tensor of forward-mode differentiation, whose derivative would be lost.
         """
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None:
+            msg = "nc's low-bit layers have no forward-mode derivatives (jvp, dual tensors); backward() has."
+            raise UnsupportedError(msg)
         if self.engine is not None:
             if not torch.compiler.is_compiling():
                 found = self.engine.linear(self, input)

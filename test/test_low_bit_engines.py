@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import nc
@@ -572,6 +573,19 @@ def test_vmap_of_a_layer():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its speed
         torch.testing.assert_close(torch.vmap(q)(x), q(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "auto", "reference"])
+def test_forward_derivatives_are_refused(backend):
+    """They would be lost without a word."""
+    q = set_backend(nc.quantize(mlp(), CONFIG), backend)
+    x, tangent = torch.randn(3, 64), torch.randn(3, 64)
+    with pytest.raises(nc.UnsupportedError, match="forward-mode"):
+        torch.func.jvp(q, (x,), (tangent,))
+    with forward_ad.dual_level():
+        assert torch.equal(q(x), q(x))
+        with pytest.raises(nc.UnsupportedError, match="forward-mode"):
+            q(forward_ad.make_dual(x, tangent))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import forward_ad
 
 from nc.backends import AUTO, get_backend, registered_backends
 from nc.backends.base import Backend, check_available
@@ -63,7 +62,7 @@ class LowBitEngine:
         """
         if type(x) is not torch.Tensor or x.dtype not in FLOATS or x.device.type != "cpu" or not x.numel():
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None
         if x.shape[-1:] != (layer.in_features,):
             return None
