@@ -462,6 +462,28 @@ def test_weights_with_a_scale_per_channel_have_zero_points_in_the_file(tmp_path)
 
 
 @needs_packages
+def test_a_directory_is_not_replaced(tmp_path):
+    (tmp_path / "m.onnx").mkdir()
+    with pytest.raises(nc.ArtefactError, match="is a directory"):
+        export_onnx(converted(MLP(), torch.randn(4, 16)), tmp_path / "m.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@needs_packages
+@pytest.mark.parametrize("kind", ["static", "dynamic", "lstm"])
+def test_a_weight_that_is_used_twice(kind, tmp_path):
+    """ONNX Runtime refuses such files where it is to run kernels that can't saturate."""
+    if kind == "lstm":
+        model, x = Function(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(8, 8, batch_first=True)), torch.randn(2, 5, 8)
+    else:
+        model, x = Function(lambda self, x: self.fc(self.fc(x).relu()), fc=nn.Linear(16, 16)), torch.randn(4, 16)
+    q = converted(model.eval(), x, None if kind == "static" else nc.DynamicQuantConfig())
+    report = nc.export_onnx(q, tmp_path / "m.onnx")
+    assert report.sqnr_db > 40
+    assert worst_db(q.reference(x), as_it_is(tmp_path / "m.onnx", [x])) > 40
+
+
+@needs_packages
 def test_what_runs_in_fp32_does_not_saturate(tmp_path):
     model, x = MODELS["residual"]()
     report = export_onnx(converted(same_sign(model), x), tmp_path / "m.onnx")

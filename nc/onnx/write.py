@@ -31,7 +31,7 @@ from nc.storage.atomic import replaced
 
 SUFFIX = ".onnx"
 _INSTALL = "pip install 'nc-quant[onnx]'"
-#: What ONNX Runtime 1.31 says of kernels that can't saturate where a weight is used twice: it makes each reader's copy by the same name.
+#: What ONNX Runtime 1.32 says where a weight is used twice and kernels that can't saturate are asked for.
 _USED_TWICE = "Attempt to replace the existing tensor"
 
 
