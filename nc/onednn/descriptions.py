@@ -70,6 +70,13 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def channels_last_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor [N, C, ...] that lies as [N, ..., C]."""
+    batch, channels, *spatial = sizes
+    strides = contiguous_strides((batch, *spatial, channels))
+    return strides[0], strides[-1], *strides[1:-1]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sum:
     """What lies in the destination is added: (value - zero_point) * scale."""

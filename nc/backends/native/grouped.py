@@ -6,7 +6,6 @@ Some groups together, with weights of 0 between them, are one group that gives t
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -18,10 +17,12 @@ from nc.graph.tensor_meta import hint_of
 from nc.graph.views import Conv, Dequantize
 from nc.numerics.int16_pairs import PAIR_LIMIT, fit
 from nc.onednn.api import Unimplemented
-from nc.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, contiguous_strides
+from nc.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, channels_last_strides
 from nc.onednn.providers import provider
 
-#: Products of one sum, above which the zeros cost more than int8 gains.
+#: How names of oneDNN's kernels in plain C++ begin.
+_PLAIN = "ref"
+#: Inputs of a joined group; with more the zeros would cost what int8 gains.
 _MOST_JOINED = 64
 
 
@@ -32,16 +33,19 @@ def joined(node: fx.Node) -> int:
     weight = tuple(int(size) for size in view.weight.meta["val"].shape)
     dims, groups, each = len(weight) - 2, view.groups, weight[1]
     is_depthwise = each == 1 and weight[0] == groups
-    if groups == 1 or (is_depthwise and dims < 3) or not all(inputs):  # depthwise ones have kernels on every CPU
+    if groups == 1 or (is_depthwise and dims < 3) or not all(inputs):  # depthwise ones have kernels
         return 1
     window = (tuple(int(n) for n in numbers) for numbers in view.sizes(dims))
     kernel = functools.partial(_kernel, inputs, weight, groups, *window)
-    if not kernel(1).startswith("ref"):
+    if not kernel(1).startswith(_PLAIN):
         return 1
-    for count in range(2, min(groups, _MOST_JOINED // each) + 1):
-        if groups % count == 0 and not kernel(count).startswith("ref") and (each % 2 == 0 or accumulates_wide() or _fits(node, count)):
-            return count
-    return 0
+
+    def is_fast(count: int) -> bool:
+        name = kernel(count)
+        return bool(name) and not name.startswith(_PLAIN) and (each % 2 == 0 or accumulates_wide() or _fits(node, count))
+
+    counts = (count for count in range(2, min(groups, _MOST_JOINED // each) + 1) if groups % count == 0)
+    return next(filter(is_fast, counts), 0)
 
 
 def join(codes: torch.Tensor, groups: int, count: int) -> torch.Tensor:
@@ -80,14 +84,15 @@ def _kernel(
     dilations: tuple[int, ...],
     count: int,
 ) -> str:
-    """The name of oneDNN's kernel where `count` groups are one; "" where it can't be asked."""
+    """The name of oneDNN's kernel where `count` groups are one; "" where there is none, or nobody can be asked."""
     try:
         maker = provider().maker
     except BackendUnavailableError:
         return ""
     how = zip(inputs[2:], weight[2:], strides, pads, dilations, strict=True)
     outputs = [(size + 2 * pad - dilation * (window - 1) - 1) // stride + 1 for size, window, stride, pad, dilation in how]
-    source, target = (_channels_last(sizes) for sizes in (inputs, (inputs[0], weight[0], *outputs)))
+    shapes = inputs, (inputs[0], weight[0], *outputs)
+    source, target = (Desc(sizes, channels_last_strides(sizes), torch.uint8) for sizes in shapes)
     left = groups // count
     sizes = weight[0] // left, count * weight[1], *weight[2:]
     by_groups = Desc.dense((left, *sizes) if left > 1 else sizes, torch.int8)
@@ -97,9 +102,3 @@ def _kernel(
         return maker.convolution(source, by_groups, None, target, geometry, attributes).kernel
     except Unimplemented:
         return ""
-
-
-def _channels_last(sizes: Sequence[int]) -> Desc:
-    """Codes that lie as [N, ..., C]."""
-    strides = contiguous_strides((sizes[0], *sizes[2:], sizes[1]))
-    return Desc(tuple(sizes), (strides[0], strides[-1], *strides[1:-1]), torch.uint8)

@@ -75,9 +75,10 @@ def _is_cut_up(quantize: Any) -> bool:
         node = _source(node, 0)
     if "Convolution" not in node.get_type_name():
         return False
+    dims = len(node.get_input_partial_shape(1)) - ("Group" in node.get_type_name())  # of its weight
     readers = [reader.get_node() for reader in quantize.output(0).get_target_inputs()]
-    ranks = [each.get_output_partial_shape(0).rank for each in (node, *readers) if each is node or each.get_type_name() == "Reshape"]
-    return any(rank.is_static and rank.get_length() > ranks[0].get_length() for rank in ranks[1:])
+    ranks = [reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"]
+    return any(rank.is_static and rank.get_length() > dims for rank in ranks)
 
 
 def _has_odd_groups(convolution: Any) -> bool:

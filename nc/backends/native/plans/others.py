@@ -10,7 +10,7 @@ from torch import fx
 
 from nc.backends.native.plans import steps
 from nc.backends.native.plans.elementwise import apply, combine, dense_strides, flat, is_dense, sides_of
-from nc.backends.native.plans.products import PADS, channels_last, channels_last_strides, copy, with_qparams
+from nc.backends.native.plans.products import PADS, channels_last, copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced
 from nc.backends.native.qdq_rewrites import dequantize, quantize
@@ -26,6 +26,7 @@ from nc.onednn.descriptions import (
     Desc,
     Eltwise,
     Geometry,
+    channels_last_strides,
     contiguous_strides,
 )
 from nc.ops import quantize_per_tensor

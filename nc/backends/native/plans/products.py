@@ -32,6 +32,7 @@ from nc.onednn.descriptions import (
     Geometry,
     PostOp,
     Sum,
+    channels_last_strides,
     contiguous_strides,
 )
 from nc.onednn.primitives import Layout, Primitive
@@ -199,13 +200,6 @@ def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> N
     maker = recorder.maker
     primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
     recorder.call(primitive, {SRC: source, DST: target}, node)
-
-
-def channels_last_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor [N, C, ...] that lies as [N, ..., C]."""
-    batch, channels, *spatial = sizes
-    strides = contiguous_strides((batch, *spatial, channels))
-    return strides[0], strides[-1], *strides[1:-1]
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
