@@ -160,7 +160,7 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         Raises:
             UnsupportedError: it gets a tensor of forward-mode differentiation, whose derivative would be lost.
         """
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None:  # type: ignore[no-untyped-call]
             msg = "nc's low-bit layers have no forward-mode derivatives (jvp, dual tensors); backward() has."
             raise UnsupportedError(msg)
         if self.engine is not None:

@@ -143,8 +143,8 @@ def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -
     Returns:
         Two tensors of shape [N, G].
     """
-    scale, minimum = params.scale, params.minimum
-    if minimum is None and params.zero is None:
+    scale, zero, minimum = params.scale, params.zero, params.minimum
+    if minimum is None and zero is None:
         return scale, None
     groups = codes.view(*scale.shape, -1)
     first = groups[:, :, 0]
@@ -152,7 +152,8 @@ def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -
     if minimum is not None:
         offset, alone = minimum + form.middle * scale, first * scale + minimum
     else:
-        offset, alone = (form.middle - params.zero) * scale, (first - params.zero) * scale
+        assert zero is not None
+        offset, alone = (form.middle - zero) * scale, (first - zero) * scale
     return scale.masked_fill(alike, 0), torch.where(alike, alone, offset)
 
 
