@@ -213,6 +213,28 @@ def test_a_pool_that_openvino_divides_otherwise_is_refused():
         assert worst_db([q.reference(x)], [q(x)]) > 40
 
 
+@pytest.mark.parametrize("window", [8, (8, 6)])
+def test_a_pool_with_a_window_beyond_its_input(window):
+    """OpenVINO refuses it; EfficientNet of transformers has such a pool. Where a larger input has several windows, no finite number is wrong."""
+    model = Function(lambda self, x: F.avg_pool2d(self.a(x), window, ceil_mode=True), a=nn.Conv2d(3, 8, 1))
+    x, larger = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 9, 6)
+    q = quantized(model, x, None, "openvino")
+    assert worst_db([q.reference(x)], [q(x)]) > 100
+    assert torch.isinf(q(larger)).all()
+    assert q.reference(larger).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-8, 1e-10])
+def test_sums_of_tiny_values(scale):
+    """As untrained networks have them: OpenVINO loses a zero point whose product with its scale is below 1e-6."""
+    layers = {name: nn.Conv2d(3 if name == "a" else 24, 24, 1, bias=False) for name in "abc"}
+    model = Function(lambda self, x: self.c(self.a(x) + self.b(self.a(x))), **layers)
+    x = scale * torch.randn(1, 3, 16, 16)
+    q = quantized(model, x, None, "openvino")
+    assert q.report().ran_int8 >= 3
+    assert worst_db([q.reference(x)], [q(x)]) > 60
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_zeros_are_put_around_codes(dtype):
     model = Function(lambda self, x: self.b(F.pad(F.silu(self.a(x)), (0, 1, 0, 1))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, stride=2))

@@ -9,6 +9,8 @@ number of channels, and behind a ReduceMean. The larger of a value and itself is
 Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of attention cut them: the range for
 each channel that the bias became is lost. The larger of a value and itself is no bias.
 
+A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of the sum keeps it.
+
 A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of products from two positions of the
 window in 16 bits, and the weights of these were not made to fit. A maximum keeps it in fp32 there.
 
@@ -25,6 +27,8 @@ _WITH_CONSTANT = ("Multiply", "Divide", "Add", "Subtract", "Maximum", "Minimum")
 _PASSED = ("Relu", "Clamp")
 #: What follows these is fused with them, and rightly.
 _RIGHT = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MVN")
+#: Below it the plugin takes the product of a scale and a zero point for 0.
+_TINY = 1e-5
 
 
 def keep_unfused(model: Any, *, narrow: bool) -> None:
@@ -63,6 +67,8 @@ def _kept_apart(node: Any, *, narrow: bool) -> int | None:
     kind = node.get_type_name()
     if kind == "FakeQuantize" and (_would_split(node) or _is_cut_up(node)):
         return 0
+    if kind == "Add":
+        return next((index for index in (0, 1) if _is_tiny(_source(node, index))), None)
     if narrow and kind == "MatMul" and _of_activations(node):
         return 1
     return 0 if narrow and kind == "GroupConvolution" and _has_odd_groups(node) else None
@@ -79,6 +85,12 @@ def _is_cut_up(quantize: Any) -> bool:
     readers = [reader.get_node() for reader in quantize.output(0).get_target_inputs()]
     ranks = [reader.get_output_partial_shape(0).rank for reader in readers if reader.get_type_name() == "Reshape"]
     return any(rank.is_static and rank.get_length() > dims for rank in ranks)
+
+
+def _is_tiny(quantize: Any) -> bool:
+    """Whether a FakeQuantize gives tiny values only."""
+    ends = [_source(quantize, index) for index in (3, 4)] if quantize.get_type_name() == "FakeQuantize" else []
+    return bool(ends) and all(end.get_type_name() == "Constant" and abs(end.get_data()).max() < _TINY for end in ends)
 
 
 def _has_odd_groups(convolution: Any) -> bool:

@@ -7,6 +7,7 @@ conversion to float and a product with its scales.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,30 @@ def _refuse_wrong(module: fx.GraphModule) -> None:
                     'leave the padded input. Give the pool count_include_pad=False, or use backend="native".'
                 )
                 raise BackendError(msg)
+
+
+def _whole_windows(module: fx.GraphModule) -> None:
+    """A two-dimensional average pool whose window is larger than its input, as ceil_mode allows, as the mean of the input: OpenVINO refuses such a pool.
+
+    Sizes are those of the example. Inputs that are larger than the window have more than one mean; the result is infinite then.
+    """
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.target is _aten.avg_pool2d.default]:
+        a, x = schema_arguments(node), input_node(node)
+        window = [*a["kernel_size"]] * (2 // len(a["kernel_size"]))
+        dims, sizes = [-2, -1], x.meta["val"].shape[-2:]
+        covered = [w - size for w, size in zip(window, sizes, strict=True)]
+        if min(covered) < 0 or max(covered) == 0 or any(a["padding"]) or a["divisor_override"]:
+            continue
+        with graph.inserting_before(node):
+            mean = graph.call_function(_aten.mean.dim, (x, dims, True))
+            for dim, size in zip(dims, window, strict=True):
+                beyond = graph.call_function(_aten.slice.Tensor, (x, dim, size, 2**63 - 1))
+                endless = graph.call_function(_aten.full_like.default, (beyond, math.inf))
+                mean = graph.call_function(_aten.add.Tensor, (mean, graph.call_function(_aten.sum.dim_IntList, (endless, dims, True))))
+        take_over(mean, node)
+        node.replace_all_uses_with(mean)
+        graph.erase_node(node)
 
 
 def _without_bf16(module: fx.GraphModule) -> None:
@@ -142,6 +167,7 @@ _PASSES = (
     Pass("activations", _spell_activations),
     Pass("weights", _spell_weights),
     Pass("rows", _as_rows),
+    Pass("whole_windows", _whole_windows),
     Pass("constants", fold),
     Pass("inlined_operators", inline),
     Pass("unused_constants", drop_unused),
