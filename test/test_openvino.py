@@ -215,7 +215,7 @@ def test_a_pool_that_openvino_divides_otherwise_is_refused():
 
 @pytest.mark.parametrize("window", [8, (8, 6)])
 def test_a_pool_with_a_window_beyond_its_input(window):
-    """OpenVINO refuses it; EfficientNet of transformers has such a pool. Where a larger input has several windows, no finite number is wrong."""
+    """OpenVINO refuses it; EfficientNet of transformers has one. Where a larger input has several windows, no finite number is wrong."""
     model = Function(lambda self, x: F.avg_pool2d(self.a(x), window, ceil_mode=True), a=nn.Conv2d(3, 8, 1))
     x, larger = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 9, 6)
     q = quantized(model, x, None, "openvino")

@@ -54,7 +54,7 @@ def _refuse_wrong(module: fx.GraphModule) -> None:
 
 
 def _whole_windows(module: fx.GraphModule) -> None:
-    """A two-dimensional average pool whose window is larger than its input, as ceil_mode allows, as the mean of the input: OpenVINO refuses such a pool.
+    """The mean of its input in place of an average pool whose window is larger, as ceil_mode allows in 2-D; OpenVINO refuses such pools.
 
     Sizes are those of the example. Inputs that are larger than the window have more than one mean; the result is infinite then.
     """
