@@ -224,6 +224,15 @@ def test_a_pool_with_a_window_beyond_its_input(window):
     assert q.reference(larger).isfinite().all()
 
 
+def test_vectors_of_no_element_that_are_joined():
+    """As the caches that transformers return begin; OpenVINO takes no vector beside tensors of more dimensions."""
+    model = Function(lambda self, x: (torch.cat([torch.tensor([]), self.a(x)], -2), torch.cat([torch.tensor([])])), a=nn.Linear(8, 8))
+    x = torch.randn(2, 4, 8)
+    q = quantized(model, x, None, "openvino")
+    assert worst_db([q.reference(x)[0]], [q(x)[0]]) > 100
+    assert q(x)[1].shape == (0,)
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-8, 1e-10])
 def test_sums_of_tiny_values(scale):
     """As untrained networks have them: OpenVINO loses a zero point whose product with its scale is below 1e-6."""

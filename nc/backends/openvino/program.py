@@ -77,6 +77,14 @@ def _whole_windows(module: fx.GraphModule) -> None:
         graph.erase_node(node)
 
 
+def _without_empty(module: fx.GraphModule) -> None:
+    """Join without vectors of no element, which torch takes beside tensors of any dimensions; caches of transformers begin as such."""
+    for node in [n for n in module.graph.nodes if n.target is _aten.cat.default]:
+        parts, *dim = node.args
+        full = [part for part in parts if part.meta["val"].shape != (0,)]
+        node.args = (full or parts[:1], *dim)
+
+
 def _without_bf16(module: fx.GraphModule) -> None:
     """Values as they were before they were rounded to bf16: OpenVINO rounds where it computes in bf16; constants stay rounded."""
     for node in [n for n in module.graph.nodes if n.target is from_bf16]:
@@ -160,6 +168,7 @@ def _as_rows(module: fx.GraphModule) -> None:
 
 _PASSES = (
     Pass("low_bit_weights", replace_low_bit),
+    Pass("empty_vectors", _without_empty),
     Pass("bf16", _without_bf16),
     Pass("attention", recompose),
     Pass("unsigned_codes", unsigned),
