@@ -4,6 +4,7 @@
 # make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
 # make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
 # make test-exhaustive                                     only what the short suite leaves out
+#   OF="and ipex"                                          of these, those that a pytest expression selects
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
@@ -94,7 +95,7 @@ test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py "test/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/onnx.md]"
 
 test-exhaustive: setup
-	.venv/bin/python $(PYTEST) -m exhaustive
+	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)"
 
 mutations: setup setup-native
 	.venv-native/bin/python test/mutations.py --jobs $(JOBS)

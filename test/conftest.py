@@ -1,5 +1,6 @@
 """What every test gets: a seed of its own, no network, and IPEX tests skipped where IPEX can't run."""
 
+import collections
 import os
 import random
 import socket
@@ -28,11 +29,25 @@ def pytest_report_header():
     return f"IPEX tests are skipped: {WHY_NO_IPEX}" if WHY_NO_IPEX else "IPEX tests run"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
+    _mark_samples(items)
     if WHY_NO_IPEX:
         for item in items:
             if item.get_closest_marker("ipex"):
                 item.add_marker(pytest.mark.skip(reason=WHY_NO_IPEX))
+
+
+def _mark_samples(items):
+    """Which cases are in the sample depends on their names alone, so a product of parameters is not cut along one of them."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        (count,) = group[0].get_closest_marker("sample").args
+        for item in sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[count:]:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)

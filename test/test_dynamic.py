@@ -102,6 +102,7 @@ def test_codes_of_either_sign_are_the_same_numbers(dtype):
 @pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True, "num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.sample(4)
 def test_recurrent_layers(backend, cls, options):
     """The engine runs torch's own kernel: an independent implementation of what the reference computes."""
 

@@ -88,6 +88,7 @@ def test_each_expert_is_quantized(name, tmp_path):
 
 
 @pytest.mark.parametrize("solver", [nc.GPTQ(), nc.GPTQ(two_sided="gptaq"), nc.GPTQ(two_sided="qronos")], ids=str)
+@pytest.mark.sample(1)
 def test_solvers(solver):
     """An expert may get other tokens than in the float model; one that gets none is rounded to nearest, and the report says so."""
     model = build("Qwen3Moe")
@@ -133,6 +134,7 @@ def config_with(solver, rules):
 @pytest.mark.parametrize("rules", ["all", "a stack stays", "an expert stays"])
 @pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ(), nc.GPTQ(two_sided="qronos")], ids=["rtn", "gptq", "qronos"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(8)
 def test_a_folder_gives_what_the_model_in_memory_gives(name, solver, rules, tmp_path):
     """Files hold the experts of most models one by one, under other names."""
     model = build(name)

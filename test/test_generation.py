@@ -93,6 +93,7 @@ OLD = transformers.__version__.startswith("4")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.skipif(OLD and n == "Mixtral", reason="can't be exported")) for n in CONFIGS]
 )
+@pytest.mark.sample(3)
 def test_texts_are_those_of_the_model(name):
     """One text, a batch with hidden places on the left, and beams, which reorder the cache."""
     model = language_model(name)
@@ -115,6 +116,7 @@ def test_texts_are_those_of_the_model(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
+@pytest.mark.sample(1)
 def test_long_texts(name):
     """Memory grows, windows slide, and positions go on."""
     model = language_model(name)
@@ -124,6 +126,7 @@ def test_long_texts(name):
 
 
 @pytest.mark.parametrize("act_dtype", ["int8", "int8_block32", "bf16"])
+@pytest.mark.sample(1)
 def test_rounded_activations(act_dtype):
     """The kernels are those of the layers, so most values round as in the model."""
     model = language_model(act_dtype=act_dtype)

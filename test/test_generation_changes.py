@@ -94,6 +94,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.sample(8)
 def test_changes_of_the_model_are_followed(change, engine):
     """A plan has addresses of weights in it, and what was computed of them: none may be those of before."""
     model = set_backend(language_model(mlp_bias=True, dtype=torch.bfloat16 if change == "a bias in place" else torch.float32), engine)
@@ -146,6 +147,7 @@ def test_positions_that_the_model_counts():
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Bloom"])
+@pytest.mark.sample(1)
 def test_masks(name):
     """Holes, rows that see nothing, and masks that are no numbers 0 and 1."""
     model, own = pair(name)
@@ -182,6 +184,7 @@ def test_arguments_and_settings_are_those_of_the_model():
 
 
 @pytest.mark.parametrize("tokens", [[[96]], [[-1]], [[5.5]]])
+@pytest.mark.sample(1)
 def test_tokens_that_do_not_exist(tokens):
     """The error is torch's, and the cache is as before."""
     model, own = pair()

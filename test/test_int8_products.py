@@ -81,6 +81,7 @@ FORMS = {
 
 @pytest.mark.parametrize("config", [StaticQuantConfig(), StaticQuantConfig(act_dtype="int8", act_sym=True)], ids=["uint8", "int8"])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sample(10)
 def test_attention_is_int8(form, config):
     forward, groups, make = FORMS[form]
     inputs = make()
@@ -130,6 +131,7 @@ def test_any_number_of_rows(rows):
 @pytest.mark.parametrize("how", ["add", "mul"])
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 3), (1, 4), (1, 5), (1, 8))))
 @pytest.mark.parametrize("codes", [True, False])
+@pytest.mark.sample(16)
 def test_what_follows_a_product_whose_result_lies_transposed(how, sizes, codes):
     def forward(self, a, b, other):
         result = getattr(torch, how)(a @ b, other).transpose(1, 2)

@@ -60,6 +60,7 @@ def test_a_piece_that_is_full_is_followed_by_another():
 
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system gives no large pages")
 @pytest.mark.parametrize("size", [6 << 20, 32 << 20])
+@pytest.mark.exhaustive
 def test_pages_are_large(size):
     before = large_kb()
     kept = LargePages().empty(size).fill_(1)

@@ -385,6 +385,7 @@ layer(x)
 
 
 @pytest.mark.parametrize(("threads", "before"), [("1", "used"), ("2", "used"), ("1", "new"), ("2", "quantized")])
+@pytest.mark.sample(1)
 def test_a_forked_process_computes_on_one_thread(threads, before):
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     subprocess.run([sys.executable, "-c", FORKED, threads, before], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})

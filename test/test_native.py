@@ -594,6 +594,7 @@ print(os.wait()[1], torch.get_num_threads())
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("config", ["StaticQuantConfig", "DynamicQuantConfig"])
+@pytest.mark.sample(1)
 def test_a_forked_process_goes_on_with_one_thread(config, backend):
     """OpenMP's threads do not survive a fork, and a call would wait for them for ever."""
     done = subprocess.run([sys.executable, "-c", FORKED, config, backend], capture_output=True, text=True, check=False, timeout=240)

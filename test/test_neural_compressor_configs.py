@@ -261,6 +261,7 @@ def test_a_dictionary_of_several_strategies_is_their_sum(model):
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
+@pytest.mark.sample(3)
 def test_prepare_calibrate_convert(name, model):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     prepared = prepare(model, small(WEIGHT_ONLY[name]), example_inputs=(IDS,))
@@ -277,6 +278,7 @@ def test_prepare_calibrate_convert(name, model):
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
+@pytest.mark.sample(2)
 def test_quantize_with_a_run_function(name, model):
     def run_fn(prepared, batches):
         for batch in batches:

@@ -479,6 +479,7 @@ def windows(x):
 
 
 @pytest.mark.parametrize(("cut", "last"), [(nn.PixelShuffle(2), nn.Conv2d(3, 3, 1)), (windows, nn.Linear(12, 5))])
+@pytest.mark.sample(4)
 def test_codes_that_are_cut_into_more_dimensions(cut, last):
     """The end of super-resolution networks, and windows of attention."""
     torch.manual_seed(0)

@@ -116,6 +116,7 @@ def test_outputs_come_flat_and_a_file_that_was_there_is_replaced(tmp_path):
     assert worst_db([q(x)["y"], q(x)["both"][0]], [y, b]) > 35
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     real = passes.fuse
 

@@ -470,6 +470,7 @@ def test_joined_groups_give_the_same_sums():
 )
 @pytest.mark.parametrize("follow", [lambda y, m: y, lambda y, m: y / 4 + m, lambda y, m: y * m])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 9), (2, 4, 9, 9), (2, 1, 9, 9), (1, 4, 1, 1)])
+@pytest.mark.sample(12)
 def test_products_of_activations_may_be_moved_in_any_way(move, follow, shape):
     """Kernels write rows, not columns."""
 

@@ -74,6 +74,7 @@ def test_without_data(source, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.sample(2)
 def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(stop, source, tmp_path):
     quantize_folder(source, CONFIG, tmp_path / "whole", samples())
     seen = []
@@ -154,6 +155,7 @@ class TestMemory:
         assert all(torch.equal(nc.load(tmp_path / "out").state_dict()[k], v) for k, v in expected.state_dict().items())
 
     @pytest.mark.parametrize("solver", [GPTQ(), GPTQ(order="groups")])
+    @pytest.mark.sample(1)
     def test_with_data_it_is_also_the_statistics_and_the_hidden_states(self, solver, deep, tmp_path):
         generator = torch.Generator().manual_seed(0)
         data = [torch.randint(0, 100, (1, self.LENGTH), generator=generator) for _ in range(self.SAMPLES)]
@@ -162,6 +164,7 @@ class TestMemory:
         peak = self.peak(deep, config, data, tmp_path / "out")
         assert self.BLOCK + self.SUMS < peak < 2 * self.BLOCK + self.SUMS + hidden
 
+    @pytest.mark.exhaustive
     def test_of_the_feedback_of_errors_gptq_holds_what_is_above_the_diagonal(self, deep, tmp_path):
         data = [torch.randint(0, 100, (1, self.LENGTH)) for _ in range(self.SAMPLES)]
         hidden, half = self.SAMPLES * self.LENGTH * self.HIDDEN * 4, self.INNER**2 * 4 / 2
@@ -200,6 +203,7 @@ class TestMemory:
         assert seen[-1] == "back"
         assert all(behind == "back" for what, behind in itertools.pairwise(seen) if what != "back")
 
+    @pytest.mark.exhaustive
     def test_hidden_states_beyond_the_limit_are_in_files(self, deep, tmp_path, monkeypatch):
         data = [torch.randint(0, 100, (1, 32)) for _ in range(64)]  # what attention makes on its way is small beside all hidden states
         hidden = 64 * 32 * self.HIDDEN * 4
@@ -214,6 +218,7 @@ class TestMemory:
 @pytest.mark.parametrize("options", [{"lm_head": "int8"}, {"lm_head": "int8", "embedding": "int8"}])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("data", [[], samples()])
+@pytest.mark.sample(3)
 def test_what_is_outside_of_blocks(options, tied, data, tmp_path):
     """With data the head is solved for what the quantized blocks in front of it give."""
     config = WeightOnlyConfig("int4", group_size=32, solver=GPTQ() if data else None, **options)
@@ -288,6 +293,7 @@ def mamba2():  # its configuration holds an infinite number, which JSON has not
 
 
 @pytest.mark.parametrize("build", [bert, falcon, clip, detr, llava, mamba2])
+@pytest.mark.sample(3)
 def test_other_architectures(build, tmp_path):
     torch.manual_seed(0)
     model = build().eval()

@@ -67,6 +67,7 @@ def copies(inputs):
 
 @pytest.mark.parametrize("config", [StaticQuantConfig(), SmoothQuantConfig(), DynamicQuantConfig()], ids=["static", "smooth", "dynamic"])
 @pytest.mark.skipif(bool(WHY_NO_NATIVE), reason=WHY_NO_NATIVE or "it can run")
+@pytest.mark.sample(1)
 def test_native_agrees(config):
     @many
     @hypothesis.given(randoms, st.booleans(), st.booleans())

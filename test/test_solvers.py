@@ -379,6 +379,7 @@ def block_loss(block, x, packed):
 @pytest.mark.parametrize(
     "form", [{"dtype": "int2"}, {"dtype": "int3"}, *ASYMMETRIC, {"dtype": "nf4"}, {"dtype": "int4", "scale_dtype": "fp16"}], ids=str
 )
+@pytest.mark.sample(2)
 def test_autoround_beats_round_to_nearest_on_a_block(form):
     block = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).eval()
     x = correlated(16 * 10, 32).mul(0.1).reshape(16, 10, 32)
@@ -497,6 +498,7 @@ def test_a_layer_that_calibration_never_reached_is_rounded_to_nearest_and_says_s
     ],
     ids=str,
 )
+@pytest.mark.sample(40)
 def test_weights_of_zeros_stay_zeros(form, solver, rule):
     """Rows of zeros, and for solvers that spread no errors groups of zeros, also beside groups of one sign."""
     weight = torch.randn(6, 64)

@@ -256,6 +256,7 @@ def converted(model, *transforms, solver=None, batches=3, **options):
 
 @pytest.mark.parametrize("solver", [nc.RTN(), nc.GPTQ()], ids=["rtn", "gptq"])
 @pytest.mark.parametrize("transform", [nc.AWQ(grid=10), nc.Smooth(), nc.TEQ(steps=25, lr=0.05), nc.Rotation()], ids=lambda t: t.name)
+@pytest.mark.sample(3)
 def test_a_transform_loses_less_where_channels_have_outliers(transform, solver):
     model = with_outliers()
     old = bytes_of(model)

@@ -624,6 +624,7 @@ class InPlace(nn.Module):
     ],
     ids=["gptq", "gptaq", "qronos", "autoround", "awq"],
 )
+@pytest.mark.sample(3)
 def test_blocks_that_change_tensors_in_place_get_the_codes_of_those_that_do_not(fields, whole):
     """`whole`: the model is one block, so what it changes is the user's input."""
     results = []

@@ -46,6 +46,7 @@ def compiled_in(path):
     return [name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")]
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_has_the_compiled_code_and_serves_every_python(wheel, tmp_path):
     path = wheel()
     assert re.search(r"-py3-none-(many)?linux_(\d+_\d+_)?x86_64\.whl$", path.name)
