@@ -18,12 +18,15 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
+#   SHARE=<n>           `make test-newest` runs every nth test
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
 TORCH_INDEX ?=
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/nc
 
 JOBS ?= 2
+# Of the tests with the newest torch, every SHAREth one.
+SHARE ?= 1
 
 # The requirements take 7 GB, so they live in venvs under CACHE, named by a hash of what determines their content
 # and shared by all clones. A clone's own venv sees those packages through a .pth file and adds only this
@@ -77,7 +80,7 @@ test-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs $(SHORT)
 
 test-newest: setup-newest
-	.venv-newest/bin/python $(PYTEST) -rs $(SHORT)
+	.venv-newest/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE)
 
 test-all: setup
 	.venv/bin/python $(PYTEST)

@@ -25,17 +25,29 @@ hypothesis.settings.load_profile("nc")
 WHY_NO_IPEX = get_backend("ipex").why_unavailable()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--share", type=int, default=1, metavar="N", help="run every Nth test, chosen by their names")
+
+
 def pytest_report_header():
     return f"IPEX tests are skipped: {WHY_NO_IPEX}" if WHY_NO_IPEX else "IPEX tests run"
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     _mark_samples(items)
+    share = config.getoption("share")
+    config.hook.pytest_deselected(items=[item for item in items if _place(item) % share])
+    items[:] = [item for item in items if _place(item) % share == 0]
     if WHY_NO_IPEX:
         for item in items:
             if item.get_closest_marker("ipex"):
                 item.add_marker(pytest.mark.skip(reason=WHY_NO_IPEX))
+
+
+def _place(item):
+    """A number that depends on the name of a test alone."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 def _mark_samples(items):
@@ -46,7 +58,7 @@ def _mark_samples(items):
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
         (count,) = group[0].get_closest_marker("sample").args
-        for item in sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[count:]:
+        for item in sorted(group, key=_place)[count:]:
             item.add_marker(pytest.mark.exhaustive)
 
 
