@@ -233,6 +233,19 @@ def test_vectors_of_no_element_that_are_joined():
     assert q(x)[1].shape == (0,)
 
 
+def test_mixtures_of_experts_say_what_to_do():
+    transformers = pytest.importorskip("transformers", "5")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    config = transformers.MixtralConfig(**sizes, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, use_cache=False)
+    ids = torch.randint(0, 96, (2, 7))
+    with pytest.raises(BackendError, match=r"model\.set_experts_implementation\('batched_mm'\) before prepare"):
+        quantized(transformers.MixtralForCausalLM(config).eval(), {"input_ids": ids}, None, "openvino")
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.set_experts_implementation("batched_mm")
+    q = quantized(model, {"input_ids": ids}, None, "openvino")
+    assert worst_db([q.reference(input_ids=ids).logits], [q(input_ids=ids).logits]) > 40
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-8, 1e-10])
 def test_sums_of_tiny_values(scale):
     """As untrained networks have them: OpenVINO loses a zero point whose product with its scale is below 1e-6."""

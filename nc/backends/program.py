@@ -14,6 +14,16 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.signature import Leaf, at_least_two
 
 
+def advice(error: Exception) -> str:
+    """What to do about an error of a conversion, to append to its message; "" if nothing is known."""
+    if "grouped_mm" not in str(error):
+        return ""
+    return (
+        ". transformers multiplies stacked experts by an operator of its own, which has no translation: call "
+        "model.set_experts_implementation('batched_mm') before prepare."
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """What is exported.

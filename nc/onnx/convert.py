@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nc._version import __version__
-from nc.backends.program import Exportable, Program, inputs_of, operator_at
+from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
@@ -85,7 +85,7 @@ def convert(
                 verbose=False,
             )
     except Exception as error:  # whatever a compiler may raise
-        msg = f"The conversion of the quantized graph to ONNX failed: {_reason(error)}"
+        msg = f"The conversion of the quantized graph to ONNX failed: {_reason(error)}{advice(error)}"
         raise BackendError(msg) from error
     assert model is not None
     _check_sizes(model.model, free or ())

@@ -11,7 +11,7 @@ import torch
 from nc.backends import cpu
 from nc.backends.openvino.extremes import keep_unfused
 from nc.backends.openvino.program import program
-from nc.backends.program import Exportable, Program, inputs_of, operator_at
+from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
@@ -74,7 +74,7 @@ def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[d
             model = frontend.convert(frontend.load(decoder))
             keep_unfused(model, narrow=not cpu.accumulates_wide())
     except Exception as error:  # whatever a compiler may raise
-        msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}"
+        msg = f"OpenVINO's conversion of the quantized graph failed: {_reason(error)}{advice(error)}"
         raise BackendError(msg) from error
     if len(model.inputs) != len(example):
         msg = f"OpenVINO's conversion of the quantized graph failed: it has {len(model.inputs)} inputs instead of {len(example)}."
