@@ -1,4 +1,4 @@
-"""Models of the benchmarks: real architectures, built from their configurations with random weights: speed does not depend on them."""
+"""Models of the benchmarks: real architectures, built from their configurations with random weights, as far as speed does not depend on them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
     image = torch.randn(batch, 3, 224, 224)
     match name:
         case "hf-resnet50":
-            return hf.ResNetModel(hf.ResNetConfig()).eval(), {"pixel_values": image}
+            return _settled(hf.ResNetModel(hf.ResNetConfig()), image), {"pixel_values": image}
         case "bert-base":
             return hf.BertModel(hf.BertConfig()).eval(), ids
         case "minilm":
             config = hf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
             return hf.BertModel(config).eval(), ids
         case "hf-mobilenet_v2":
-            return hf.MobileNetV2Model(hf.MobileNetV2Config()).eval(), {"pixel_values": image}
+            return _settled(hf.MobileNetV2Model(hf.MobileNetV2Config()), image), {"pixel_values": image}
         case "hf-vit-b16":
             return hf.ViTModel(hf.ViTConfig()).eval(), {"pixel_values": image}
         case "hf-efficientnet_b0":
             config = hf.EfficientNetConfig(image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280)
-            return _kept_alive(hf.EfficientNetModel(config), image), {"pixel_values": image}
+            return _settled(hf.EfficientNetModel(config), image), {"pixel_values": image}
         case "hf-convnext_tiny":
             return hf.ConvNextModel(hf.ConvNextConfig()).eval(), {"pixel_values": image}
         case _:
@@ -37,10 +37,11 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
             return torchvision.models.get_model(name.removeprefix("tv-"), weights=None).eval(), {"x": image}
 
 
-def _kept_alive(model: torch.nn.Module, image: torch.Tensor) -> torch.nn.Module:
-    """The model with batch norms that do normalize: their factors are 1, and their statistics those of an image.
+def _settled(model: torch.nn.Module, image: torch.Tensor) -> torch.nn.Module:
+    """The model with batch norms as training leaves them: they normalize, and no bias is 0. Their statistics are those of an image.
 
-    As transformers initializes them (about 0.02), EfficientNet computes numbers below 1e-38, with which Intel CPUs take 100 times as long.
+    As transformers initializes them, biases are 0, and OpenVINO computes none, which no trained network allows. Factors of about 0.02 let
+    EfficientNet compute numbers below 1e-38, with which Intel CPUs take 100 times as long.
     """
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
@@ -49,6 +50,7 @@ def _kept_alive(model: torch.nn.Module, image: torch.Tensor) -> torch.nn.Module:
     with torch.no_grad():
         for norm in norms:
             norm.weight.fill_(1.0)
+            norm.bias.normal_(std=0.1)
         model.train()(image)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
