@@ -1,4 +1,4 @@
-"""Models of the benchmarks: real architectures, built from their configurations with random weights, as far as speed does not depend on them."""
+"""Models of the benchmarks: real architectures, built from configurations with random weights, as far as speed does not depend on them."""
 
 from __future__ import annotations
 
