@@ -9,7 +9,8 @@ number of channels, and behind a ReduceMean. The larger of a value and itself is
 Codes of a convolution with a bias that are cut into more dimensions, as a pixel shuffle and windows of attention cut them: the range for
 each channel that the bias became is lost. The larger of a value and itself is no bias.
 
-A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of the sum keeps it.
+A sum of tiny codes, as untrained networks have them: the plugin loses the zero point. A maximum in front of the sum keeps it, but not that
+of sums of sums.
 
 A convolution whose groups have an odd number of inputs: on CPUs without VNNI its kernel adds pairs of products from two positions of the
 window in 16 bits, and the weights of these were not made to fit. A maximum keeps it in fp32 there.
@@ -42,7 +43,7 @@ def keep_unfused(model: Any, *, narrow: bool) -> None:
 
     pairwise = {"ReduceMax": opset13.maximum, "ReduceMin": opset13.minimum}
     for node in model.get_ordered_ops():
-        if (index := _kept_apart(node, narrow=narrow)) is not None:
+        for index in _kept_apart(node, narrow=narrow):
             value = node.input_value(index)
             node.input(index).replace_source_output(opset13.maximum(value, value).output(0))
         if node.get_type_name() not in pairwise or not node.get_element_type().is_real():
@@ -62,16 +63,16 @@ def keep_unfused(model: Any, *, narrow: bool) -> None:
             reader.replace_source_output(result.output(0))
 
 
-def _kept_apart(node: Any, *, narrow: bool) -> int | None:
-    """The input of an operator that gets a maximum in front; None for most."""
+def _kept_apart(node: Any, *, narrow: bool) -> list[int]:
+    """The inputs of an operator that get a maximum in front; none for most."""
     kind = node.get_type_name()
     if kind == "FakeQuantize" and (_would_split(node) or _is_cut_up(node)):
-        return 0
+        return [0]
     if kind == "Add":
-        return next((index for index in (0, 1) if _is_tiny(_source(node, index))), None)
+        return [index for index in (0, 1) if _is_tiny(_source(node, index))]
     if narrow and kind == "MatMul" and _of_activations(node):
-        return 1
-    return 0 if narrow and kind == "GroupConvolution" and _has_odd_groups(node) else None
+        return [1]
+    return [0] if narrow and kind == "GroupConvolution" and _has_odd_groups(node) else []
 
 
 def _is_cut_up(quantize: Any) -> bool:
