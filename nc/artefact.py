@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -279,8 +280,7 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
 
 
 def _export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], step: str, **options: Any) -> OnnxReport:
-    graph = checked(q_model, step).graph
-    _check_reads(graph)
+    graph = _alone(checked(q_model, step).graph)
     return write_onnx(graph, Path(path), frames=1, **options)
 
 
@@ -308,8 +308,7 @@ def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: 
 
 def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, step: str, **options: Any) -> None:  # noqa: A002
     """`export_model`; `step` is the name of the public function, for messages."""
-    graph = checked(q_model, step).graph
-    _check_reads(graph)
+    graph = _alone(checked(q_model, step).graph)
     names = exporting_backends(format)
     own = exports_of(get_backend(q_model.backend)).get(format)
     if own is not None and not own.from_graph:
@@ -351,14 +350,28 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
             stack.enter_context(replaced(file)).write_bytes(content)
 
 
-def _check_reads(graph: QDQGraph) -> None:
-    """Raise UnsupportedError for a model whose path through Python depends on values: its signature checks that, a program would not."""
+def _alone(graph: QDQGraph) -> QDQGraph:
+    """A graph as a program in another format can hold it, where nobody checks which path the model would take through its Python code.
+
+    Raises:
+        UnsupportedError: the path depends on values.
+    """
     if graph.signature.reads:
         msg = (
             f"The model reads values of its inputs in Python, at {graph.signature.reads[0].where}. At each call nc checks that the path it "
             "captured fits these values; a program in another format would not check it. Rewrite that place with torch.where."
         )
         raise UnsupportedError(msg)
+    asked = next((condition for condition in graph.signature.conditions if condition.silent), None)
+    if asked is None:
+        return graph
+    shown = asked.described([leaf.path for leaf in graph.signature.leaves])
+    text = (
+        f"The model asks for sizes in Python, at {asked.where}: it was captured with {shown}. nc checks this at each call; the program "
+        "would not, so such sizes are fixed in it to those of example_inputs."
+    )
+    warnings.warn(text, NCWarning, stacklevel=4)
+    return dataclasses.replace(graph, signature=graph.signature.without_conditions(graph.example))
 
 
 def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:

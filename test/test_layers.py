@@ -29,6 +29,7 @@ LEVELS = (
     ("nc.nn",),
     (
         "nc.graph.signature",
+        "nc.graph.size_conditions",
         "nc.graph.caches",
         "nc.graph.schemas",
         "nc.graph.tensor_meta",
@@ -98,7 +99,8 @@ INSIDE = {
         ("nc.spec",),
     ),
     "nc.graph": (
-        ("nc.graph.schemas", "nc.graph.signature", "nc.graph.tensor_meta"),
+        ("nc.graph.schemas", "nc.graph.size_conditions", "nc.graph.tensor_meta"),
+        ("nc.graph.signature",),
         ("nc.graph.catalogue",),
         ("nc.graph.views",),
         ("nc.graph.dataflow", "nc.graph.fx_utils", "nc.graph.recurrent"),
@@ -116,7 +118,7 @@ INSIDE = {
             "nc.capture.same_outputs",
             "nc.capture.precautions",
         ),
-        ("nc.capture.rewrites", "nc.capture.value_reads"),
+        ("nc.capture.rewrites", "nc.capture.size_paths", "nc.capture.value_reads"),
         ("nc.capture.capture",),
         ("nc.capture",),
     ),

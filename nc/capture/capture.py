@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
-from nc.capture.examples import another_batch, bind_examples, with_batch
+from nc.capture.examples import another_batch, bind_examples, with_batch, with_sizes
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import OtherOutputError, picks_of, same_outputs
+from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -89,8 +90,9 @@ def capture(
         expected = _first_run(model, run, values)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
-                graph = _attempt(model, parameters, values, attempt, share_weights, precautions)
+                graph, guards = _attempt(model, parameters, values, attempt, share_weights, precautions)
                 check_captured(run, graph, values, expected)
+                graph = _conditioned(graph, guards, run, values)
             except CaptureError:
                 raise
             except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
@@ -161,7 +163,7 @@ def _attempt(
     attempt: _Attempt,
     share_weights: bool,
     precautions: Precautions,
-) -> Graph:
+) -> tuple[Graph, Guards]:
     args, kwargs = _split_call(parameters, attempt.values)
     expected = reads_of(lambda: _run(model, parameters, precautions, attempt.values)) if attempt.reads else ()
     reads: list[ValueRead] = []
@@ -171,6 +173,7 @@ def _attempt(
     module, placeholders = flatten_program(program)
     out_spec = children(program.call_spec.out_spec)[0] if attempt.reads else program.call_spec.out_spec
     leaves, in_spec = _leaves(attempt.values, placeholders)
+    guards = guards_of([node.meta["val"].shape if node is not None else () for node in placeholders])
     kept = keep_reads(module, reads)
     rewrites.normalise(module, precautions.rewrites)
     if not share_weights:
@@ -179,7 +182,7 @@ def _attempt(
     check_reads(module, kept, {op.node for op in operators if op.quantizable})
     signature = Signature(parameters, in_spec, leaves, out_spec, kept)
     example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
-    return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example)
+    return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example), guards
 
 
 def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: dict[str, Any], expected: Any) -> None:
@@ -204,6 +207,33 @@ def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: d
     except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
         return
     same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
+
+
+def _conditioned(graph: Graph, guards: Guards, run: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> Graph:
+    """The graph with conditions on the sizes of its inputs: those for which the model is seen to compute something else."""
+    picks = picks_of(graph.module)
+
+    def outcome(sizes: Mapping[str, int]) -> Outcome:
+        resized = with_sizes(values, sizes)
+        try:
+            got = graph.signature.unflatten(graph.module(*graph.signature.bind((), resized)))
+        except Exception:  # noqa: BLE001 - as a call with these sizes will say
+            return Outcome.FAILED
+        try:
+            expected = run(resized)
+        except Exception:  # noqa: BLE001 - the model's own errors
+            return Outcome.REFUSED
+        try:
+            same_outputs(expected, got, picks)
+        except Exception:  # noqa: BLE001 - other values, or another number of them
+            return Outcome.OTHER
+        return Outcome.SAME
+
+    tensors = enumerate(pytree.tree_leaves(values))
+    sizes = {f"in{i}_{d}": size for i, t in tensors if isinstance(t, torch.Tensor) for d, size in enumerate(t.shape)}
+    example = {name: sizes[name] for name in guards.axes}
+    conditions = (*guards.relations, *those_that_matter(guards, example, outcome))
+    return dataclasses.replace(graph, signature=dataclasses.replace(graph.signature, conditions=conditions))
 
 
 def _reading_warning(model: torch.nn.Module, reads: tuple[ValueRead, ...]) -> str:

@@ -104,3 +104,20 @@ def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
 
     others: dict[str, Any] = pytree.tree_map(resized, values)
     return others
+
+
+def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The arguments in other sizes: cut, or repeated and cut.
+
+    Args:
+        values: the arguments.
+        sizes: by the names `in<i>_<d>` of `nc.graph.size_conditions`; other dimensions stay.
+    """
+    flat, spec = pytree.tree_flatten(values)
+    for i, leaf in enumerate(flat):
+        for d in range(leaf.dim() if isinstance(leaf, torch.Tensor) else 0):
+            wanted = sizes.get(f"in{i}_{d}", leaf.shape[d])
+            if wanted != leaf.shape[d]:
+                flat[i] = flat[i].index_select(d, torch.arange(wanted) % leaf.shape[d])
+    resized: dict[str, Any] = pytree.tree_unflatten(flat, spec)
+    return resized

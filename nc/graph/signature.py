@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from nc.errors import BackendError, InputError, NCError, UnsupportedError
+from nc.graph.size_conditions import NAME, SizeCondition
 
 Dim = int | str
 
@@ -86,6 +88,7 @@ class Signature:
         leaves: the flat inputs in the order of `in_spec`.
         out_spec: structure of the outputs.
         reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in this order.
+        conditions: on the sizes of the flat inputs. For others the model would take another path through its Python code.
     """
 
     parameters: tuple[Parameter, ...]
@@ -93,12 +96,14 @@ class Signature:
     leaves: tuple[Leaf, ...]
     out_spec: pytree.TreeSpec
     reads: tuple[ValueRead, ...] = ()
+    conditions: tuple[SizeCondition, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors that the graph reads, in its order.
 
         Raises:
-            InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured.
+            InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured, or the
+                model would take another path through its Python code for these sizes than for the example.
         """
         values = self._by_name(args, kwargs)
         flat, spec = pytree.tree_flatten(values)
@@ -113,6 +118,8 @@ class Signature:
             check_leaf(leaf, value, sizes)
             if leaf.used:
                 tensors.append(value.resolve_conj().resolve_neg())  # engines read memory, where a lazy sign or conjugate is not yet
+        if self.conditions:
+            self._check_sizes(flat)
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
@@ -132,6 +139,41 @@ class Signature:
                 )
                 raise InputError(msg)
         return pytree.tree_unflatten(list(outputs[:own]), self.out_spec)
+
+    def without_conditions(self, example: Sequence[torch.Tensor]) -> Signature:
+        """The contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.
+
+        Args:
+            example: the flat inputs that are used.
+        """
+        tensors = iter(example)
+        shapes = [tuple(next(tensors).shape) if leaf.used else None for leaf in self.leaves]
+        names = [NAME.fullmatch(name) for condition in self.conditions if condition.silent for name in condition.names()]
+        symbols = {symbol for match in names if match for symbol in _symbols(self.leaves[int(match[1])].dims[int(match[2])])}
+
+        def fixed(leaf: Leaf, shape: tuple[int, ...] | None) -> Leaf:
+            if shape is None:
+                return leaf
+            return dataclasses.replace(leaf, dims=tuple(s if _symbols(d) & symbols else d for d, s in zip(leaf.dims, shape, strict=True)))
+
+        leaves = tuple(fixed(leaf, shape) for leaf, shape in zip(self.leaves, shapes, strict=True))
+        return dataclasses.replace(self, leaves=leaves, conditions=())
+
+    def _check_sizes(self, flat: Sequence[Any]) -> None:
+        names = {name: NAME.fullmatch(name) for condition in self.conditions for name in condition.names()}
+        sizes = {name: flat[int(match[1])].shape[int(match[2])] for name, match in names.items() if match}
+        broken = next((condition for condition in self.conditions if not condition.holds(sizes)), None)
+        if broken is None:
+            return
+        paths = [leaf.path for leaf in self.leaves]
+        given = " and ".join(f"{SizeCondition(name, '').described(paths)} is {sizes[name]}" for name in broken.names())
+        what = (
+            f"The model asks for sizes in Python, at {broken.where}, and the path that follows depends on the answer. It was captured with"
+            if broken.where
+            else "The sizes of the inputs depend on each other: expected"
+        )
+        msg = f"{what} {broken.described(paths)}, but {given}. Give inputs of such sizes in example_inputs to prepare()."
+        raise InputError(msg)
 
     def _by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -200,6 +242,11 @@ def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ..
     # bind() relies on the captured parameters standing in the order of in_spec
     assert [p.name for p in parameters if p.captured] == sorted(order, key=order.__getitem__)
     return tuple(parameters)
+
+
+def _symbols(dim: Dim) -> set[str]:
+    """The free sizes that a dimension is computed from."""
+    return set(re.findall(r"[A-Za-z_]\w*", dim)) if isinstance(dim, str) else set()
 
 
 def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 import keyword
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from nc.graph.catalogue import decide_kinds
 from nc.graph.fx_utils import lazy_module
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
+from nc.graph.size_conditions import NAME, SizeCondition, parsed
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.graph.views import returned
 from nc.plan import Applied, Plan
@@ -397,6 +398,7 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
         "leaves": leaves,
         "outputs": pytree_json.encode(signature.out_spec, "outputs"),
         **({"reads": [{"value": r.value, "where": r.where} for r in signature.reads]} if signature.reads else {}),
+        **({"conditions": [dataclasses.asdict(c) for c in signature.conditions]} if signature.conditions else {}),
     }
 
 
@@ -411,7 +413,8 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
             leaves.append(Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"]))
     parameters = tuple(Parameter(**p) for p in data["parameters"])
     reads = tuple(_decode_read(entry) for entry in data.get("reads", ()))
-    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]), reads)
+    conditions = tuple(_decode_condition(entry, leaves) for entry in data.get("conditions", ()))
+    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]), reads, conditions)
 
 
 def _decode_read(entry: dict[str, Any]) -> ValueRead:
@@ -419,3 +422,17 @@ def _decode_read(entry: dict[str, Any]) -> ValueRead:
         msg = f"a value that the model reads is {entry['value']!r}, expected a bool or an int"
         raise TypeError(msg)
     return ValueRead(entry["value"], entry["where"])
+
+
+def _decode_condition(entry: dict[str, Any], leaves: Sequence[Leaf]) -> SizeCondition:
+    condition = SizeCondition(**entry)
+    if not isinstance(condition.text, str) or not isinstance(condition.where, str) or not isinstance(condition.silent, bool):
+        msg = f"a condition on sizes is {entry!r}, expected two texts and a bool"
+        raise TypeError(msg)
+    parsed(condition.text)
+    for match in NAME.finditer(condition.text):
+        i, d = int(match[1]), int(match[2])
+        if i >= len(leaves) or d >= len(leaves[i].dims):
+            msg = f"{condition.text!r} is about a dimension that no input has"
+            raise ValueError(msg)
+    return condition

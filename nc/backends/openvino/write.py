@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from nc.backends.openvino.convert import of_graph
 from nc.backends.openvino.lower import run_part, wants_bf16
 from nc.backends.openvino.runtime import Requests, compiled, core
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.errors import BackendError
 from nc.graph.qdq import QDQGraph
 
 
@@ -33,6 +35,7 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
     check_option("verify", verify, ("raise", "warn", "off"))
     core()
     converted = of_graph(graph)
+    _fix_sizes(converted.model, graph)
     threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
     with tempfile.TemporaryDirectory(prefix="nc-") as directory:
         target = Path(directory) / "model.xml"
@@ -45,3 +48,19 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
             )
             verify_outputs(graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first)
     return written
+
+
+def _fix_sizes(model: Any, graph: QDQGraph) -> None:
+    """Give the inputs the sizes that the captured model fixed: the conversion leaves all of them free, and nc's signature is not there."""
+    import openvino
+
+    leaves = [leaf for leaf in graph.signature.leaves if leaf.used]
+    shapes = {
+        port: openvino.PartialShape([dim if isinstance(dim, int) else openvino.Dimension.dynamic() for dim in leaf.dims])
+        for port, leaf in zip(model.inputs, leaves, strict=True)
+    }
+    try:
+        model.reshape(shapes)
+    except RuntimeError as error:
+        msg = f"OpenVINO's conversion of the quantized graph failed: it can't have the sizes that the model fixed: {error}"
+        raise BackendError(msg) from error

@@ -1,0 +1,203 @@
+"""Models that ask for sizes in Python, such as `if height % 2:` or `max(kernel - width % stride, 0)`.
+
+Export keeps sizes free and takes the way of the example at each such place; what that needs of the sizes it notes as a guard. A call with
+sizes for which the model would take another way would get wrong numbers, so a guard becomes a condition of the graph's signature.
+
+Most guards do not matter: operators ask whether a size is 1 or whether a tensor is contiguous, and compute the same either way. So each
+one is tried: the model and the graph run with sizes that do not fulfil it. Where both give the same, it is no condition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nc.graph.size_conditions import SizeCondition, parsed
+
+#: Sizes are tried up to this one, and this many times; a guard that was not tried is a condition.
+LARGEST, MOST_TRIED = 2100, 24
+#: Torch asks for sizes in its own files, but for those of its layers, to choose among kernels or memory formats.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LAYERS = f"{_TORCH}nn{os.sep}"
+
+Sizes = Mapping[str, int]
+
+
+class UnfitGuardError(RuntimeError):
+    """A guard that no condition can express."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guards:
+    """What an exported program needs of the sizes of its inputs.
+
+    Attributes:
+        axes: free dimension of an input → its size, computed from the names of those that are free of each other.
+        relations: between sizes, such as one that is twice another.
+        asked: what the model's Python code asked.
+    """
+
+    axes: Mapping[str, str]
+    relations: tuple[SizeCondition, ...] = ()
+    asked: tuple[SizeCondition, ...] = ()
+
+
+def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
+    """The guards of an exported program.
+
+    Args:
+        shapes: of each flat input, with symbols as free sizes; empty for one that is no tensor.
+
+    Raises:
+        UnfitGuardError: one can't be expressed in sizes of inputs.
+    """
+    free = {f"in{i}_{d}": size for i, shape in enumerate(shapes) for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    if not free:
+        return Guards({})
+    env = next(iter(free.values())).node.shape_env
+    sizes = {name: size for name, symint in free.items() if not (size := env.replace(symint.node.expr)).is_number}
+    if not sizes:
+        return Guards({})
+    symbols, relations = _symbols(sizes)
+    axes = {name: _printed(size.xreplace(symbols)) for name, size in sizes.items() if size.free_symbols <= set(symbols)}
+    asked: dict[str, str] = {}
+    for guard in env.guards:
+        where, condition = _place(guard.sloc), env.replace(guard.expr)
+        if where and condition.free_symbols:
+            asked.setdefault(_text(condition, symbols, where), where)
+    return Guards(axes, tuple(relations), tuple(SizeCondition(text, where) for text, where in asked.items()))
+
+
+def _symbols(sizes: Mapping[str, Any]) -> tuple[dict[Any, Any], list[SizeCondition]]:
+    """For each symbol of sizes what it is in terms of names, and the relations that then remain between names."""
+    symbol = type(next(symbol for size in sizes.values() for symbol in size.free_symbols))
+    names = {name: symbol(name, integer=True, positive=True) for name in sizes}
+    symbols: dict[Any, Any] = {}
+    relations = []
+    for name, size in sizes.items():  # a size that is a symbol is what the symbol stands for
+        if size.is_Symbol:
+            symbols.setdefault(size, names[name])
+    for name, size in sizes.items():
+        unknown = sorted(size.free_symbols - set(symbols), key=str)
+        if size.is_Symbol:
+            continue
+        if not unknown:
+            relations.append(SizeCondition(f"{name} == {_printed(size.xreplace(symbols))}", ""))
+            continue
+        factor, offset = size.coeff(unknown[0]), size.subs(unknown[0], 0)
+        if len(size.free_symbols) == 1 and factor.is_Integer and offset.is_Integer and size == factor * unknown[0] + offset:
+            relations.append(SizeCondition(f"{_printed(names[name] - offset)} % {factor} == 0", ""))
+            symbols[unknown[0]] = (names[name] - offset) / factor
+    return symbols, relations
+
+
+def _text(condition: Any, symbols: Mapping[Any, Any], where: str) -> str:
+    text = _printed(condition.xreplace(symbols)) if condition.free_symbols <= set(symbols) else str(condition)
+    try:
+        parsed(text)
+    except ValueError as error:
+        msg = f"the model asks for {condition}, at {where}, which can't be computed from the sizes of its inputs"
+        raise UnfitGuardError(msg) from error
+    return text
+
+
+def _printed(expression: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415 - imports sympy, which `nc.load` does without
+
+    if expression.is_Relational:  # `a - b <= 0` is easier to read as `a <= b`
+        difference = expression.lhs - expression.rhs
+        negative = sum(-term for term in difference.as_ordered_terms() if term.could_extract_minus_sign())
+        expression = type(expression)(difference + negative, negative, evaluate=False)
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+def _place(location: Any) -> str | None:
+    """The place that asked, out of a guard's; None for torch's own."""
+    frame = location.framework_loc
+    if not isinstance(frame, traceback.FrameSummary) or (frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)):
+        return None
+    return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
+
+
+class Outcome(enum.Enum):
+    """What was seen of sizes for which the model may take another way."""
+
+    SAME = "the graph gives what the model gives"
+    OTHER = "both run, and the graph gives something else"
+    REFUSED = "the model does not take them"
+    FAILED = "the graph does not take them"
+
+
+def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes], Outcome]) -> tuple[SizeCondition, ...]:
+    """The guards for which other sizes were seen to be no `SAME`, or could not be tried.
+
+    Args:
+        guards: to choose from.
+        example: the sizes of the example, by the names in `axes`; model and graph are known to agree for them.
+        outcome: runs model and graph with other sizes.
+    """
+    waiting = [guard for guard in guards.asked if guard.holds(example)]
+    kept: list[SizeCondition] = []
+    tried: dict[tuple[int, ...], Outcome] = {}
+    while waiting:
+        guard = waiting.pop(0)
+        sizes = _unfulfilled(guard, guards, [*waiting, *kept], example)
+        key = tuple(sizes.values()) if sizes else ()
+        if sizes and key not in tried and len(tried) < MOST_TRIED:
+            tried[key] = outcome(sizes)
+        seen = tried.get(key, Outcome.OTHER) if sizes else Outcome.FAILED  # no sizes that a user may have
+        if seen is Outcome.SAME:
+            assert sizes is not None
+            waiting = [other for other in waiting if other.holds(sizes)]
+        else:
+            kept.append(dataclasses.replace(guard, silent=seen is Outcome.OTHER))
+    return (*kept, *_ones(guards, kept, example, outcome))
+
+
+def _ones(guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome: Callable[[Sizes], Outcome]) -> Iterator[SizeCondition]:
+    """Sizes that must not be 1: export takes each free size as larger, and notes no guard where the model asks whether it is 1."""
+    for name in (name for name, text in guards.axes.items() if text == name and example[name] != 1):
+        sizes = _with(_alike(name, example), 1, guards.axes, example)
+        if not all(condition.holds(sizes) for condition in (*guards.relations, *kept)):
+            continue
+        seen = outcome(sizes)
+        if seen in (Outcome.OTHER, Outcome.REFUSED):  # where the graph fails, its error says more
+            yield SizeCondition(f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER)
+
+
+def _unfulfilled(guard: SizeCondition, guards: Guards, others: Sequence[SizeCondition], example: Sizes) -> Sizes | None:
+    """Sizes near the example's that do not fulfil a guard, and of the others as many as possible; None when there are none."""
+    found = (sizes for sizes in _near(guard.names(), guards.axes, example) if not guard.holds(sizes))
+    possible = (sizes for sizes in found if all(relation.holds(sizes) for relation in guards.relations))
+    return min(itertools.islice(possible, 64), key=lambda sizes: sum(not other.holds(sizes) for other in others), default=None)
+
+
+def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iterator[Sizes]:
+    """All sizes when one of these differs from the example's, together with those alike or alone; the nearest first."""
+    groups = {(*_alike(name, example),): None for name in names} | {(name,): None for name in names}
+    for distance in range(1, LARGEST):
+        for group in groups:
+            for size in (example[group[0]] + distance, example[group[0]] - distance):
+                if 1 <= size <= LARGEST:
+                    yield _with(group, size, axes, example)
+
+
+def _alike(name: str, example: Sizes) -> list[str]:
+    """The names that probably change together, such as the batch of two inputs: the same dimension, the same size."""
+    dim = name.rpartition("_")[2]
+    return [other for other, size in example.items() if size == example[name] and other.rpartition("_")[2] == dim]
+
+
+def _with(names: Sequence[str], size: int, axes: Mapping[str, str], example: Sizes) -> Sizes:
+    """All sizes when those names have another one."""
+    sizes = {**example, **dict.fromkeys(names, size)}
+    return {**sizes, **{other: int(parsed(text)(sizes)) for other, text in axes.items() if text != other}}
