@@ -52,6 +52,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "sizes-of-other-paths",
+        "sizes for which the model takes another path are refused",
+        "graph/signature.py",
+        "        if self.conditions:\n",
+        "        if False:\n",
+        ("size_paths",),
+    ),
+    Mutation(
+        "guards-that-do-not-matter",
+        "questions about sizes without consequence refuse nothing",
+        "capture/capture.py",
+        "        return Outcome.SAME\n",
+        "        return Outcome.OTHER\n",
+        ("size_paths",),
+    ),
+    Mutation(
+        "sizes-of-programs-for-others",
+        "a program that asks for no sizes has those fixed for which it would be wrong",
+        "artefact.py",
+        "if condition.silent), None)",
+        "if False), None)",
+        ("size_paths",),
+    ),
+    Mutation(
         "batch-norm-fold",
         "a captured model computes what the model computes",
         "capture/rewrites.py",

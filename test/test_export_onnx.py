@@ -535,3 +535,17 @@ def test_without_the_packages(missing, tmp_path, monkeypatch):
         export_onnx(q, tmp_path / "m.onnx")
     assert ('verify="off"' in str(error.value)) == (missing == ("onnxruntime",))
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_packages
+def test_sizes_that_decide_about_the_path_are_fixed(tmp_path):
+    import onnx
+
+    model = Function(lambda self, x: self.layer(x * 2 if x.shape[2] % 2 else x), layer=nn.Conv2d(3, 4, 3)).eval()
+    q = converted(model, torch.randn(2, 3, 9, 9))
+    with pytest.warns(nc.NCWarning, match=r"asks for sizes in Python.*\(x.shape\[2\] % 2\) == 1"):
+        export_onnx(q, tmp_path / "model.onnx")
+    (given,) = onnx.load(tmp_path / "model.onnx").graph.input
+    batch, *sizes = given.type.tensor_type.shape.dim
+    assert batch.dim_param
+    assert [d.dim_value or d.dim_param for d in sizes][:2] == [3, 9]
