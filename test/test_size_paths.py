@@ -1,6 +1,7 @@
 """Models that ask for sizes in Python: the captured path, the conditions on sizes that it needs, and their check at each call."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -151,6 +152,34 @@ def test_where_one_question_matters_the_others_are_still_none():
 def test_a_model_that_refuses_a_size_is_refused_by_the_graph():
     with pytest.raises(nc.InputError, match=r"captured with \(x.shape\[1\] % 3\) == 0, but x.shape\[1\] is 7"):
         quantized(Windows(), X)(torch.randn(2, 7, 8))
+
+
+def test_a_table_that_grows_is_put_back_and_nothing_is_said():
+    class Growing(nn.Module):
+        """Makes a new table of positions for longer inputs, as FSMT of transformers does."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.table = nn.Linear(8, 8), nn.Parameter(torch.arange(20.0)[:, None])
+
+        def forward(self, x):
+            if x.shape[1] > len(self.table):
+                warnings.warn("a new table", UserWarning, stacklevel=2)
+                self.table = nn.Parameter(torch.arange(2.0 * x.shape[1])[:, None])
+            return self.layer(x) + self.table[: x.shape[1]]
+
+    model = Growing().eval()
+    table = model.table
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        graph = graph_of(model, X)
+    assert model.table is table
+    assert [condition.text for condition in graph.signature.conditions] == ["in0_1 <= 20"]
+
+
+def test_a_long_example_is_tried_near_its_size():
+    assert texts(Asking(lambda n: n % 2 == 0, same, lambda x: x * 1.0), torch.randn(1, 5000, 8)) == []
+    assert texts(Asking(lambda n: n % 2 == 0, same, double), torch.randn(1, 5000, 8)) == ["(in0_1 % 2) == 0"]
 
 
 def test_the_batch_is_a_size_too():

@@ -232,7 +232,9 @@ def _conditioned(graph: Graph, guards: Guards, run: Callable[[dict[str, Any]], A
     tensors = enumerate(pytree.tree_leaves(values))
     sizes = {f"in{i}_{d}": size for i, t in tensors if isinstance(t, torch.Tensor) for d, size in enumerate(t.shape)}
     example = {name: sizes[name] for name in guards.axes}
-    conditions = (*guards.relations, *those_that_matter(guards, example, outcome))
+    with warnings.catch_warnings():  # what a model says of sizes that nobody asked for
+        warnings.simplefilter("ignore")
+        conditions = (*guards.relations, *those_that_matter(guards, example, outcome))
     return dataclasses.replace(graph, signature=dataclasses.replace(graph.signature, conditions=conditions))
 
 

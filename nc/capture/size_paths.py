@@ -22,8 +22,8 @@ import torch
 
 from nc.graph.size_conditions import SizeCondition, parsed
 
-#: Sizes are tried up to this one, and this many times; a guard that was not tried is a condition.
-LARGEST, MOST_TRIED = 2100, 24
+#: Sizes are tried that differ by less than this, and so many of them; a guard that was not tried is a condition.
+FARTHEST, MOST_TRIED = 2100, 24
 #: Torch asks for sizes in its own files, but for those of its layers, to choose among kernels or memory formats.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LAYERS = f"{_TORCH}nn{os.sep}"
@@ -184,11 +184,11 @@ def _unfulfilled(guard: SizeCondition, guards: Guards, others: Sequence[SizeCond
 def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iterator[Sizes]:
     """All sizes when one of these differs from the example's, together with those alike or alone; the nearest first."""
     groups = {(*_alike(name, example),): None for name in names} | {(name,): None for name in names}
-    for distance in range(1, LARGEST):
+    for distance in range(1, FARTHEST):
         for group in groups:
-            for size in (example[group[0]] + distance, example[group[0]] - distance):
-                if 1 <= size <= LARGEST:
-                    yield _with(group, size, axes, example)
+            yield _with(group, example[group[0]] + distance, axes, example)
+            if example[group[0]] > distance:
+                yield _with(group, example[group[0]] - distance, axes, example)
 
 
 def _alike(name: str, example: Sizes) -> list[str]:
