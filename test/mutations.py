@@ -68,6 +68,22 @@ MUTATIONS = (
         ("size_paths",),
     ),
     Mutation(
+        "sizes-that-operators-need",
+        "sizes that do not fit an operator are refused before an engine computes addresses with them",
+        "capture/size_paths.py",
+        "        elif guard.where or key in tried:",
+        "        elif guard.where:",
+        ("size_paths",),
+    ),
+    Mutation(
+        "sizes-of-kernels",
+        "kernels in C are given no sizes that do not fit",
+        "backends/native/plans/products.py",
+        "    check_sizes(x.tensor.shape[-1] == inputs, node, x.tensor.shape, weight.tensor.shape)\n",
+        "",
+        ("plans",),
+    ),
+    Mutation(
         "sizes-of-programs-for-others",
         "a program that asks for no sizes has those fixed for which it would be wrong",
         "artefact.py",

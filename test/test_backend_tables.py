@@ -123,8 +123,8 @@ def test_every_capture_takes_the_precautions_of_all_engines(monkeypatch, backend
     ):
         careful.seen.clear()
         call()
-        # the model runs on the example and on another batch
-        assert careful.seen == [MLP, "graph", MLP]
+        # the model runs on the example, on another batch, and on a batch of 1
+        assert careful.seen == [MLP, "graph", MLP, MLP]
 
 
 def test_graphs_are_alike_whether_ipex_is_installed_or_not():

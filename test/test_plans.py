@@ -622,3 +622,33 @@ def test_the_users_default_device_is_not_asked_for_memory():
         first, second = q_model(x), q_model(x)
     torch.testing.assert_close(first, expected)
     assert torch.equal(first, second)
+
+
+FIT = {
+    "linear": (Function(lambda self, x: self.b(F.relu(self.a(x)).flatten(1)), a=nn.Conv2d(3, 8, 3), b=nn.Linear(288, 10)), (3, 8, 8), (3, 9, 9)),
+    "channels": (Function(lambda self, x: self.b(self.a(x).transpose(1, 2)), a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(14, 8, 3)), (4, 16), (4, 20)),
+    "groups": (
+        Function(lambda self, x: self.b(self.a(x).transpose(1, 2)), a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(32, 32, 3, groups=32)),
+        (4, 34),
+        (4, 20),
+    ),
+    "window": (nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 5, 2)), (4, 16, 16), (4, 6, 16)),
+    "sum": (Function(lambda self, x: F.relu(self.a(x) + self.b(x)[:, :, : self.b(x).shape[2] // 8 * 8]), a=nn.Conv2d(4, 8, 3, padding=1),
+                     b=nn.Conv2d(4, 8, 1)), (4, 16, 16), (4, 9, 9)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", FIT)
+def test_kernels_are_given_no_sizes_that_do_not_fit(name, threads):
+    model, shape, other = FIT[name]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        q = quantized(model.eval(), torch.randn(2, *shape), nc.StaticQuantConfig(), backend="native")
+        # past the signature, which may have a condition: kernels compute addresses from sizes, and read and write what lies there
+        with pytest.raises((ValueError, RuntimeError), match="do not fit|must match|invalid|match"):
+            q.engine.run([torch.randn(2, *other)])
+        assert torch.isfinite(q(torch.randn(2, *shape))).all()
+    finally:
+        torch.set_num_threads(before)

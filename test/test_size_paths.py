@@ -230,6 +230,31 @@ def test_a_size_that_is_a_multiple():
         q(torch.randn(2, 11, 8))
 
 
+class Flat(nn.Module):
+    """A classifier without a global pool: its linear fits images of one size, and of others with as many positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(8 * 8 * 8, 10)
+
+    def forward(self, x):
+        return self.linear(F.relu(self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.DynamicQuantConfig()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", [name for name, why in nc.available_backends().items() if not why])
+def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes_addresses_with_them(backend, config):
+    x = torch.randn(2, 3, 16, 16, generator=G)
+    prepared = nc.prepare(Flat().eval(), config, example_inputs=x, backend=backend)
+    prepared(x)
+    q = nc.convert(prepared, measure=False)
+    assert q(torch.randn(3, 3, 15, 16)).shape == (3, 10)
+    assert q(torch.randn(1, 3, 8, 32)).shape == (1, 10)
+    for height, width in [(40, 40), (8, 8), (14, 16), (16, 64)]:
+        with pytest.raises(nc.InputError, match="do not fit inputs of these sizes: expected .* == 512"):
+            q(torch.randn(2, 3, height, width))
+
+
 def test_calibration_refuses_another_path_too():
     prepared = nc.prepare(SamePadding(2).eval(), nc.StaticQuantConfig(), example_inputs=torch.randn(2, 3, 16, 16), backend="reference")
     with pytest.raises(nc.InputError, match="asks for sizes"):

@@ -24,7 +24,7 @@ from nc.graph.size_conditions import SizeCondition, parsed
 
 #: Sizes are tried that differ by less than this, and so many of them; a guard that was not tried is a condition.
 FARTHEST, MOST_TRIED = 2100, 24
-#: Torch asks for sizes in its own files, but for those of its layers, to choose among kernels or memory formats.
+#: In its own files, but for those of its layers, torch asks for sizes to choose among memory formats, or to check them.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LAYERS = f"{_TORCH}nn{os.sep}"
 
@@ -43,11 +43,13 @@ class Guards:
         axes: free dimension of an input → its size, computed from the names of those that are free of each other.
         relations: between sizes, such as one that is twice another.
         asked: what the model's Python code asked.
+        needed: what operators ask, such as a product whether its sides fit.
     """
 
     axes: Mapping[str, str]
     relations: tuple[SizeCondition, ...] = ()
     asked: tuple[SizeCondition, ...] = ()
+    needed: tuple[SizeCondition, ...] = ()
 
 
 def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
@@ -68,12 +70,14 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
         return Guards({})
     symbols, relations = _symbols(sizes)
     axes = {name: _printed(size.xreplace(symbols)) for name, size in sizes.items() if size.free_symbols <= set(symbols)}
-    asked: dict[str, str] = {}
+    found: dict[str, str] = {}
     for guard in env.guards:
         where, condition = _place(guard.sloc), env.replace(guard.expr)
-        if where and condition.free_symbols:
-            asked.setdefault(_text(condition, symbols, where), where)
-    return Guards(axes, tuple(relations), tuple(SizeCondition(text, where) for text, where in asked.items()))
+        if condition.free_symbols and (where or (condition.rel_op == "==" and condition.free_symbols <= set(symbols))):
+            text = _text(condition, symbols, where)
+            found[text] = found.get(text) or where
+    conditions = [SizeCondition(text, where) for text, where in found.items()]
+    return Guards(axes, tuple(relations), tuple(c for c in conditions if c.where), tuple(c for c in conditions if not c.where))
 
 
 def _symbols(sizes: Mapping[str, Any]) -> tuple[dict[Any, Any], list[SizeCondition]]:
@@ -120,11 +124,11 @@ def _printed(expression: Any) -> str:
     return text
 
 
-def _place(location: Any) -> str | None:
-    """The place that asked, out of a guard's; None for torch's own."""
+def _place(location: Any) -> str:
+    """The place that asked, out of a guard's; "" for torch's own."""
     frame = location.framework_loc
     if not isinstance(frame, traceback.FrameSummary) or (frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)):
-        return None
+        return ""
     return f"{Path(frame.filename).name}:{frame.lineno}, in {frame.name}"
 
 
@@ -145,7 +149,7 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
         example: the sizes of the example, by the names in `axes`; model and graph are known to agree for them.
         outcome: runs model and graph with other sizes.
     """
-    waiting = [guard for guard in guards.asked if guard.holds(example)]
+    waiting = [guard for guard in (*guards.asked, *guards.needed) if guard.holds(example)]
     kept: list[SizeCondition] = []
     tried: dict[tuple[int, ...], Outcome] = {}
     while waiting:
@@ -158,7 +162,7 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
         if seen is Outcome.SAME:
             assert sizes is not None
             waiting = [other for other in waiting if other.holds(sizes)]
-        else:
+        elif guard.where or key in tried:  # an operator asks much that never fails
             kept.append(dataclasses.replace(guard, silent=seen is Outcome.OTHER))
     return (*kept, *_ones(guards, kept, example, outcome))
 

@@ -170,7 +170,7 @@ class Signature:
         what = (
             f"The model asks for sizes in Python, at {broken.where}, and the path that follows depends on the answer. It was captured with"
             if broken.where
-            else "The sizes of the inputs depend on each other: expected"
+            else "The captured operators do not fit inputs of these sizes: expected"
         )
         msg = f"{what} {broken.described(paths)}, but {given}. Give inputs of such sizes in example_inputs to prepare()."
         raise InputError(msg)

@@ -56,7 +56,7 @@ class SizeCondition:
 
     Attributes:
         text: see the module text, e.g. "in0_2 % 2 == 0".
-        where: file, line and function of the model that ask; "" for a relation between the sizes of inputs.
+        where: file, line and function of the model that ask; "" for what inputs or operators need to fit each other.
         silent: for other sizes the graph runs, and gives something else than the model.
     """
 

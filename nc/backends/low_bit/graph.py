@@ -150,6 +150,9 @@ def _linear(
     counts: Sequence[int],
 ) -> torch.Tensor:
     parts = (codes, scale, zero, minimum, outer_scale, outer_minimum)
+    if x.shape[-1] != in_features:  # kernels compute addresses from it
+        msg = f"a low-bit linear of {in_features} input features can't take {tuple(x.shape)}"
+        raise ValueError(msg)
     rows, start = x.numel() // in_features, 0
     known = {kernel.name: kernel for kernel in rows_of(get_backend(backend))}
     for name, count in zip(kernels, counts, strict=True):

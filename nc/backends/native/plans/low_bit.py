@@ -15,7 +15,7 @@ from nc.backends.low_bit.graph import operator
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native.plans import steps
 from nc.backends.native.plans.recorder import Handler, Recorder
-from nc.backends.native.plans.values import Traced
+from nc.backends.native.plans.values import Traced, check_sizes
 from nc.c_code import openmp
 from nc.onednn.descriptions import contiguous_strides
 
@@ -32,6 +32,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     if x.tensor.dim() > steps.MOST_DIMS:
         return None
     *before, inputs = x.tensor.shape
+    check_sizes(inputs == a["in_features"], node, x.tensor.shape, (a["codes"].tensor.shape[0], a["in_features"]))
     rows, activations = math.prod(before), computed_as(a["act_dtype"], x.tensor.dtype)
     found = _kernel(recorder, a, rows)
     if not rows or found is None or activations not in ("fp32", "bf16", *found[0].activations):

@@ -12,7 +12,7 @@ from nc.backends.native.plans import steps
 from nc.backends.native.plans.elementwise import apply, combine, dense_strides, flat, is_dense, sides_of
 from nc.backends.native.plans.products import PADS, channels_last, copy, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
-from nc.backends.native.plans.values import Later, Traced
+from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.onednn.descriptions import (
     DST,
@@ -95,6 +95,7 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
     if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
         return None
+    check_sizes(x.tensor.shape[-1] == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
     primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], Attributes())
     recorder.call(primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node)
@@ -134,6 +135,7 @@ def layer_norm_to_codes(
     x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
     if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
         return None
+    check_sizes(x.tensor.shape[-1] == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
     shift = (bias.double() + zero_point * scale).float()
     tensors: dict[int, Any] = {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: shift}
@@ -180,6 +182,7 @@ def _pool(
     geometry = Geometry(tuple(strides), tuple(pads), tuple(pads), tuple(dilations))
     how = zip(x.tensor.shape[2:], kernel, strides, pads, dilations, strict=True)
     sizes = *x.tensor.shape[:2], *((i + 2 * p - (d * (k - 1) + 1)) // s + 1 for i, k, s, p, d in how)
+    check_sizes(min(sizes[2:]) > 0, node, x.tensor.shape, kernel)
     result = recorder.new(sizes, channels_last_strides(sizes), x.tensor.dtype)
     primitive = recorder.maker.pooling(name, x.desc, result.desc, tuple(kernel), geometry)
     recorder.call(primitive, {SRC: x, DST: result}, node)

@@ -13,7 +13,7 @@ from torch import fx
 from nc.backends.native.operators import prepack, transposed_convolution
 from nc.backends.native.plans import avx2
 from nc.backends.native.plans.recorder import Handler, Recorder
-from nc.backends.native.plans.values import Codes, Later, Traced
+from nc.backends.native.plans.values import Codes, Later, Traced, check_sizes
 from nc.errors import BackendError
 from nc.graph.catalogue import schema_arguments
 from nc.onednn.descriptions import (
@@ -50,6 +50,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None) or x.tensor.dim() < 1:
         return None
     outputs, inputs = weight.tensor.shape
+    check_sizes(x.tensor.shape[-1] == inputs, node, x.tensor.shape, weight.tensor.shape)
     sizes = *x.tensor.shape[:-1], outputs
     if not x.tensor.numel():
         return recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
@@ -59,6 +60,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     if binary == "sum":  # into the memory of the other side, which the graph has made free
         if other is None or other.root is None or not other.tensor.is_contiguous():
             return None
+        check_sizes(tuple(other.tensor.shape) == sizes, node, other.tensor.shape, sizes)
         result = other
     else:
         result = recorder.new(sizes, contiguous_strides(sizes), a["output_dtype"] or torch.uint8)
@@ -109,10 +111,13 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         window=tuple(weight.tensor.shape[2:]),
     )
     sizes = x.tensor.shape[0], weight.tensor.shape[0], *_output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
+    fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
+    check_sizes(fit, node, x.tensor.shape, weight.tensor.shape)
     dtype = a["output_dtype"] or torch.uint8
     accumulator = recorder.read(a.get("qaccum"))
     if accumulator is not None:
-        if accumulator.root is None or tuple(accumulator.tensor.shape) != sizes:
+        check_sizes(tuple(accumulator.tensor.shape) == sizes, node, accumulator.tensor.shape, sizes)
+        if accumulator.root is None:
             return None
         if not _is_channels_last(accumulator.tensor):
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.recorder import Handler, Recorder
-from nc.backends.native.plans.values import Later, Traced
+from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.c_code import openmp
 from nc.c_code.build import load
 from nc.errors import BackendUnavailableError
@@ -234,6 +234,8 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
     if not found or len(found) < len(parts) or len({(p.tensor.dtype, p.tensor.dim()) for p in found}) > 1 or not found[0].tensor.dim():
         return None
     axis, sizes = a["dim"] % found[0].tensor.dim(), list(found[0].tensor.shape)
+    sides = {(*p.tensor.shape[:axis], *p.tensor.shape[axis + 1 :]) for p in found}
+    check_sizes(len(sides) == 1, node, *(p.tensor.shape for p in found))
     sizes[axis] = sum(p.tensor.shape[axis] for p in found)
     result, start = _new(recorder, sizes, found[0].tensor.dtype), 0
     for part in found:
@@ -265,6 +267,7 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     if (weight is None) != (a["weight"] is None) or (bias is None) != (a["bias"] is None):
         return None
     width = x.tensor.shape[-1]
+    check_sizes(width == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
     result = _new(recorder, x.tensor.shape, x.tensor.dtype)
     (eps,) = struct.unpack("<i", struct.pack("<f", a["eps"]))
     kind = _DTYPES[x.tensor.dtype]
@@ -289,6 +292,7 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | N
         return None
     one = source.tensor.select(axis, 0)
     to = x.tensor.select(axis, 0)
+    check_sizes(one.shape == to.shape and source.tensor.shape[axis] == 1, node, x.tensor.shape, source.tensor.shape)
     sizes, (ys, xs) = _merged(to.shape, [to.stride(), one.stride()])
     size = x.tensor.element_size()
     if len(sizes) == 1:
@@ -324,6 +328,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced
         return None
     batch, heads, _, width = query.tensor.shape
     (_, of_key, keys, _), wide = key.tensor.shape, value.tensor.shape[3]
+    check_sizes(key.tensor.shape[3] == width, node, query.tensor.shape, key.tensor.shape)
     given = (query, key, value, *((mask,) if mask is not None else ()))
     if (
         any(v.tensor.is_neg() for v in given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,20 @@ class Traced:
     def desc(self) -> Desc:
         """Its layout."""
         return Desc.of(self.tensor)
+
+
+def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
+    """Raise ValueError where tensors do not fit each other: kernels compute addresses from sizes, and read what lies there.
+
+    Args:
+        fit: whether they fit.
+        node: what is computed.
+        shapes: of the tensors, for the message.
+    """
+    if not fit:
+        name = next(iter(node.meta.get("operators", ())), node.meta.get("operator", node.name))
+        msg = f"{name}: sizes {' and '.join(str(tuple(shape)) for shape in shapes)} do not fit each other"
+        raise ValueError(msg)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
