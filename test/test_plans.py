@@ -624,18 +624,23 @@ def test_the_users_default_device_is_not_asked_for_memory():
     assert torch.equal(first, second)
 
 
+def _then_in_rows(self, x):
+    return self.b(self.a(x).transpose(1, 2))
+
+
+def _sum_of_uneven(self, x):
+    y = self.b(x)
+    return F.relu(self.a(x) + y[:, :, : y.shape[2] // 8 * 8])
+
+
+#: Model, sizes that fit, and sizes that do not.
 FIT = {
-    "linear": (Function(lambda self, x: self.b(F.relu(self.a(x)).flatten(1)), a=nn.Conv2d(3, 8, 3), b=nn.Linear(288, 10)), (3, 8, 8), (3, 9, 9)),
-    "channels": (Function(lambda self, x: self.b(self.a(x).transpose(1, 2)), a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(14, 8, 3)), (4, 16), (4, 20)),
-    "groups": (
-        Function(lambda self, x: self.b(self.a(x).transpose(1, 2)), a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(32, 32, 3, groups=32)),
-        (4, 34),
-        (4, 20),
-    ),
+    "linear": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), (3, 8, 8), (3, 9, 9)),
+    "channels": (Function(_then_in_rows, a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(14, 8, 3)), (4, 16), (4, 20)),
+    "groups": (Function(_then_in_rows, a=nn.Conv1d(4, 8, 3), b=nn.Conv1d(32, 32, 3, groups=32)), (4, 34), (4, 20)),
     "window": (nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 5, 2)), (4, 16, 16), (4, 6, 16)),
-    "sum": (Function(lambda self, x: F.relu(self.a(x) + self.b(x)[:, :, : self.b(x).shape[2] // 8 * 8]), a=nn.Conv2d(4, 8, 3, padding=1),
-                     b=nn.Conv2d(4, 8, 1)), (4, 16, 16), (4, 9, 9)),
-}  # fmt: skip
+    "sum": (Function(_sum_of_uneven, a=nn.Conv2d(4, 8, 3, padding=1), b=nn.Conv2d(4, 8, 1)), (4, 16, 16), (4, 9, 9)),
+}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
