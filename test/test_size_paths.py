@@ -358,3 +358,11 @@ def test_sizes_that_change_together_are_tried_together():
 
     assert those_that_matter(guards, {"in0_0": 4, "in1_0": 4}, outcome) == ()
     assert tried == [(5, 5), (1, 1), (1, 1)]
+
+
+def test_guards_of_several_parts_fix_no_size():
+    """A max pool asks for its output sizes in one guard with `and`."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)).eval()
+    graph = graph_of(net, torch.randn(2, 3, 16, 16))
+    assert not [dim for leaf in graph.signature.leaves for dim in leaf.dims[2:] if isinstance(dim, int)]
+    assert graph.signature.conditions == ()

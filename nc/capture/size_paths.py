@@ -73,7 +73,7 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
     found: dict[str, str] = {}
     for guard in env.guards:
         where, condition = _place(guard.sloc), env.replace(guard.expr)
-        if condition.free_symbols and (where or (condition.rel_op == "==" and condition.free_symbols <= set(symbols))):
+        if condition.free_symbols and (where or (getattr(condition, "rel_op", "") == "==" and condition.free_symbols <= set(symbols))):
             text = _text(condition, symbols, where)
             found[text] = found.get(text) or where
     conditions = [SizeCondition(text, where) for text, where in found.items()]
