@@ -5,6 +5,7 @@
 # make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
 # make test-exhaustive                                     only what the short suite leaves out
 #   OF="and ipex"                                          of these, those that a pytest expression selects
+# make test-exhaustive-native                              the same with the torch of .venv-native
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
@@ -18,15 +19,16 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
-#   SHARE=<n>           `make test-newest` runs every nth test
+#   SHARE=<n> TURN=<k>  `make test-newest` and `test-exhaustive-native` run every nth test, beginning with the kth
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
 TORCH_INDEX ?=
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/nc
 
 JOBS ?= 2
-# Of the tests with the newest torch, every SHAREth one.
+# Of some tests every SHAREth one, and which.
 SHARE ?= 1
+TURN ?= 0
 
 # The requirements take 7 GB, so they live in venvs under CACHE, named by a hash of what determines their content
 # and shared by all clones. A clone's own venv sees those packages through a .pth file and adds only this
@@ -48,7 +50,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -80,7 +82,7 @@ test-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs $(SHORT)
 
 test-newest: setup-newest
-	.venv-newest/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE)
+	.venv-newest/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
 
 test-all: setup
 	.venv/bin/python $(PYTEST)
@@ -99,6 +101,9 @@ test-onnx: setup-onnx
 
 test-exhaustive: setup
 	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)"
+
+test-exhaustive-native: setup-native
+	.venv-native/bin/python $(PYTEST) -rs -m "exhaustive $(OF)" --share $(SHARE) --turn $(TURN)
 
 mutations: setup setup-native
 	.venv-native/bin/python test/mutations.py --jobs $(JOBS)

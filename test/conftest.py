@@ -27,6 +27,7 @@ WHY_NO_IPEX = get_backend("ipex").why_unavailable()
 
 def pytest_addoption(parser):
     parser.addoption("--share", type=int, default=1, metavar="N", help="run every Nth test, chosen by their names")
+    parser.addoption("--turn", type=int, default=0, metavar="K", help="which of the N shares")
 
 
 def pytest_report_header():
@@ -37,8 +38,9 @@ def pytest_report_header():
 def pytest_collection_modifyitems(config, items):
     _mark_samples(items)
     share = config.getoption("share")
-    config.hook.pytest_deselected(items=[item for item in items if _place(item) % share])
-    items[:] = [item for item in items if _place(item) % share == 0]
+    turn = config.getoption("turn") % share
+    config.hook.pytest_deselected(items=[item for item in items if _place(item) % share != turn])
+    items[:] = [item for item in items if _place(item) % share == turn]
     if WHY_NO_IPEX:
         for item in items:
             if item.get_closest_marker("ipex"):

@@ -89,6 +89,7 @@ def test_a_size_that_takes_another_path_is_refused_and_says_where(backend, tmp_p
     assert nc.load(tmp_path / "saved", backend=backend).graph.signature.conditions == q.graph.signature.conditions
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("strides", [(1,), (2,), (3,), (1, 2, 1, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("sizes", [(24, 24), (25, 24), (17, 30)], ids=str)
 def test_what_is_not_refused_is_right(strides, sizes):
