@@ -169,13 +169,15 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
 
 def _ones(guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome: Callable[[Sizes], Outcome]) -> Iterator[SizeCondition]:
     """Sizes that must not be 1: export takes each free size as larger, and notes no guard where the model asks whether it is 1."""
-    for name in (name for name, text in guards.axes.items() if text == name and example[name] != 1):
-        sizes = _with(_alike(name, example), 1, guards.axes, example)
+    free = [name for name, text in guards.axes.items() if text == name and example[name] != 1]
+    for group in dict.fromkeys(tuple(_alike(name, example)) for name in free):
+        sizes = _with(group, 1, guards.axes, example)
         if not all(condition.holds(sizes) for condition in (*guards.relations, *kept)):
             continue
         seen = outcome(sizes)
         if seen in (Outcome.OTHER, Outcome.REFUSED):  # where the graph fails, its error says more
-            yield SizeCondition(f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER)
+            for name in (name for name in group if name in free):
+                yield SizeCondition(f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER)
 
 
 def _unfulfilled(guard: SizeCondition, guards: Guards, others: Sequence[SizeCondition], example: Sizes) -> Sizes | None:
