@@ -252,7 +252,7 @@ def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes
     assert q(torch.randn(3, 3, 15, 16)).shape == (3, 10)
     assert q(torch.randn(1, 3, 8, 32)).shape == (1, 10)
     for height, width in [(40, 40), (8, 8), (14, 16), (16, 64)]:
-        with pytest.raises(nc.InputError, match="do not fit inputs of these sizes: expected .* == 512"):
+        with pytest.raises(nc.InputError, match=r"do not fit inputs of these sizes: expected .* == (512|64),"):
             q(torch.randn(2, 3, height, width))
 
 

@@ -76,6 +76,10 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
         if condition.free_symbols and (where or (getattr(condition, "rel_op", "") == "==" and condition.free_symbols <= set(symbols))):
             text = _text(condition, symbols, where)
             found[text] = found.get(text) or where
+    for claim in itertools.chain.from_iterable(env.deferred_runtime_asserts.values()):  # torch 2.8 keeps there what later ones guard
+        condition = env.replace(claim.expr)
+        if condition.free_symbols and condition.free_symbols <= set(symbols):
+            found.setdefault(_text(condition, symbols, ""), "")
     conditions = [SizeCondition(text, where) for text, where in found.items()]
     return Guards(axes, tuple(relations), tuple(c for c in conditions if c.where), tuple(c for c in conditions if not c.where))
 
