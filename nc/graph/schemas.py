@@ -43,6 +43,29 @@ def returns_of(target: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 @functools.cache
+def writes_into(target: object) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
+    """The overload of an operator that writes results into memory it is given, and the names of those arguments; None where there is none.
+
+    One that torch generates from the operator itself does not count: it makes new memory and copies.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    taken = [(a.name, a.type) for a in _arguments(target)]
+    for name in target.overloadpacket.overloads():
+        overload = getattr(target.overloadpacket, name)
+        written = [a.name for a in overload._schema.arguments if a.is_out]
+        others = [(a.name, a.type) for a in _arguments(overload) if a.name not in written]
+        if others == taken and len(written) == len(target._schema.returns) and _has_cpu_kernel(overload):
+            return overload, tuple(written)
+    return None
+
+
+def _has_cpu_kernel(overload: torch._ops.OpOverload) -> bool:
+    name, kind = overload._schema.name, overload._schema.overload_name
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{name}.{kind}" if kind else name, "CPU")
+
+
+@functools.cache
 def _arguments(target: torch._ops.OpOverload) -> tuple[Argument, ...]:
     return tuple(
         Argument(a.name, a.kwarg_only, a.has_default_value(), _frozen(a.default_value), str(a.real_type), a.N)  # type: ignore[attr-defined]

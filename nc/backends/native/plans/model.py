@@ -195,8 +195,9 @@ class PlannedModel:
 
     def _separate(self, plan: Plan) -> Context:
         """A context of its own, which runs entries one by one."""
-        arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
-        return Context(plan, self._source.maker, self._runner, arena, together=False)
+        with torch.inference_mode(False):
+            arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
+            return Context(plan, self._source.maker, self._runner, arena, together=False)
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
         """A new plan, or why there is none."""
@@ -218,10 +219,11 @@ class PlannedModel:
         found = memory.contexts.get(plan)
         if found is None:
             needed = plan.arena + plan.scratchpad
-            if needed > memory.arena.numel():
-                memory.contexts.clear()  # they point into the memory that goes now
-                memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
-            found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
+            with torch.inference_mode(False):  # torch's operators write into this memory in any mode
+                if needed > memory.arena.numel():
+                    memory.contexts.clear()  # they point into the memory that goes now
+                    memory.arena = torch.empty(needed, dtype=torch.uint8, device="cpu")
+                found = memory.contexts[plan] = Context(plan, self._source.maker, self._runner, memory.arena)
         return found
 
 

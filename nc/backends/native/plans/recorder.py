@@ -37,6 +37,7 @@ from nc.backends.profiling.onednn_verbose import Kernel
 from nc.backends.profiling.profile import Step
 from nc.errors import BackendError
 from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
+from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
 from nc.onednn.api import Unimplemented
 from nc.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
@@ -163,10 +164,15 @@ class Recorder:
     def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Traced:
         """Memory for a result."""
         tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device="cpu")
-        block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
-        self._blocks.append(block)
+        block = self._block(tensor)
         self._held += block.size
         return Traced(tensor, block)
+
+    def _block(self, tensor: torch.Tensor) -> Block:
+        """Memory like a tensor's, which the next entry writes."""
+        block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
+        self._blocks.append(block)
+        return block
 
     def call(self, primitive: Primitive, tensors: Mapping[int, Traced | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node) -> None:
         """Append a call, to be made when its result is read.
@@ -320,14 +326,27 @@ class Recorder:
         else:
             made = [alias(tensor, (args, kwargs)) for tensor in found]
             if any(alias is None or self._offset(alias) < 0 for alias in made):
-                slots = [self._slot(tensor) for tensor in found]
-                made = [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
-                self._append(node, args, kwargs, tuple(slot.index for slot in slots))
+                made = [*self._made(node, args, kwargs, found)]
         if isinstance(result, (list, tuple)):
             if len(found) < len(result):
                 self._unknown(node)
             return made
         return made[0]
+
+    def _made(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]) -> list[Traced]:
+        """Append a call of a node's own operator, which writes into blocks where it can.
+
+        New memory costs more than many an operator: the system gives large pieces page by page, and fills each with zeros.
+        """
+        writing = writes_into(node.target)
+        if writing is None or not all(map(_may_lie_in_block, found)):
+            slots = [self._slot(tensor) for tensor in found]
+            self._append(node, args, kwargs, tuple(slot.index for slot in slots))
+            return [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
+        made = [Traced(tensor, self._block(tensor)) for tensor in found]
+        overload, names = writing
+        self._append(node, args, {**kwargs, **dict(zip(names, made, strict=True))}, (), overload)
+        return made
 
     def _wait(self, call: Callable[[], object]) -> None:
         """Make a call later, unless too much memory waits."""
@@ -346,10 +365,12 @@ class Recorder:
         self._waiting.clear()
         self._held = 0
 
-    def _append(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...]) -> None:
-        """Append a call of a node's own operator."""
+    def _append(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...], overload: Any = None
+    ) -> None:
+        """Append a call of a node's own operator, or of another overload of it."""
         references = self._refs(args), {key: self._refs(value) for key, value in kwargs.items()}
-        self._entries.append(AtenCall(node.target, *references, results, describe(node, CONVERTERS)))
+        self._entries.append(AtenCall(overload or node.target, *references, results, describe(node, CONVERTERS)))
 
     def _described(self, node: fx.Node, primitive: Primitive) -> Step:
         """What a profile says of a primitive that computes a node, or moves something for it."""
@@ -415,6 +436,12 @@ class Recorder:
 def _is_of_onednn(target: object) -> bool:
     """Whether it is an operator of torch that calls a primitive by itself."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "onednn"
+
+
+def _may_lie_in_block(tensor: torch.Tensor) -> bool:
+    """Whether sizes, strides and dtype say all of how a result lies."""
+    plain = tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_quantized
+    return plain and tensor.numel() > 0 and not _begin(tensor)
 
 
 def _begin(tensor: torch.Tensor) -> int:
