@@ -12,6 +12,7 @@ from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
 from nc.backends.native.compiled import functional
+from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.matmul import fuse_products, signed, why_not_product
@@ -39,6 +40,8 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
+        Pass("factors", fold_factors),
+        Pass("sums_first", sum_first),
         Pass("unsigned_codes", unsigned),
         *right_sides,
         Pass("early_codes", hoist),
