@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import nc
 from nc.capture.size_paths import Guards, Outcome, those_that_matter
 from nc.graph.size_conditions import SizeCondition, parsed
+from nc.numerics.metrics import sqnr_db
 
 G = torch.Generator().manual_seed(0)
 
@@ -254,6 +255,19 @@ def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes
     for height, width in [(40, 40), (8, 8), (14, 16), (16, 64)]:
         with pytest.raises(nc.InputError, match=r"do not fit inputs of these sizes: expected .* == (512|64),"):
             q(torch.randn(2, 3, height, width))
+
+
+@pytest.mark.parametrize("size", [11, 13, 15, 16, 19, 23])
+def test_sizes_that_the_example_is_the_smallest_of_are_no_condition(size):
+    """The last feature map has one position, or few; with fewer no kernel can go on, with more all is the same."""
+    layers = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(8, 8, size // 8, 1), nn.ReLU()
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(8, 5)).eval()
+    q = quantized(model, torch.randn(2, 3, size, size, generator=G), backend="reference")
+    for height, width in [(size + 1, size + 1), (size + 4, size), (size, size + 5), (41, 41), (97, 38)]:
+        x = torch.randn(2, 3, height, width, generator=G)
+        assert sqnr_db(model(x), q(x)) > 15
+    with pytest.raises(nc.InputError):
+        q(torch.randn(2, 3, 6, 6))
 
 
 def test_calibration_refuses_another_path_too():

@@ -156,18 +156,28 @@ def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes],
     waiting = [guard for guard in (*guards.asked, *guards.needed) if guard.holds(example)]
     kept: list[SizeCondition] = []
     tried: dict[tuple[int, ...], Outcome] = {}
+
+    def attempt(sizes: Sizes) -> Outcome | None:
+        key = tuple(sizes.values())
+        if key not in tried and len(tried) < MOST_TRIED:
+            tried[key] = outcome(sizes)
+        return tried.get(key)
+
     while waiting:
         guard = waiting.pop(0)
-        sizes = _unfulfilled(guard, guards, [*waiting, *kept], example)
-        key = tuple(sizes.values()) if sizes else ()
-        if sizes and key not in tried and len(tried) < MOST_TRIED:
-            tried[key] = outcome(sizes)
-        seen = tried.get(key, Outcome.OTHER) if sizes else Outcome.FAILED  # no sizes that a user may have
+        others = [*waiting, *kept]
+        sizes = _unfulfilled(guard, guards, others, example)
+        seen = attempt(sizes) if sizes else Outcome.FAILED  # no sizes that a user may have
+        if sizes and seen is Outcome.FAILED and not guard.where:
+            # perhaps for another reason: sizes that are too small for an operator say nothing of larger ones
+            beyond = _unfulfilled(guard, guards, others, example, larger=sum(sizes.values()) < sum(example.values()))
+            if beyond and attempt(beyond) is Outcome.SAME:
+                sizes, seen = beyond, Outcome.SAME
         if seen is Outcome.SAME:
             assert sizes is not None
             waiting = [other for other in waiting if other.holds(sizes)]
-        elif guard.where or key in tried:  # an operator asks much that never fails
-            kept.append(dataclasses.replace(guard, silent=seen is Outcome.OTHER))
+        elif guard.where or (sizes and seen):  # an operator asks much that never fails
+            kept.append(dataclasses.replace(guard, silent=seen in (Outcome.OTHER, None)))
     return (*kept, *_ones(guards, kept, example, outcome))
 
 
@@ -184,9 +194,17 @@ def _ones(guards: Guards, kept: Sequence[SizeCondition], example: Sizes, outcome
                 yield SizeCondition(f"{name} != 1", "a place that export does not name", silent=seen is Outcome.OTHER)
 
 
-def _unfulfilled(guard: SizeCondition, guards: Guards, others: Sequence[SizeCondition], example: Sizes) -> Sizes | None:
-    """Sizes near the example's that do not fulfil a guard, and of the others as many as possible; None when there are none."""
+def _unfulfilled(
+    guard: SizeCondition, guards: Guards, others: Sequence[SizeCondition], example: Sizes, larger: bool | None = None
+) -> Sizes | None:
+    """Sizes near the example's that do not fulfil a guard, and of the others as many as possible; None when there are none.
+
+    With `larger` only those that are larger, or only those that are smaller.
+    """
     found = (sizes for sizes in _near(guard.names(), guards.axes, example) if not guard.holds(sizes))
+    if larger is not None:
+        total = sum(example.values())
+        found = (sizes for sizes in found if sum(sizes.values()) != total and (sum(sizes.values()) > total) is larger)
     possible = (sizes for sizes in found if all(relation.holds(sizes) for relation in guards.relations))
     return min(itertools.islice(possible, 64), key=lambda sizes: sum(not other.holds(sizes) for other in others), default=None)
 
