@@ -3,6 +3,7 @@
  * Each function has the form of dnnl_primitive_execute, so that one list has both: (numbers, not used, count of tensors, addresses).
  * Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for bf16.
  */
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -442,6 +443,104 @@ int nc_step_image(const int64_t *how, void *unused, int count, char *const *tens
         gomp_parallel(share_images, &job, (unsigned)threads, 0);
     else
         quantize_images(&job, 0, 1);
+    return 0;
+}
+
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
+
+enum { LANES = 16, TOGETHER = 4, LONGEST = 4096 }; /* rows whose sums do not wait for each other; the longest row */
+
+struct softmax {
+    const int64_t *how;
+    const float *x;
+    uint8_t *y;
+    float inverse;
+};
+
+/* e^x for x <= 0, as above; what is no number stays so. */
+INLINE FOR_AVX512 __m512 exponential_of_16(__m512 x)
+{
+    const __m512 limited = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(limited, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), limited), p = _mm512_set1_ps(1.9875691500e-4f);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* `rows` rows from `row` on, element by element at once. */
+INLINE FOR_AVX512 void softmax_rows(const struct softmax *job, const int rows, int64_t row, float (*e)[LONGEST])
+{
+    const int64_t n = job->how[1], whole = (n - 1) / LANES * LANES;
+    const __mmask16 last = (__mmask16)(0xffff >> (whole + LANES - n));
+    const float *x = job->x + row * n;
+    uint8_t *y = job->y + row * n;
+    __m512 largest[TOGETHER], sum[TOGETHER], factor[TOGETHER];
+    for (int r = 0; r < rows; r++) {
+        largest[r] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), last, x + r * n + whole);
+        sum[r] = _mm512_setzero_ps();
+    }
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int r = 0; r < rows; r++)
+            largest[r] = _mm512_max_ps(largest[r], _mm512_loadu_ps(x + r * n + i));
+    for (int r = 0; r < rows; r++)
+        largest[r] = _mm512_set1_ps(_mm512_reduce_max_ps(largest[r]));
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int r = 0; r < rows; r++) {
+            const __m512 v = exponential_of_16(_mm512_sub_ps(_mm512_loadu_ps(x + r * n + i), largest[r]));
+            _mm512_storeu_ps(e[r] + i, v);
+            sum[r] = _mm512_add_ps(sum[r], v);
+        }
+    for (int r = 0; r < rows; r++) {
+        const __m512 rest = _mm512_sub_ps(_mm512_maskz_loadu_ps(last, x + r * n + whole), largest[r]);
+        const __m512 v = _mm512_maskz_mov_ps(last, exponential_of_16(rest));
+        _mm512_storeu_ps(e[r] + whole, v);
+        factor[r] = _mm512_set1_ps(job->inverse / _mm512_reduce_add_ps(_mm512_add_ps(sum[r], v)));
+    }
+    for (int64_t i = 0; i <= whole; i += LANES)
+        for (int r = 0; r < rows; r++) { /* what is no number becomes 0 */
+            const __m512 v = _mm512_max_ps(_mm512_mul_ps(_mm512_loadu_ps(e[r] + i), factor[r]), _mm512_setzero_ps());
+            const __m128i codes = _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(_mm512_min_ps(v, _mm512_set1_ps(255.0f))));
+            _mm_mask_storeu_epi8(y + r * n + i, i < whole ? 0xffff : last, codes);
+        }
+}
+
+FOR_AVX512 static void softmax_part(const struct softmax *job, int64_t part, int64_t parts)
+{
+    const int64_t end = job->how[0] * (part + 1) / parts;
+    float e[TOGETHER][LONGEST];
+    int64_t row = job->how[0] * part / parts;
+    for (; row + TOGETHER <= end; row += TOGETHER)
+        softmax_rows(job, TOGETHER, row, e);
+    for (; row < end; row++)
+        softmax_rows(job, 1, row, e);
+}
+
+static void share_softmax(void *data)
+{
+    softmax_part(data, gomp_thread(), gomp_threads());
+}
+
+/* Codes of the softmax of each row, fp32 [rows, n] as uint8 with the zero point 0, for CPUs with AVX-512 (F, BW and VL). n is LONGEST at most.
+ *
+ * how: rows, n, the bits of 1 / scale (a float), threads; tensors: y, x
+ */
+int nc_step_softmax(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct softmax job = {.how = how, .x = (const float *)tensors[1], .y = (uint8_t *)tensors[0]};
+    const int64_t worth = 1 + how[0] * how[1] / 8192, threads = how[3] < worth ? how[3] : worth;
+    const uint32_t bits = (uint32_t)how[2];
+    (void)unused, (void)count;
+    memcpy(&job.inverse, &bits, 4);
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share_softmax, &job, (unsigned)threads, 0);
+    else
+        softmax_part(&job, 0, 1);
     return 0;
 }
 
