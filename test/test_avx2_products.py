@@ -55,6 +55,13 @@ class Now:
         call_once(function, numbers, [t.tensor if isinstance(t, Traced) else t for t in tensors])
 
 
+def multiply(a, product):
+    """Compute a product now, as on a CPU that has AVX2 only; whether there is a function for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "features", lambda: ("avx2",))
+        return avx2.multiply(Now(), None, a, product)
+
+
 def paired(*shape):
     """Weights that use all codes, whose neighbouring inputs fit 16 bits."""
     values = torch.randint(-127, 128, shape).float().movedim(1, -1)
@@ -100,7 +107,7 @@ def check(x, weight, exact, shape, operation, added, to_codes, threads, **option
             None if other is None else Traced(other, None),
             **options,
         )
-        assert avx2.multiply(Now(), None, a, product)
+        assert multiply(a, product)
     finally:
         torch.set_num_threads(before)
     if not to_codes:
@@ -285,7 +292,7 @@ def test_results_that_no_code_has_room_for(bias, code, dtype):
     result = torch.empty(7, 20, dtype=dtype)
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
     product = avx2.Product(Traced(x, None), Traced(result, None), Codes("w", weight), torch.ones(1), torch.full((20,), bias), ())
-    assert avx2.multiply(Now(), None, a, product)
+    assert multiply(a, product)
     assert (result == code + torch.iinfo(dtype).min).all()
 
 
@@ -297,7 +304,7 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
     result = torch.full((1, 6, 6, channels), 5, dtype=torch.uint8).movedim(-1, 1)
     given_ = Traced(x, None), Traced(result, None), Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)), torch.ones(1), None
     product = avx2.Product(*given_, (Sum(1.0, 0, torch.uint8),), geometry=geometry, groups=channels)
-    assert avx2.multiply(Now(), None, a, product) is (channels % 16 == 0)
+    assert multiply(a, product) is (channels % 16 == 0)
 
 
 def test_what_is_added_may_have_gaps_between_its_rows():
@@ -307,7 +314,7 @@ def test_what_is_added_may_have_gaps_between_its_rows():
     for other, done in ((wide[:, :16], False), (wide[:, :16].contiguous(), True)):
         given_ = Traced(x, None), Traced(torch.empty(5, 16), None), Codes("w", weight), torch.ones(1), None
         product = avx2.Product(*given_, (BinaryOp("add", Desc.of(other)),), Traced(other, None))
-        assert avx2.multiply(Now(), None, a, product) is done
+        assert multiply(a, product) is done
 
 
 def test_a_sum_with_a_part_of_a_wider_tensor(without_vnni):
