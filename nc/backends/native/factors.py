@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import constant, reads_codes, weight_of
+from nc.backends.native.fuse import constant, operators_of, reads_codes, weight_of
 from nc.backends.native.regions import is_sum, only_user
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import call_operator, constant_value, take_over
@@ -35,7 +35,7 @@ def fold_factors(module: fx.GraphModule) -> None:
             factor = _factor_of(module, node, user) if user is not None else None
             if user is None or factor is None or not _fold(module, node, factor):
                 break
-            node.meta["operators"] = [*(node.meta.get("operators") or _name(node)), *_name(user)]
+            node.meta["operators"] = [*operators_of(node), *operators_of(user)]
             node.meta["val"] = user.meta["val"]
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)
@@ -119,7 +119,3 @@ def _fp32(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
     rounded = exact.float()
     small = (rounded.abs() < torch.finfo(torch.float32).tiny) & (exact != 0)
     return None if bool(small.any()) or not bool(rounded.isfinite().all()) else rounded
-
-
-def _name(node: fx.Node) -> list[str]:
-    return [node.meta["operator"]] if "operator" in node.meta else []

@@ -120,7 +120,7 @@ def _replace(module: fx.GraphModule, region: Region) -> None:
 def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, converted: bool) -> None:
     """Let a call take the place of nodes, and of the conversions behind the last one if it gives what those give."""
     last = nodes[-1]
-    call.meta.update(val=last.meta.get("val"), operators=[name for node in nodes for name in _operators(node)])
+    call.meta.update(val=last.meta.get("val"), operators=[name for node in nodes for name in operators_of(node)])
     for old in list(last.users) if converted else [last]:
         old.replace_all_uses_with(call)
         if converted:
@@ -136,7 +136,7 @@ def _kind(region: Region) -> str:
     return kind
 
 
-def _operators(node: fx.Node) -> list[str]:
+def operators_of(node: fx.Node) -> list[str]:
     """Names of the operators that a node computes."""
     return node.meta.get("operators") or [node.meta[key] for key in ("operator",) if key in node.meta]
 
