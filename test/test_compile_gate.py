@@ -102,9 +102,12 @@ def test_a_new_call_gets_in_under_steady_load():
 
     loaded = [start(work) for _ in range(3)]
     try:
-        assert Visitor(gate).ready.is_set()  # key 0 was new to its thread
+        visitor = Visitor(gate)  # key 0 was new to its thread
+        assert visitor.ready.is_set()
     finally:
         stop.set()
+    assert visitor.enters()
+    assert visitor.ends()
     assert all(done.wait(LONG) for done in loaded)
 
 

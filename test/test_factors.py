@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=ava
 
 G = torch.Generator().manual_seed(0)
 X, IMAGE = torch.randn(2, 5, 16, generator=G), torch.randn(2, 8, 9, 9, generator=G)
+EXACT = 80  # dB: fp32 in another order, with random weights; one code that rounds otherwise costs more
 CHANNELS = torch.randn(24, generator=G)  # some are negative
 CHANNELS[3] = 0.0
 
@@ -68,7 +69,7 @@ def test_factors_go_into_the_scales(name, granularity):
     model, x = FOLDED[name]
     q = quantized(model.eval(), x, nc.StaticQuantConfig(w_granularity=granularity), "native")
     assert not {"aten.mul.Tensor", "aten.div.Tensor"} & set(targets(q))
-    assert worst_sqnr_db([q.reference(x)], [q(x)]) > 100
+    assert worst_sqnr_db([q.reference(x)], [q(x)]) > EXACT
     assert [op.ran for op in q.report().ops if op.operator == "product"] == ["int8"]
 
 
@@ -78,7 +79,7 @@ KEPT = {
     "the other dimension of a convolution": (Scaled(lambda y, f: f[:7] * y, product=conv(2)), IMAGE),
     "as many positions as channels": (Scaled(lambda y, f: f * y, product=nn.Conv1d(8, 24, 1)), torch.randn(2, 8, 24, generator=G)),
     "more dimensions": (Scaled(lambda y, f: f.view(1, 1, 1, 24) * y), X),
-    "from the input": (Scaled(lambda y, f: y * y.mean()), X),
+    "from the input": (Scaled(lambda y, f: y * y.abs().mean()), X),
     "a square": (Scaled(lambda y, f: y * y), X),
     "read elsewhere too": (Scaled(lambda y, f: torch.cat([f * y, y])), X),
     "a divisor": (Scaled(lambda y, f: 0.7 / (y + 30)), X),
@@ -96,7 +97,7 @@ def test_other_factors_stay(name):
     assert torch.equal(expected.isnan(), got.isnan())
     finite = expected.isfinite()
     assert torch.equal(finite, got.isfinite())
-    assert worst_sqnr_db([expected[finite]], [got[finite]]) > 100 or not finite.any()
+    assert worst_sqnr_db([expected[finite]], [got[finite]]) > EXACT or not finite.any()
 
 
 def test_weights_in_two_products_with_factors_of_their_own():
@@ -104,7 +105,7 @@ def test_weights_in_two_products_with_factors_of_their_own():
     model = Function(lambda self, x: self.linear(x) * 0.5 + self.linear(torch.tanh(x)) * -3.0, linear=linear)
     q = quantized(model.eval(), X, None, "native")
     assert "aten.mul.Tensor" not in targets(q)
-    assert worst_sqnr_db([q.reference(X)], [q(X)]) > 100
+    assert worst_sqnr_db([q.reference(X)], [q(X)]) > EXACT
 
 
 class Block(nn.Module):
@@ -143,7 +144,7 @@ def test_sums_of_other_sizes_stay_behind_the_permutation():
     model = Function(lambda self, x: self.linear(x).permute(0, 2, 1) + x.mean(), linear=nn.Linear(16, 24)).eval()
     q = quantized(model, X, None, "native")
     assert "onednn.qlinear_pointwise.binary" not in targets(q)
-    assert worst_sqnr_db([q.reference(X)], [q(X)]) > 100
+    assert worst_sqnr_db([q.reference(X)], [q(X)]) > EXACT
 
 
 def test_both_sides_are_permuted_products():
@@ -151,4 +152,4 @@ def test_both_sides_are_permuted_products():
     model = Function(lambda self, x: self.a(x).permute(0, 2, 1) + self.b(x).permute(0, 2, 1), a=a, b=b)
     q = quantized(model.eval(), X, None, "native")
     assert targets(q).count("onednn.qlinear_pointwise.binary") == 1
-    assert worst_sqnr_db([q.reference(X)], [q(X)]) > 100
+    assert worst_sqnr_db([q.reference(X)], [q(X)]) > EXACT
