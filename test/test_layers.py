@@ -279,6 +279,7 @@ INSIDE = {
             "nc.backends.native.factors",
             "nc.backends.native.matmul",
             "nc.backends.native.merge",
+            "nc.backends.native.norms",
         ),
         ("nc.backends.native.transposed",),
         ("nc.backends.native.inductor_names",),

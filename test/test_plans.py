@@ -320,7 +320,7 @@ class Between(nn.Module):
     def forward(self, x):
         y = self.a(x)
         mean = y.mean(1, keepdim=True)
-        y = (y - mean) / ((y - mean).pow(2).mean(1, keepdim=True) + 1e-5).sqrt() * self.table.exp()
+        y = (y - mean) / ((y - mean).pow(2).mean(1, keepdim=True).sqrt() + 1e-5) * self.table.exp()  # no layer norm: eps is not in the root
         largest, where = y.transpose(2, 3).max(dim=1)
         z = self.b(y * (1 + largest.transpose(1, 2)[:, None].cumsum(-1).tanh()))
         return z, largest, where, y[:, 1:3].abs().log1p().flip(1), z.amax((2, 3)).cos()

@@ -157,27 +157,58 @@ def test_parts_put_together():
     check(lambda x: (aten.neg.default(aten.reshape.default(aten.transpose.int(x, 0, 1), [6, 8])),), x)
 
 
+class Constants(nn.Module):
+    """A function of one tensor that also gets the module, which has these buffers."""
+
+    def __init__(self, function, **buffers):
+        super().__init__()
+        self.function = function
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [7, 64, 1200])
 def test_layer_norm(width, dtype):
     weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
-    module = nn.LayerNorm(width, 1e-3)
     x = (torch.randn(3, width) * 4 + 1).to(dtype)
-
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("weight", weight)
-            self.register_buffer("bias", bias)
-
-        def forward(self, x):
-            return (aten.layer_norm.default(x, [width], self.weight, self.bias, module.eps),)
-
-    call = planned(Norm())
+    norm = aten.layer_norm.default
+    call = planned(Constants(lambda self, x: (norm(x, [width], self.weight, self.bias, 1e-3),), weight=weight, bias=bias))
     (got,) = call(x)
-    expected = F.layer_norm(x.double(), [width], weight.double(), bias.double(), module.eps)
+    expected = F.layer_norm(x.double(), [width], weight.double(), bias.double(), 1e-3)
     assert (got.double() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
     assert calls(call)[0] == []
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 7), (1, 64), (5, 1200), (301, 576)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("eps", [1e-3, None])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_rms_norm(rows, width, dtype, eps, has_weight):
+    """Of many rows with several threads too."""
+    weight, x = torch.randn(width).to(dtype), (torch.randn(2, rows, width) * 1e-2 + 0.02).to(dtype)
+    call = planned(Constants(lambda self, x: (aten.rms_norm.default(x, [width], self.weight if has_weight else None, eps),), weight=weight))
+    (got,) = call(x)
+    wide = x.double()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps))
+    expected = expected * weight.double() if has_weight else expected
+    assert got.dtype is dtype
+    assert (got.double() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
+    # without eps torch takes that of bf16 or of fp32, depending on its version
+    assert bool(calls(call)[0]) is (eps is None and dtype is torch.bfloat16)
+
+
+def test_what_is_no_number_stays_so_in_a_norm():
+    x = torch.randn(4, 33)
+    x[1, 5], x[2, 7] = torch.nan, torch.inf
+    call = planned(lambda x: (aten.rms_norm.default(x, [33], None, 1e-6),))
+    (got,) = call(x)
+    expected = F.rms_norm(x, [33], None, 1e-6)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 def test_a_place_in_an_input_is_written_in_place():

@@ -207,36 +207,65 @@ FOR_EACH_CPU static float squares_of(const float *x, float mean, int64_t n)
     return sum + total(sums);
 }
 
-/* Layer norm of rows. how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float); tensors: y and x, without gaps;
- * weight and bias in fp32, or no address */
-int nc_step_layer_norm(const int64_t *how, void *unused, int count, char *const *tensors)
+struct norm {
+    const int64_t *how;
+    char *const *tensors;
+    float epsilon;
+};
+
+FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
 {
-    const int64_t n = how[3];
-    const float *weight = (const float *)tensors[2], *bias = (const float *)tensors[3];
-    float buffer[ROW], epsilon;
-    (void)unused, (void)count;
-    memcpy(&epsilon, how + 4, 4);
-    for (int64_t row = 0; row < how[2]; row++) {
-        char *y = tensors[0] + row * n * bytes_of(how[0]), *x = tensors[1] + row * n * bytes_of(how[1]);
-        float mean = 0, variance = 0;
-        for (int64_t start = 0; start < n; start += ROW) {
-            const int64_t part = n - start < ROW ? n - start : ROW;
-            mean += sum_of(load(x + start * bytes_of(how[1]), how[1], 1, part, buffer), part);
-        }
-        mean /= (float)n;
-        for (int64_t start = 0; start < n; start += ROW) {
-            const int64_t part = n - start < ROW ? n - start : ROW;
-            variance += squares_of(load(x + start * bytes_of(how[1]), how[1], 1, part, buffer), mean, part);
-        }
-        const float factor = 1.0f / sqrtf(variance / (float)n + epsilon);
-        for (int64_t start = 0; start < n; start += ROW) {
-            const int64_t part = n - start < ROW ? n - start : ROW;
-            const float *from = load(x + start * bytes_of(how[1]), how[1], 1, part, buffer);
-            for (int64_t i = 0; i < part; i++)
-                buffer[i] = (from[i] - mean) * factor * (weight ? weight[start + i] : 1.0f) + (bias ? bias[start + i] : 0.0f);
-            store(y + start * bytes_of(how[0]), how[0], 1, part, buffer);
-        }
+    const int64_t n = job->how[3], to = job->how[0], from = job->how[1];
+    const float *weight = (const float *)job->tensors[2], *bias = (const float *)job->tensors[3];
+    char *y = job->tensors[0] + row * n * bytes_of(to), *x = job->tensors[1] + row * n * bytes_of(from);
+    float buffer[ROW], mean = 0, squares = 0;
+    for (int64_t start = 0; job->how[5] && start < n; start += ROW) {
+        const int64_t part = n - start < ROW ? n - start : ROW;
+        mean += sum_of(load(x + start * bytes_of(from), from, 1, part, buffer), part);
     }
+    mean /= (float)n;
+    for (int64_t start = 0; start < n; start += ROW) {
+        const int64_t part = n - start < ROW ? n - start : ROW;
+        squares += squares_of(load(x + start * bytes_of(from), from, 1, part, buffer), mean, part);
+    }
+    const float factor = 1.0f / sqrtf(squares / (float)n + job->epsilon);
+    for (int64_t start = 0; start < n; start += ROW) {
+        const int64_t part = n - start < ROW ? n - start : ROW;
+        const float *values = load(x + start * bytes_of(from), from, 1, part, buffer);
+        for (int64_t i = 0; i < part; i++)
+            buffer[i] = (values[i] - mean) * factor;
+        for (int64_t i = 0; weight && i < part; i++)
+            buffer[i] *= weight[start + i];
+        for (int64_t i = 0; bias && i < part; i++)
+            buffer[i] += bias[start + i];
+        store(y + start * bytes_of(to), to, 1, part, buffer);
+    }
+}
+
+static void share_norm(void *data)
+{
+    const struct norm *job = data;
+    const int64_t rows = job->how[2], threads = gomp_threads(), thread = gomp_thread();
+    for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; row++)
+        norm_row(job, row);
+}
+
+/* Layer norm of rows, or RMS norm, which takes no mean off.
+ *
+ * how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float), whether it is a layer norm, threads
+ * tensors: y and x, without gaps; weight and bias in fp32, or no address
+ */
+int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct norm job = {.how = how, .tensors = tensors};
+    const int64_t worth = 1 + how[2] * how[3] / 32768, threads = how[6] < worth ? how[6] : worth;
+    (void)unused, (void)count;
+    memcpy(&job.epsilon, how + 4, 4);
+    if (threads > 1 && gomp_parallel)
+        gomp_parallel(share_norm, &job, (unsigned)threads, 0);
+    else
+        for (int64_t row = 0; row < how[2]; row++)
+            norm_row(&job, row);
     return 0;
 }
 

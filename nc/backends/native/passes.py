@@ -17,6 +17,7 @@ from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
 from nc.backends.native.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.merge import merge
+from nc.backends.native.norms import recompose_norms
 from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
 from nc.backends.native.transposed import fuse_transposed, why_not_transposed
 from nc.backends.passes import Pass
@@ -40,6 +41,7 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),
+        Pass("norms", recompose_norms),
         Pass("factors", fold_factors),
         Pass("sums_first", sum_first),
         Pass("unsigned_codes", unsigned),

@@ -312,6 +312,7 @@ HANDLERS: Mapping[Any, Handler] = {
     dequantize: from_codes,
     torch.ops.quantized.max_pool2d.default: max_pool,
     _aten.layer_norm.default: layer_norm,
+    _aten.rms_norm.default: steps.rms_norm,
     _aten.softmax.int: softmax,
     _aten._softmax.default: softmax,
     _aten.adaptive_avg_pool2d.default: global_mean,

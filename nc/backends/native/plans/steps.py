@@ -50,7 +50,7 @@ def _functions() -> Mapping[str, Function] | str:
     place = _address(library, "nc_step_set")
     return {
         name: Function(name, _address(library, f"nc_step_{name}"), place)
-        for name in ("map", "mean", "layer_norm", "place", "attention", "image", "softmax")
+        for name in ("map", "mean", "norm", "place", "attention", "image", "softmax")
     }
 
 
@@ -278,18 +278,37 @@ def mean(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | No
 
 def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`aten::layer_norm` over the last dimension."""
-    x, weight, bias = _read(recorder, a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
-    if x is None or len(a["normalized_shape"]) != 1 or not x.tensor.is_contiguous():
+    x = _read(recorder, a["input"])
+    return None if x is None else _norm(recorder, node, a, x, (a["weight"], a["bias"]), is_layer_norm=True)
+
+
+def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
+    """`aten::rms_norm` over the last dimension, of any number of elements: oneDNN has none, and torch's is seven operators."""
+    x = recorder.read(a["input"])
+    if why_unavailable() or x is None or x.tensor.dtype not in _DTYPES or x.tensor.is_neg() or not x.tensor.numel():
         return None
-    if (weight is None) != (a["weight"] is None) or (bias is None) != (a["bias"] is None):
+    if a["eps"] is None and x.tensor.dtype is not torch.float32:
+        return None
+    return _norm(recorder, node, a, x, (a["weight"], None), is_layer_norm=False)
+
+
+def _norm(
+    recorder: Recorder, node: fx.Node, a: Mapping[str, Any], x: Traced, given: Sequence[Any], *, is_layer_norm: bool
+) -> Traced | None:
+    """A norm of the rows of x; `given` are weight and bias."""
+    constants = [recorder.constant(value) for value in given]
+    if len(a["normalized_shape"]) != 1 or not x.tensor.dim() or not x.tensor.is_contiguous():
+        return None
+    if any((constant is None) != (value is None) for constant, value in zip(constants, given, strict=True)):
         return None
     width = x.tensor.shape[-1]
     check_sizes(width == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
     result = _new(recorder, x.tensor.shape, x.tensor.dtype)
-    (eps,) = struct.unpack("<i", struct.pack("<f", a["eps"]))
+    (eps,) = struct.unpack("<i", struct.pack("<f", torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"]))
     kind = _DTYPES[x.tensor.dtype]
-    factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in (weight, bias)]
-    recorder.call_function(function("layer_norm"), [kind, kind, x.tensor.numel() // width, width, eps], [result, x, *factors], node)
+    factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in constants]
+    numbers = [kind, kind, x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
+    recorder.call_function(function("norm"), numbers, [result, x, *factors], node)
     return result
 
 
@@ -403,6 +422,7 @@ HANDLERS: Mapping[Any, Handler] = {
     _aten.to.dtype: convert,
     _aten.type_as.default: convert,
     _aten.layer_norm.default: layer_norm,
+    _aten.rms_norm.default: rms_norm,
     _aten.clone.default: copied,
     _aten.contiguous.default: copied,
     _aten.reshape.default: reshape,

@@ -1,0 +1,125 @@
+"""What a server sees: calls per second of several threads with one core each, and what the first call with new sizes costs.
+
+    .venv-native/bin/python benchmarks/serving.py [--models minilm hf-resnet50] [--backend native] [--threads 2]
+
+* New sizes: ms of the first and of the second call with sizes that the model was not called with, beyond the fastest of five later ones.
+  Before, what is in memory is taken from Python's garbage collector (`gc.freeze`), as servers do: a full collection takes 0.3 s in a
+  process with a float model, the quantized one and transformers, and would fall into one call or another.
+* Throughput: all threads call one model, each with one core. In each round one thread and all of them take turns; the number is the
+  median of the rounds' ratios. The row `matrix product` is torch's, of 1024 x 1024 in fp32: what the machine itself gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import build
+
+NEW_IMAGES = (192, 256, 160, 288, 320)
+NEW_LENGTHS = (64, 96, 100, 160, 200)
+
+
+def quantized(name: str, backend: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A converted model and its inputs."""
+    import nc
+
+    model, inputs = build(name)
+    prepared = nc.prepare(model, nc.StaticQuantConfig(), example_inputs=inputs, backend=backend)
+    prepared(**inputs)
+    return nc.convert(prepared, measure=False), inputs
+
+
+def calls_per_second(run: Callable[[], Any], threads: int, seconds: float) -> float:
+    """Of all threads together, which start and stop together."""
+    start, counts = threading.Barrier(threads + 1), [0] * threads
+    stop = threading.Event()
+
+    def work(turn: int) -> None:
+        with torch.no_grad():
+            run()
+            start.wait()
+            while not stop.is_set():
+                run()
+                counts[turn] += 1
+
+    workers = [threading.Thread(target=work, args=(turn,)) for turn in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    time.sleep(seconds)
+    done, took = sum(counts), time.perf_counter() - began
+    stop.set()
+    for worker in workers:
+        worker.join()
+    return done / took
+
+
+def throughput(run: Callable[[], Any], options: argparse.Namespace) -> str:
+    """Calls per second of one thread, of all, and the ratio."""
+    rounds = [[calls_per_second(run, n, options.seconds) for n in (1, options.threads)] for _ in range(options.rounds)]
+    one, several = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ratio = statistics.median(several / one for one, several in rounds)
+    return f"{one:.1f} | {several:.1f} | {ratio:.2f}"
+
+
+def other_sizes(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Inputs of sizes that are new to a model: images of other heights, texts of other lengths."""
+    if "input_ids" in inputs:
+        return {str(n): {key: torch.ones(1, n, dtype=value.dtype) for key, value in inputs.items()} for n in NEW_LENGTHS}
+    ((key, image),) = inputs.items()
+    return {f"{n} x 224": {key: torch.randn(*image.shape[:2], n, 224)} for n in NEW_IMAGES}
+
+
+def new_sizes(model: Any, inputs: dict[str, torch.Tensor]) -> str:
+    """The most that the first and the second call took beyond the fastest later one, in ms."""
+    extra = []
+    for given in other_sizes(inputs).values():
+        times = []
+        for _ in range(7):
+            tick = time.perf_counter()
+            model(**given)
+            times.append(1e3 * (time.perf_counter() - tick))
+        extra.append([times[0] - min(times[2:]), times[1] - min(times[2:])])
+    first, second = zip(*extra, strict=True)
+    return f"{min(first):.0f} to {max(first):.0f} | {max(second):.0f}"
+
+
+def main() -> None:
+    """Print two Markdown tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["minilm", "bert-base", "hf-resnet50"])
+    parser.add_argument("--backend", default="native")
+    parser.add_argument("--threads", type=int, default=2, help="one core each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement of calls per second")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    models = {name: quantized(name, options.backend) for name in options.models}
+
+    print(f"| model | first call with new sizes, ms more | second |\n{'|---' * 3}|")
+    for name, (model, inputs) in models.items():
+        gc.collect()
+        gc.freeze()
+        with torch.no_grad():
+            model(**inputs)
+            print(f"| {name} | {new_sizes(model, inputs)} |", flush=True)
+
+    torch.set_num_threads(1)
+    print(f"\n| model | calls per second, 1 thread | {options.threads} threads | ratio |\n{'|---' * 4}|")
+    square = torch.randn(1024, 1024)
+    print(f"| matrix product | {throughput(lambda: square @ square, options)} |", flush=True)
+    for name, (model, inputs) in models.items():
+        print(f"| {name} | {throughput(lambda model=model, inputs=inputs: model(**inputs), options)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Norms that a model writes as single operators → one call: up to ten passes over a tensor become one.
+
+    centred = x - x.mean(d, keepdim=True)
+    y = centred / (centred.pow(2).mean(d, keepdim=True) + eps).sqrt() * weight + bias
+
+is the layer norm of ConvNeXt, Segment Anything and Detectron2, of the channels of images, and
+
+    y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+the RMS norm of T5, Llama and others (B. Zhang and R. Sennrich, arXiv 1910.07467, equation 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from nc.backends.native.fuse import constant
+from nc.backends.native.regions import only_user
+from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
+from nc.graph.fx_utils import constant_value, take_over
+from nc.graph.tensor_meta import TENSORS, Traced
+from nc.graph.views import Binary
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over one dimension.
+
+    Attributes:
+        input: fp32.
+        dim: which, counted from 0.
+        eps: what is added to the variance, or to the mean square.
+        centred: it is a layer norm; an RMS norm takes no mean off.
+        weight: fp32, [size of the dimension], or None.
+        bias: the same.
+        nodes: everything that computes it, in order; the last gives the result.
+    """
+
+    input: fx.Node
+    dim: int
+    eps: float
+    centred: bool
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spread:
+    """The mean of squares along a dimension: of `input`, or of what is left of it without its mean. `nodes` compute it."""
+
+    input: fx.Node
+    dim: int
+    centred: bool
+    nodes: frozenset[fx.Node]
+
+
+def recompose_norms(module: fx.GraphModule) -> None:
+    """Replace every norm in single operators by `layer_norm` or `rms_norm`."""
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    changes = [place for node, place in order.items() if works_in_place(node)]
+    for node in list(module.graph.nodes):
+        found = norm_of(module, node, order) if op_name(node) in ("sqrt", "rsqrt") else None
+        if found is None or any(order[found.nodes[0]] < place < order[found.nodes[-1]] for place in changes):
+            continue  # what is read later could have been changed by then
+        _replace(module, found)
+
+
+def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
+    """The norm that divides by a square root, or multiplies by the reciprocal of one; None where there is none.
+
+    Args:
+        module: the graph, for constants.
+        root: the node of the root.
+        order: places of all nodes.
+    """
+    shifted, last = first_input(root), only_user(root)
+    if shifted is None or last is None or op_name(shifted) != "add" or Binary.of(shifted).alpha != 1:
+        return None
+    variance, eps = _number_apart(shifted)
+    spread = None if variance is None else _spread(variance)
+    top = _divided(root, last)
+    if variance is None or spread is None or top is None or not eps >= 0:
+        return None
+    x, dim = spread.input, spread.dim
+    if (_without_mean(top, dim) if spread.centred else top) is not x or not _is_fp32(x) or not isinstance(x.meta["val"].shape[dim], int):
+        return None
+    inner = {*spread.nodes, *(_difference(top) if spread.centred else ()), variance, shifted, root, last}
+    last, weight = _constant_behind(module, last, x, dim, "mul")
+    inner.add(last)
+    bias = None
+    if spread.centred:
+        last, bias = _constant_behind(module, last, x, dim, "add")
+        inner.add(last)
+    if any(user not in inner for node in inner if node is not last for user in node.users):
+        return None
+    return Norm(x, dim, eps, spread.centred, weight, bias, tuple(sorted(inner, key=order.__getitem__)))
+
+
+def _spread(node: fx.Node) -> _Spread | None:
+    """What a node computes, if that is a variance without Bessel's correction, or a mean of squares."""
+    dim, source = _kept_dim(node), first_input(node)
+    if dim is None or source is None:
+        return None
+    a = schema_arguments(node)
+    if op_name(node) == "var":
+        return _Spread(source, dim, True, frozenset()) if a.get("correction") == 0 or a.get("unbiased") is False else None
+    if op_name(node) != "mean" or not _is_square(source):
+        return None
+    squared = first_input(source)
+    if squared is None:
+        return None
+    x = _without_mean(squared, dim)
+    if x is None:
+        return _Spread(squared, dim, False, frozenset({source}))
+    return _Spread(x, dim, True, frozenset({source, *_difference(squared)}))
+
+
+def _is_square(node: fx.Node) -> bool:
+    a = schema_arguments(node) if node.op == "call_function" else {}
+    by_itself = op_name(node) == "mul" and a["self"] is a["other"]
+    return by_itself or op_name(node) == "square" or (op_name(node) == "pow" and a.get("exponent") == 2)
+
+
+def _without_mean(node: fx.Node, dim: int) -> fx.Node | None:
+    """What a node subtracts the mean along a dimension from."""
+    if op_name(node) != "sub" or Binary.of(node).alpha != 1:
+        return None
+    left, mean = Binary.of(node).sides
+    if not isinstance(left, fx.Node) or not isinstance(mean, fx.Node) or op_name(mean) != "mean":
+        return None
+    return left if _kept_dim(mean) == dim and first_input(mean) is left else None
+
+
+def _difference(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """A difference, and the mean that it subtracts."""
+    return node, Binary.of(node).right
+
+
+def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
+    """What is divided by a square root, or multiplied by the reciprocal of one."""
+    if op_name(last) != ("div" if op_name(root) == "sqrt" else "mul") or Binary.of(last).rounding_mode is not None:
+        return None
+    left, right = Binary.of(last).sides
+    top = left if right is root else right if op_name(last) == "mul" else None
+    return top if isinstance(top, fx.Node) and top is not root else None
+
+
+def _constant_behind(module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int, name: str) -> tuple[fx.Node, torch.Tensor | None]:
+    """The product with, or the sum of, `last` and a constant with one value per place of a dimension, and that constant as [size].
+
+    `last` and None where something else follows.
+    """
+    user, shape = only_user(last), x.meta["val"].shape
+    if user is None or op_name(user) != name or Binary.of(user).alpha != 1 or str(tuple(user.meta["val"].shape)) != str(tuple(shape)):
+        return last, None
+    left, right = Binary.of(user).sides
+    value, size = constant_value(module, right if left is last else left), shape[dim]
+    if value is None or value.dtype is not torch.float32 or value.dim() > len(shape) or value.numel() != size:
+        return last, None
+    if size > 1 and (value.dim() < len(shape) - dim or value.shape[dim - len(shape)] != size):
+        return last, None
+    return user, value.detach().reshape(size)
+
+
+def _replace(module: fx.GraphModule, norm: Norm) -> None:
+    last, shape = norm.nodes[-1], norm.input.meta["val"].shape
+    before = [*range(norm.dim), *range(norm.dim + 1, len(shape)), norm.dim]
+    moves = norm.dim < len(shape) - 1
+    with module.graph.inserting_before(last):
+        moved = norm.input
+        if moves:
+            moved = module.graph.call_function(_aten.permute.default, (norm.input, before))
+            moved.meta["val"] = Traced(torch.float32, tuple(shape[dim] for dim in before))
+        weight, bias = (
+            None if value is None else constant(module, f"{last.name}_{name}", value)
+            for name, value in (("weight", norm.weight), ("bias", norm.bias))
+        )
+        if norm.centred:
+            call = module.graph.call_function(_aten.layer_norm.default, (moved, [shape[norm.dim]], weight, bias, norm.eps))
+        else:
+            call = module.graph.call_function(_aten.rms_norm.default, (moved, [shape[norm.dim]], weight, norm.eps))
+        take_over(call, last)
+        call.meta["operators"] = [node.meta["operator"] for node in reversed(norm.nodes) if "operator" in node.meta]
+        result = call
+        if moves:
+            call.meta["val"] = moved.meta["val"]
+            result = module.graph.call_function(_aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))]))
+            result.meta["val"] = last.meta["val"]
+    last.replace_all_uses_with(result)
+    for node in reversed(norm.nodes):
+        module.graph.erase_node(node)
+
+
+def _kept_dim(node: fx.Node) -> int | None:
+    """The one dimension along which a node reduces, and which it keeps, counted from 0."""
+    a, x = schema_arguments(node) if node.op == "call_function" else {}, first_input(node)
+    dims = a.get("dim")
+    if x is None or dims is None or not a.get("keepdim") or a.get("dtype") not in (None, torch.float32):
+        return None
+    dims = [dims] if isinstance(dims, int) else dims
+    return dims[0] % x.meta["val"].dim() if len(dims) == 1 and x.meta["val"].dim() else None
+
+
+def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
+    """A sum's tensor and its number; None and 0 where it has none."""
+    left, right = Binary.of(add).sides
+    if isinstance(right, fx.Node):
+        left, right = right, left
+    return (left, float(right)) if isinstance(left, fx.Node) and isinstance(right, int | float) else (None, 0.0)
+
+
+def _is_fp32(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, TENSORS) and value.dtype is torch.float32
