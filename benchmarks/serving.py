@@ -43,6 +43,7 @@ def calls_per_second(run: Callable[[], Any], threads: int, seconds: float) -> fl
     stop = threading.Event()
 
     def work(turn: int) -> None:
+        torch.set_num_threads(1)
         with torch.no_grad():
             run()
             start.wait()
@@ -113,7 +114,6 @@ def main() -> None:
             model(**inputs)
             print(f"| {name} | {new_sizes(model, inputs)} |", flush=True)
 
-    torch.set_num_threads(1)
     print(f"\n| model | calls per second, 1 thread | {options.threads} threads | ratio |\n{'|---' * 4}|")
     square = torch.randn(1024, 1024)
     print(f"| matrix product | {throughput(lambda: square @ square, options)} |", flush=True)

@@ -270,6 +270,7 @@ INSIDE = {
         ("nc.backends.native.plans.avx2",),
         ("nc.backends.native.plans.products",),
         ("nc.backends.native.plans.others",),
+        ("nc.backends.native.plans.int8_attention",),
         ("nc.backends.native.plans.attention",),
         ("nc.backends.native.plans.low_bit",),
         ("nc.backends.native.plans.model",),

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Attention, quantized
+from models import quantized
 from torch import fx, nn
 from torch.nn import functional as F
 
-from nc.backends import available_backends, cpu
+from nc.backends import available_backends
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans import steps
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
@@ -421,58 +421,6 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
     call_once(steps.function("image"), [images, rows * columns, zero_point, bits, threads], [y, x])
     assert y[0, 0, 1] == 0
     assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
-
-
-needs_softmax = pytest.mark.skipif("avx512_vnni" not in cpu.features(), reason="needs AVX512-VNNI")
-
-
-def codes_of_softmax(x, scale, threads=2):
-    """By the function; what stands around the result must stay."""
-    y = torch.full((x.numel() + 64,), 77, dtype=torch.uint8)
-    (bits,) = struct.unpack("<i", struct.pack("<f", 1 / scale))
-    call_once(steps.function("softmax"), [x.shape[0], x.shape[1], bits, threads], [y[32:-32], x])
-    assert (y[:32] == 77).all()
-    assert (y[-32:] == 77).all()
-    return y[32:-32].view(x.shape)
-
-
-@needs_softmax
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 128, 197, 1500, 4096])
-def test_softmax_gives_the_codes_of_float64(length, threads):
-    """A code may be one off where the exact value is a tie within rounding to fp32."""
-    for rows, spread, scale in ((1, 3, 1 / 255), (5, 30, 1 / 255), (64, 1, 0.3 / 255), (131, 8, 1 / 100)):
-        x = torch.randn(rows, length) * spread
-        exact = torch.softmax(x.double(), -1) / torch.tensor(scale, dtype=torch.float32).double()
-        got = codes_of_softmax(x, scale, threads).double()
-        assert ((got - exact.clamp(max=255)).abs() <= 0.5 + 1e-4).all()
-
-
-@needs_softmax
-def test_softmax_of_masked_rows():
-    x = torch.randn(9, 37)
-    x[0, 5:] = -torch.inf
-    x[1, :] = torch.finfo(torch.float32).min
-    x[2, 3] = 1e4
-    x[3, :] = -3e38
-    x[4, 20] = torch.nan
-    x[5, :] = -torch.inf
-    x[6, 11] = torch.inf
-    got = codes_of_softmax(x, 1 / 255).double()
-    for row in (0, 1, 2, 3, 7, 8):
-        assert ((got[row] - torch.softmax(x[row].double(), -1) * 255).abs() <= 0.5001).all()
-    assert not got[4:7].any(), "where the softmax is no number, codes are 0"
-
-
-@needs_softmax
-@pytest.mark.parametrize(("length", "kernel"), [(33, "c:softmax"), (4100, "jit:")])
-def test_a_plan_computes_the_softmax_of_attention_by_the_function(length, kernel):
-    model = Attention(16, 2)
-    inputs = torch.randn(1, length, 16)
-    q = quantized(model.eval(), inputs, None, "native")
-    found = [step.kernels[0].implementation for step in q.engine.steps([inputs]) if step.kernels and "softmax" in str(step.operators)]
-    assert [name.startswith(kernel) for name in found] == [True]
-    assert worst_sqnr_db([q.reference(inputs)], [q(inputs)]) > 40
 
 
 def test_a_plan_quantizes_images_by_the_function():

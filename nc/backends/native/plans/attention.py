@@ -1,10 +1,14 @@
-"""Products of two activations as primitives, on tensors as they lie: nothing is transposed or copied for them."""
+"""Products of two activations as primitives, on tensors as they lie: nothing is transposed or copied for them.
+
+Where a function in C computes a whole attention (`int8_attention.py`), its last product calls that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +17,11 @@ from torch import fx
 from nc.backends import cpu
 from nc.backends.native.operators import product
 from nc.backends.native.plans.elementwise import combine
+from nc.backends.native.plans.int8_attention import attention, is_probabilities, is_scores
 from nc.backends.native.plans.products import in_rows, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
-from nc.backends.native.plans.values import Traced
+from nc.backends.native.plans.values import Later, Traced
+from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
@@ -27,6 +33,10 @@ _aten = torch.ops.aten
 
 def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`nc_native::qmatmul`."""
+    if isinstance(a["left"], Later):
+        whole = attention(recorder, node, a, functools.partial(_strides, node))
+        if whole is not None:
+            return whole
     left, right = recorder.read(a["left"]), recorder.read(a["right"])
     others = [found for value in a["others"] if (found := recorder.read(value)) is not None]
     if left is None or right is None or len(others) < len(a["others"]):
@@ -143,3 +153,4 @@ def _of_dims(x: Traced, dims: int) -> Traced:
 
 
 HANDLERS: Mapping[Any, Handler] = {product(): matmul}
+LATER: Mapping[Any, Callable[[fx.Node], bool]] = {product(): is_scores, quantize: is_probabilities}

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, elementwise, low_bit, others, products, steps
+from nc.backends.native.plans import attention, elementwise, int8_attention, low_bit, others, products, steps
 from nc.backends.native.plans.context import Context
-from nc.backends.native.plans.entries import AtenCall, Call, Plan
+from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Weights
 from nc.backends.profiling import onednn_verbose
@@ -46,7 +46,7 @@ class Otherwise(Protocol):
 
 _Key = tuple[Any, ...]
 _HANDLERS = {**products.HANDLERS, **elementwise.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS}
-_LATER = {**products.LATER, **others.LATER}
+_LATER = {**products.LATER, **others.LATER, **attention.LATER}
 #: Of graphs of one token, whose operators are small.
 SMALL_HANDLERS = {**_HANDLERS, **steps.HANDLERS}
 SMALL_LATER = {**_LATER, **steps.LATER}
@@ -153,7 +153,7 @@ class PlannedModel:
     def multiplied(self) -> frozenset[str]:
         """Operators that are primitives in all plans that there are, of those that torch has no kernel for."""
         entries = [entry for plan in self._plans.values() if isinstance(plan, Plan) for entry in plan.entries]
-        primitives = {name for e in entries if isinstance(e, Call) and e.primitive.kind in _OWN for name in e.step.operators}
+        primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
         return frozenset(primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators})
 
     def weight_bytes(self) -> int:
@@ -244,6 +244,13 @@ def _key(inputs: Sequence[torch.Tensor]) -> _Key:
     torch gives a new thread its number of threads when it is asked for it first.
     """
     return (openmp.threads(), *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
+
+
+def _multiplies(entry: Entry) -> bool:
+    """Whether an entry is a kernel for what torch has none for: a product of two activations, or a transposed convolution."""
+    if isinstance(entry, FunctionCall):
+        return entry.function.name == int8_attention.NAME
+    return isinstance(entry, Call) and entry.primitive.kind in _OWN
 
 
 def why_not(module: fx.GraphModule) -> str:

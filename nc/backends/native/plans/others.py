@@ -120,10 +120,6 @@ def softmax_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: flo
     if x is None or zero_point or not _is_plain(x) or a.get("dtype") not in (None, torch.float32):
         return None
     axis = a["dim"] % x.tensor.dim()
-    if dtype is torch.uint8 and axis == x.tensor.dim() - 1:
-        codes = steps.softmax_to_codes(recorder, later.node, x, scale)
-        if codes is not None:
-            return codes
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
     tensors: dict[int, Any] = {SRC: x, DST: result}
     attributes = with_qparams(Attributes(), tensors, DST, scale, 0)

@@ -199,7 +199,13 @@ class Recorder:
         self._entries.append(Call(primitive, arguments, self._described(node, primitive)))
 
     def call_function(
-        self, function: Function, numbers: Sequence[int], tensors: Sequence[Traced | torch.Tensor], node: fx.Node, factors: int = 1
+        self,
+        function: Function,
+        numbers: Sequence[int],
+        tensors: Sequence[Traced | torch.Tensor],
+        node: fx.Node,
+        factors: int = 1,
+        also: Sequence[fx.Node] = (),
     ) -> None:
         """Append a call of a function in C, to be made when its result, the first of the tensors, is read.
 
@@ -209,13 +215,15 @@ class Recorder:
             tensors: what it writes, then what it reads.
             node: what it is for.
             factors: how many of the tensors that it reads a profile names.
+            also: other nodes that it computes.
         """
         now = [value.tensor if isinstance(value, Traced) else value for value in tensors]
         references = [self._ref(value) if isinstance(value, Traced) else Constant(value) for value in tensors]
         self._wait(lambda: call_once(function, numbers, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
         kernel = Kernel("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
-        step = dataclasses.replace(describe(node, CONVERTERS), kernels=(kernel,))
+        operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
+        step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
         self._entries.append(FunctionCall(function, tuple(numbers), references, step))
 
     def packed(

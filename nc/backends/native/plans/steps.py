@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends import cpu
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.c_code import openmp
@@ -35,8 +34,6 @@ _OPERATORS = (
 _MOST_ELEMENTS = 2**16
 #: Dimensions that the C code can count through, and the widest head of an attention.
 MOST_DIMS, _WIDEST = 8, 512
-#: Of the CPUs that the softmax which writes codes is for: they have AVX-512 F, BW and VL. And its longest row.
-_SOFTMAX, _LONGEST_ROW = "avx512_vnni", 4096
 
 
 @functools.cache
@@ -49,8 +46,7 @@ def _functions() -> Mapping[str, Function] | str:
         return str(error)
     place = _address(library, "nc_step_set")
     return {
-        name: Function(name, _address(library, f"nc_step_{name}"), place)
-        for name in ("map", "mean", "norm", "place", "attention", "image", "softmax")
+        name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "norm", "place", "attention", "image")
     }
 
 
@@ -105,20 +101,6 @@ def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, z
     result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
     (bits,) = struct.unpack("<i", struct.pack("<f", 1.0 / scale))
     recorder.call_function(function("image"), [images, rows * columns, zero_point, bits, openmp.threads()], [result, x], node)
-    return result
-
-
-def softmax_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float) -> Traced | None:
-    """uint8 codes, zero point 0, of the softmax of each row of an fp32 tensor without gaps.
-
-    oneDNN takes twice as long, and gains little by a second thread (docs/benchmarks.md).
-    """
-    length = x.tensor.shape[-1]
-    if why_unavailable() or length > _LONGEST_ROW or _SOFTMAX not in cpu.features():
-        return None
-    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.uint8)
-    (bits,) = struct.unpack("<i", struct.pack("<f", 1.0 / scale))
-    recorder.call_function(function("softmax"), [x.tensor.numel() // length, length, bits, openmp.threads()], [result, x], node)
     return result
 
 

@@ -1,0 +1,238 @@
+"""Attention of int8 codes as one function in C (`nc/c_code/attention.c`), on CPUs with AVX512-VNNI.
+
+Its two products and the softmax between them have kernels of oneDNN too, which write all scores to memory in fp32 and read them again.
+They do what the function can't.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends import cpu
+from nc.backends.native.operators import product
+from nc.backends.native.plans import steps
+from nc.backends.native.plans.arena import aligned
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Later, Traced, check_sizes
+from nc.backends.native.qdq_rewrites import quantize
+from nc.backends.native.regions import only_user
+from nc.c_code import openmp
+from nc.c_code.build import load
+from nc.errors import BackendUnavailableError
+from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
+from nc.onednn.descriptions import contiguous_strides
+from nc.onednn.runner import Function
+
+#: In profiles.
+NAME = "int8_attention"
+#: A feature of the CPUs that it is for: those with it have AVX-512 F, BW and VL.
+_FEATURE = "avx512_vnni"
+#: As in the C code: rows of scores at once, the widest head, and numbers of what follows a product.
+_ROWS, _WIDEST, _HOW = 4, 512, ("add", "mul")
+#: Of the longest scores: keys and values of a head should stay in the second cache.
+_MOST_KEYS = 4096
+_SOFTMAX = ("softmax", "_softmax")
+#: Fewer rows of a head are not worth that another task packs its keys and values too.
+_FEWEST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attention:
+    """`softmax(q @ k.T * score, followed by `before`) @ v * value, followed by `behind``, of tensors with four dimensions.
+
+    Attributes:
+        q: uint8 codes, [batch, heads, rows, width].
+        k: int8 codes, [batch, heads, keys, width].
+        v: int8 codes, [batch, heads, keys, wide].
+        before: "add" or "mul", and a tensor that has the shape of the scores, with strides of 0 where it is repeated.
+        behind: the same for the result.
+        zero_points: of q, k and v.
+        score: what sums of products of codes are multiplied by.
+        probability: scale of the codes of the probabilities, whose zero point is 0.
+        value: as `score`.
+    """
+
+    q: Traced
+    k: Traced
+    v: Traced
+    before: tuple[tuple[str, Traced], ...]
+    behind: tuple[tuple[str, Traced], ...]
+    zero_points: tuple[int, int, int]
+    score: float
+    probability: float
+    value: float
+
+
+@functools.cache
+def _function() -> Function | str:
+    """The function in C, or why there is none."""
+    try:
+        library = load("attention")
+        openmp.connect(library)
+    except (BackendUnavailableError, OSError) as error:
+        return str(error)
+    address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
+    assert address is not None
+    return steps.of_address(NAME, address)
+
+
+def why_unavailable() -> str:
+    """Why there is no such function here; "" when there is one."""
+    if _FEATURE not in cpu.features():
+        return f"the CPU has no {_FEATURE}"
+    if steps.why_unavailable():
+        return steps.why_unavailable()
+    found = _function()
+    return found if isinstance(found, str) else ""
+
+
+def is_scores(node: fx.Node) -> bool:
+    """Whether a product gives the scores of an attention."""
+    softmax = only_user(node)
+    return softmax is not None and op_name(softmax) in _SOFTMAX and is_probabilities(only_user(softmax))
+
+
+def is_probabilities(node: fx.Node | None) -> bool:
+    """Whether a quantize node gives the probabilities of an attention; not where something is changed in place before they are read."""
+    if node is None or node.target is not quantize or why_unavailable():
+        return False
+    softmax, weigh = first_input(node), only_user(node)
+    scores = first_input(softmax) if softmax is not None and op_name(softmax) in _SOFTMAX else None
+    if scores is None or scores.target is not product() or only_user(scores) is not softmax or only_user(softmax) is not node:
+        return False
+    if weigh is None or weigh.target is not product() or schema_arguments(weigh)["left"] is not node:
+        return False
+    between = scores
+    while between is not weigh:
+        if works_in_place(between):
+            return False
+        between = between.next
+    return True
+
+
+def attention(
+    recorder: Recorder, node: fx.Node, a: Mapping[str, Any], strides_of: Callable[[Sequence[int]], tuple[int, ...]]
+) -> Traced | None:
+    """`nc_native::qmatmul` of probabilities and values, with all that gives the probabilities; None where oneDNN has to do it.
+
+    Args:
+        recorder: of the plan.
+        node: the product.
+        a: its arguments by name.
+        strides_of: how a result of these sizes is to lie.
+    """
+    chain = _chain(a["left"])
+    found = _read(recorder, chain, a) if chain and a["output_dtype"] in (torch.uint8, torch.float32) else None
+    function = _function()
+    if chain is None or found is None or isinstance(function, str):
+        return None
+    (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
+    sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]
+    strides = strides_of(sizes)
+    result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"])
+    threads = openmp.threads()
+    parts = max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS)) if batch * heads % threads else 1
+    room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
+    followers = (*found.before, *found.behind)
+    numbers = [batch, heads, rows, keys, width, wide]
+    numbers += [step for x in (found.q, found.k, found.v, _of_4_dims(result)) for step in x.tensor.stride()[:3]]
+    numbers += [*found.zero_points, a["output_zero_point"]]
+    numbers += map(_bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
+    numbers += [int(a["output_dtype"] is torch.uint8), parts, room.tensor.shape[1], threads, len(found.before), len(found.behind)]
+    numbers += [number for how, other in followers for number in (_HOW.index(how), *other.tensor.stride())]
+    tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
+    recorder.call_function(function, numbers, tensors, node, factors=3, also=[chain[2].node])
+    return result
+
+
+def _chain(left: Any) -> tuple[Later, Later, Later] | None:
+    """Probabilities, softmax and scores, where all of them wait for the product that reads them."""
+    if not isinstance(left, Later) or left.node.target is not quantize:
+        return None
+    softmax = left.named["0"]
+    scores = softmax.named.get("self") if isinstance(softmax, Later) else None
+    return (left, softmax, scores) if isinstance(softmax, Later) and isinstance(scores, Later) else None
+
+
+def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any]) -> _Attention | None:
+    """What is to be computed; None where the function can't."""
+    probabilities, softmax, scores = chain
+    first, dims = scores.named, softmax.node.meta["val"].dim()
+    probability, zero_point = probabilities.named["1"], probabilities.named["2"]
+    if softmax.named["dim"] not in (-1, dims - 1) or softmax.named.get("dtype") not in (None, torch.float32):
+        return None
+    q, k, v = (recorder.read(value) for value in (first["left"], first["right"], a["right"]))
+    before, behind = ([recorder.read(value) for value in each["others"]] for each in (first, a))
+    if q is None or k is None or v is None or zero_point or not 2 < dims <= 4 or first["output_dtype"] is not torch.float32:
+        return None
+    if (q.tensor.dtype, k.tensor.dtype, v.tensor.dtype) != (torch.uint8, torch.int8, torch.int8):
+        return None
+    q, k, v = (_of_4_dims(x) for x in (q, k, v))
+    (rows, width), (keys, wide) = q.tensor.shape[2:], v.tensor.shape[2:]
+    check_sizes(k.tensor.shape[2:] == (width, keys), scores.node, q.tensor.shape, k.tensor.shape, v.tensor.shape)
+    batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
+    q, k, v = (
+        _repeated(q, (batch, heads, rows, width)),
+        _repeated(Traced(k.tensor.mT, k.root), (batch, heads, keys, width)),
+        _repeated(v, (batch, heads, keys, wide)),
+    )
+    if q is None or k is None or v is None or not (batch * heads * rows and 0 < keys <= _MOST_KEYS):
+        return None
+    if not (0 < width <= _WIDEST and 0 < wide <= _WIDEST):
+        return None
+    follow_scores, follow_result = (
+        _followers(each["how"], others, (batch, heads, rows, last)) for each, others, last in ((first, before, keys), (a, behind, wide))
+    )
+    if follow_scores is None or follow_result is None:
+        return None
+    zero_points = first["left_zero_point"], first["right_zero_point"], a["right_zero_point"]
+    score = first["left_scale"] * first["right_scale"] * first["factor"]
+    return _Attention(q, k, v, follow_scores, follow_result, zero_points, score, probability, probability * a["right_scale"] * a["factor"])
+
+
+def _followers(how: Sequence[str], others: Sequence[Traced | None], sizes: tuple[int, ...]) -> tuple[tuple[str, Traced], ...] | None:
+    """What follows a product, repeated to its sizes; None where the function can't read one of them."""
+    found = []
+    for name, other in zip(how, others, strict=True):
+        if other is None or other.tensor.dtype is not torch.float32 or other.tensor.is_neg():
+            return None
+        whole = _repeated(_of_4_dims(other), sizes, follows=True)
+        if whole is None:
+            return None
+        found.append((name, whole))
+    return tuple(found)
+
+
+def _repeated(x: Traced, sizes: tuple[int, ...], *, follows: bool = False) -> Traced | None:
+    """A tensor with these sizes, whose last dimension has no gaps; what follows a product may be repeated there too."""
+    if any(a not in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)):
+        return None
+    whole = x.tensor.expand(sizes)
+    # a dimension of 1 has any stride
+    fits = whole.stride(3) == 1 or sizes[3] == 1 or (follows and whole.stride(3) == 0)
+    return Traced(whole, x.root) if fits else None
+
+
+def _room(keys: int, width: int, wide: int) -> int:
+    """Bytes of memory for a thread: keys, values, what zero points take off; of some rows scores, codes and sums."""
+    padded, columns = math.ceil(keys / 16) * 16, math.ceil(wide / 16) * 16
+    return aligned(padded * (math.ceil(width / 4) * 4 + columns + 4 + _ROWS * (4 + 1)) + _ROWS * columns * 4)
+
+
+def _of_4_dims(x: Traced) -> Traced:
+    return Traced(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
+
+
+def _bits(number: float) -> int:
+    """The bits of a number in fp32."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
+    return int(bits)

@@ -1,0 +1,356 @@
+/* Attention of int8 codes at once, for CPUs with AVX512-VNNI: scores, softmax and its codes, sums of values.
+ *
+ * A few rows of the scores are computed at a time, so they stay in the first cache. oneDNN writes and reads all of them in fp32.
+ */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "openmp.h"
+
+#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
+#define INLINE static inline __attribute__((always_inline))
+
+enum { ROWS_AT_ONCE = 4, BLOCKS_AT_ONCE = 4, MOST_WIDE = 512 };
+enum { ADD, MUL };
+
+/* What `how` has, in this order. Strides are in elements, the last one is 1. Factors are the bits of floats. */
+enum {
+    BATCH, HEADS, ROWS, KEYS, WIDTH, WIDE,
+    Q,                    /* strides of batch, head, row */
+    K = Q + 3,            /* of batch, head, key */
+    V = K + 3,            /* likewise */
+    Y = V + 3,            /* of batch, head, row */
+    ZEROS = Y + 3,        /* zero points of q, k, v and y */
+    FACTORS = ZEROS + 4,  /* of the sums of scores; 1 / scale of the probabilities; of the sums of values; 1 / scale of y */
+    TO_CODES = FACTORS + 4,
+    PARTS,                /* of the rows of a head, each a task */
+    BYTES,                /* of memory for each thread */
+    THREADS,
+    BEFORE,               /* how many others follow the scores */
+    BEHIND,               /* how many follow the sums of values */
+    OTHERS                /* for each: ADD or MUL, strides of batch, head, row and column */
+};
+enum { OTHER = 5 };
+
+struct job {
+    const int64_t *how;
+    char *const *tensors;
+    float factors[4];
+};
+
+/* Memory of one thread; keys and values in the order in which they are multiplied, 16 outputs side by side, 4 inputs behind each other. */
+struct room {
+    int8_t *keys, *values;
+    int32_t *of_keys; /* what the zero points of q and k take off each sum */
+    float *scores, *sums;
+    uint8_t *codes;
+};
+
+INLINE int64_t up(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static struct room divided(char *memory, const int64_t *how)
+{
+    const int64_t keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
+    struct room room;
+    room.keys = (int8_t *)memory;
+    room.values = room.keys + keys * up(how[WIDTH], 4);
+    room.of_keys = (int32_t *)(room.values + keys * wide);
+    room.scores = (float *)(room.of_keys + keys);
+    room.sums = room.scores + ROWS_AT_ONCE * keys;
+    room.codes = (uint8_t *)(room.sums + ROWS_AT_ONCE * wide);
+    return room;
+}
+
+/* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
+FOR_VNNI static void pack_keys(const int64_t *how, const int8_t *k, const struct room *room)
+{
+    const int64_t width = how[WIDTH], groups = up(width, 4) / 4, zero_q = how[ZEROS], zero_k = how[ZEROS + 1];
+    for (int64_t block = 0; block * 16 < how[KEYS]; block++) {
+        int8_t *to = room->keys + block * groups * 64;
+        for (int64_t j = 0; j < 16; j++) {
+            const int64_t key = block * 16 + j;
+            const int8_t *from = k + key * how[K + 2];
+            if (key >= how[KEYS]) {
+                for (int64_t t = 0; t < groups; t++)
+                    memset(to + t * 64 + j * 4, 0, 4);
+                continue;
+            }
+            for (int64_t t = 0; t < width / 4; t++)
+                memcpy(to + t * 64 + j * 4, from + t * 4, 4);
+            if (width % 4) {
+                memset(to + (groups - 1) * 64 + j * 4, 0, 4);
+                memcpy(to + (groups - 1) * 64 + j * 4, from + width / 4 * 4, (size_t)(width % 4));
+            }
+        }
+        __m512i sums = _mm512_setzero_si512();
+        for (int64_t t = 0; t < groups; t++)
+            sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(to + t * 64));
+        sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32((int)-zero_q));
+        _mm512_storeu_si512(room->of_keys + block * 16, _mm512_add_epi32(sums, _mm512_set1_epi32((int)(width * zero_q * zero_k))));
+    }
+}
+
+/* Values [keys, wide] as [wide / 16][keys / 4][16][4]. */
+FOR_VNNI static void pack_values(const int64_t *how, const int8_t *v, const struct room *room)
+{
+    const int64_t groups = up(how[KEYS], 16) / 4;
+    for (int64_t block = 0; block * 16 < how[WIDE]; block++) {
+        const int64_t left = how[WIDE] - block * 16;
+        const __mmask16 lanes = (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+        int8_t *to = room->values + block * groups * 64;
+        for (int64_t t = 0; t < groups; t++) {
+            __m128i rows[4];
+            for (int64_t i = 0; i < 4; i++) {
+                const int64_t key = t * 4 + i;
+                rows[i] = _mm_maskz_loadu_epi8(key < how[KEYS] ? lanes : 0, v + (key < how[KEYS] ? key : 0) * how[V + 2] + block * 16);
+            }
+            const __m128i a = _mm_unpacklo_epi8(rows[0], rows[1]), b = _mm_unpackhi_epi8(rows[0], rows[1]);
+            const __m128i c = _mm_unpacklo_epi8(rows[2], rows[3]), d = _mm_unpackhi_epi8(rows[2], rows[3]);
+            _mm_storeu_si128((__m128i *)(to + t * 64), _mm_unpacklo_epi16(a, c));
+            _mm_storeu_si128((__m128i *)(to + t * 64 + 16), _mm_unpackhi_epi16(a, c));
+            _mm_storeu_si128((__m128i *)(to + t * 64 + 32), _mm_unpacklo_epi16(b, d));
+            _mm_storeu_si128((__m128i *)(to + t * 64 + 48), _mm_unpackhi_epi16(b, d));
+        }
+    }
+}
+
+/* sums + products of 64 codes, four by four. As an intrinsic, GCC 12 copies the sums before and after each. */
+INLINE FOR_VNNI __m512i add_products(__m512i sums, __m512i x, __m512i w)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
+    return sums;
+}
+
+/* Sums of `rows` rows of codes with `blocks` blocks of 16 outputs. */
+INLINE FOR_VNNI void multiply(
+    const int rows, const int blocks, const uint8_t *x, int64_t stride, const int8_t *w, int64_t groups, __m512i (*sums)[BLOCKS_AT_ONCE])
+{
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < blocks; c++)
+            sums[r][c] = _mm512_setzero_si512();
+    for (int64_t t = 0; t < groups; t++) {
+        __m512i right[BLOCKS_AT_ONCE];
+        for (int c = 0; c < blocks; c++)
+            right[c] = _mm512_loadu_si512(w + (c * groups + t) * 64);
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + r * stride + t * 4, 4);
+            const __m512i left = _mm512_set1_epi32(four);
+            for (int c = 0; c < blocks; c++)
+                sums[r][c] = add_products(sums[r][c], left, right[c]);
+        }
+    }
+}
+
+INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
+{
+    return (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+}
+
+/* What follows a product: `n` columns of one row. */
+INLINE FOR_VNNI void follow(
+    const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head, int64_t row, float *x, int64_t n)
+{
+    for (int64_t i = first; i < first + count; i++) {
+        const int64_t *other = job->how + OTHERS + i * OTHER;
+        const float *from = (const float *)job->tensors[5 + i] + batch * other[1] + head * other[2] + row * other[3];
+        for (int64_t j = 0; j < n; j += 16) {
+            const __m512 y = other[4] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
+            const __m512 old = _mm512_loadu_ps(x + j);
+            _mm512_storeu_ps(x + j, other[0] == ADD ? _mm512_add_ps(old, y) : _mm512_mul_ps(old, y));
+        }
+    }
+}
+
+/* Scores of `rows` rows with `blocks` blocks of keys. `taken`: what the zero point of k takes off each sum of a row. */
+INLINE FOR_VNNI void score(
+    const int rows, const int blocks, const struct job *job, const struct room *room, const uint8_t *q, const int32_t *taken, int64_t block)
+{
+    const int64_t groups = up(job->how[WIDTH], 4) / 4, keys = up(job->how[KEYS], 16);
+    const __m512 factor = _mm512_set1_ps(job->factors[0]);
+    __m512i sums[ROWS_AT_ONCE][BLOCKS_AT_ONCE];
+    multiply(rows, blocks, q, groups * 4, room->keys + block * groups * 64, groups, sums);
+    for (int r = 0; r < rows; r++) {
+        const __m512i off = _mm512_set1_epi32(taken[r]);
+        for (int c = 0; c < blocks; c++) {
+            const __m512i exact = _mm512_add_epi32(sums[r][c], _mm512_sub_epi32(_mm512_loadu_si512(room->of_keys + (block + c) * 16), off));
+            _mm512_storeu_ps(room->scores + r * keys + (block + c) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
+        }
+    }
+}
+
+/* e^x for x <= 0, a polynomial as in steps.c; what is no number stays so. */
+INLINE FOR_VNNI __m512 exponential_of_16(__m512 x)
+{
+    const __m512 limited = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(limited, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), limited), p = _mm512_set1_ps(1.9875691500e-4f);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* uint8 codes of values that are multiples of the scale; what is no number becomes 0. */
+INLINE FOR_VNNI __m128i codes_of_16(__m512 x)
+{
+    const __m512 limited = _mm512_min_ps(_mm512_max_ps(x, _mm512_setzero_ps()), _mm512_set1_ps(255.0f));
+    return _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(limited));
+}
+
+/* Codes of the softmax of `rows` rows of n scores, up to the next multiple of 16, and their sums. Rows do not wait for each other. */
+INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n, float inverse, int64_t *total)
+{
+    const int64_t keys = up(n, 16), last = keys - 16;
+    __m512 most[ROWS_AT_ONCE], sum[ROWS_AT_ONCE];
+    __m128i sums[ROWS_AT_ONCE];
+    for (int r = 0; r < rows; r++) {
+        most[r] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(n - last), e + r * keys + last);
+        _mm512_storeu_ps(e + r * keys + last, most[r]);
+        sum[r] = _mm512_setzero_ps();
+        sums[r] = _mm_setzero_si128();
+    }
+    for (int64_t i = 0; i < last; i += 16)
+        for (int r = 0; r < rows; r++)
+            most[r] = _mm512_max_ps(most[r], _mm512_loadu_ps(e + r * keys + i));
+    for (int r = 0; r < rows; r++)
+        most[r] = _mm512_set1_ps(_mm512_reduce_max_ps(most[r]));
+    for (int64_t i = 0; i <= last; i += 16)
+        for (int r = 0; r < rows; r++) {
+            const __m512 x = exponential_of_16(_mm512_sub_ps(_mm512_loadu_ps(e + r * keys + i), most[r]));
+            _mm512_storeu_ps(e + r * keys + i, x);
+            sum[r] = _mm512_add_ps(sum[r], x);
+        }
+    for (int r = 0; r < rows; r++)
+        sum[r] = _mm512_set1_ps(inverse / _mm512_reduce_add_ps(sum[r]));
+    for (int64_t i = 0; i <= last; i += 16)
+        for (int r = 0; r < rows; r++) {
+            const __m128i found = codes_of_16(_mm512_mul_ps(_mm512_loadu_ps(e + r * keys + i), sum[r]));
+            _mm_storeu_si128((__m128i *)(codes + r * keys + i), found);
+            sums[r] = _mm_add_epi64(sums[r], _mm_sad_epu8(found, _mm_setzero_si128()));
+        }
+    for (int r = 0; r < rows; r++)
+        total[r] = _mm_extract_epi64(sums[r], 0) + _mm_extract_epi64(sums[r], 1);
+}
+
+/* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of probabilities. */
+INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *job, const struct room *room, const int64_t *total, int64_t block)
+{
+    const int64_t keys = up(job->how[KEYS], 16), wide = up(job->how[WIDE], 16);
+    const __m512 factor = _mm512_set1_ps(job->factors[2]);
+    __m512i sums[ROWS_AT_ONCE][BLOCKS_AT_ONCE];
+    multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys / 4, sums);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < blocks; c++) {
+            const __m512i exact = _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how[ZEROS + 2] * total[r])));
+            _mm512_storeu_ps(room->sums + r * wide + (block + c) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
+        }
+}
+
+/* A row of the result: in fp32, or as codes. */
+INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
+{
+    const int64_t *how = job->how;
+    const __m512 inverse = _mm512_set1_ps(job->factors[3]), zero = _mm512_set1_ps((float)how[ZEROS + 3]);
+    const __m512 low = _mm512_sub_ps(_mm512_setzero_ps(), zero), high = _mm512_sub_ps(_mm512_set1_ps(255.0f), zero);
+    for (int64_t i = 0; i < how[WIDE]; i += 16) {
+        const __mmask16 lanes = lanes_of(how[WIDE] - i);
+        __m512 y = _mm512_loadu_ps(x + i);
+        if (!how[TO_CODES]) {
+            _mm512_mask_storeu_ps((float *)job->tensors[0] + at + i, lanes, y);
+            continue;
+        }
+        y = _mm512_roundscale_ps(_mm512_mul_ps(y, inverse), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        y = _mm512_add_ps(_mm512_min_ps(_mm512_max_ps(y, low), high), zero);
+        _mm_mask_storeu_epi8((uint8_t *)job->tensors[0] + at + i, lanes, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(y)));
+    }
+}
+
+/* Some rows of one head. */
+INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch, int64_t head, int64_t row)
+{
+    const int64_t *how = job->how, width = how[WIDTH], padded = up(width, 4), keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
+    uint8_t q[ROWS_AT_ONCE * MOST_WIDE + 16];
+    int32_t taken[ROWS_AT_ONCE];
+    int64_t total[ROWS_AT_ONCE], block = 0;
+    for (int r = 0; r < rows; r++) {
+        const uint8_t *from = (const uint8_t *)job->tensors[1] + batch * how[Q] + head * how[Q + 1] + (row + r) * how[Q + 2];
+        __m128i sums = _mm_setzero_si128();
+        for (int64_t i = 0; i < width; i += 16) { /* what is written behind a row is overwritten by the next */
+            const __m128i codes = _mm_maskz_loadu_epi8(lanes_of(width - i), from + i);
+            _mm_storeu_si128((__m128i *)(q + r * padded + i), codes);
+            sums = _mm_add_epi64(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
+        }
+        taken[r] = (_mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2)) * (int32_t)how[ZEROS + 1];
+    }
+    for (; block + 4 <= keys / 16; block += 4)
+        score(rows, 4, job, room, q, taken, block);
+    for (; block < keys / 16; block++)
+        score(rows, 1, job, room, q, taken, block);
+    for (int r = 0; r < rows; r++)
+        follow(job, 0, how[BEFORE], batch, head, row + r, room->scores + r * keys, how[KEYS]);
+    softmax(rows, room->scores, room->codes, how[KEYS], job->factors[1], total);
+    for (block = 0; block + 4 <= wide / 16; block += 4)
+        weigh(rows, 4, job, room, total, block);
+    if (block + 2 <= wide / 16) {
+        weigh(rows, 2, job, room, total, block);
+        block += 2;
+    }
+    if (block < wide / 16)
+        weigh(rows, 1, job, room, total, block);
+    for (int r = 0; r < rows; r++) {
+        follow(job, how[BEFORE], how[BEHIND], batch, head, row + r, room->sums + r * wide, how[WIDE]);
+        put(job, room->sums + r * wide, batch * how[Y] + head * how[Y + 1] + (row + r) * how[Y + 2]);
+    }
+}
+
+FOR_VNNI static void work(const struct job *job, int64_t thread, int64_t threads)
+{
+    const int64_t *how = job->how, parts = how[PARTS], tasks = how[BATCH] * how[HEADS] * parts;
+    const struct room room = divided(job->tensors[4] + thread * how[BYTES], how);
+    int64_t packed = -1;
+    for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
+        const int64_t which = task / parts, batch = which / how[HEADS], head = which % how[HEADS], part = task % parts;
+        const int64_t end = how[ROWS] * (part + 1) / parts;
+        int64_t row = how[ROWS] * part / parts;
+        if (which != packed) {
+            pack_keys(how, (const int8_t *)job->tensors[2] + batch * how[K] + head * how[K + 1], &room);
+            pack_values(how, (const int8_t *)job->tensors[3] + batch * how[V] + head * how[V + 1], &room);
+            packed = which;
+        }
+        for (; row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE)
+            attend(ROWS_AT_ONCE, job, &room, batch, head, row);
+        for (; row < end; row++)
+            attend(1, job, &room, batch, head, row);
+    }
+}
+
+static void share(void *data)
+{
+    work(data, gomp_thread(), gomp_threads());
+}
+
+/* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32 */
+int nc_attention(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct job job = {.how = how, .tensors = tensors};
+    (void)unused, (void)count;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t bits = (uint32_t)how[FACTORS + i];
+        memcpy(&job.factors[i], &bits, 4);
+    }
+    if (how[THREADS] > 1 && gomp_parallel)
+        gomp_parallel(share, &job, (unsigned)how[THREADS], 0);
+    else
+        work(&job, 0, 1);
+    return 0;
+}
