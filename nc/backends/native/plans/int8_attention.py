@@ -107,9 +107,9 @@ def is_probabilities(node: fx.Node | None) -> bool:
         return False
     softmax, weigh = first_input(node), only_user(node)
     scores = first_input(softmax) if softmax is not None and op_name(softmax) in _SOFTMAX else None
-    if scores is None or scores.target is not product() or only_user(scores) is not softmax or only_user(softmax) is not node:
+    if softmax is None or scores is None or only_user(scores) is not softmax or only_user(softmax) is not node:
         return False
-    if weigh is None or weigh.target is not product() or schema_arguments(weigh)["left"] is not node:
+    if weigh is None or {scores.target, weigh.target} != {product()} or schema_arguments(weigh)["left"] is not node:
         return False
     between = scores
     while between is not weigh:
