@@ -252,6 +252,10 @@ def test_sums_of_tiny_values(scale):
     layers = {name: nn.Conv2d(3 if name == "a" else 24, 24, 1, bias=False) for name in "abc"}
     model = Function(lambda self, x: self.c(self.a(x) + self.b(self.a(x))), **layers)
     x = scale * torch.randn(1, 3, 16, 16)
+    if "amx_int8" in cpu.features() and scale < 1e-6:  # there it loses the zero points of convolutions too, which is noticed
+        with pytest.raises(VerificationError):
+            quantized(model, x, None, "openvino")
+        return
     q = quantized(model, x, None, "openvino")
     assert q.report().ran_int8 >= 3
     assert worst_db([q.reference(x)], [q(x)]) > 60
