@@ -447,8 +447,8 @@ MUTATIONS = (
         "attention-repacked",
         "attention in C reads the keys of each head",
         "c_code/attention.c",
-        "packed = which;",
-        "packed = batch;",
+        "if (which != packed) {",
+        "if (packed < 0) {",
         ("int8_attention",),
     ),
     Mutation(

@@ -1,7 +1,5 @@
 """Attention of int8 codes as one function in C, against the same codes in float64: sizes, strides, masks, and what is left to oneDNN."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -264,16 +262,14 @@ def test_a_machine_without_the_function_takes_the_parts(monkeypatch):
 
 
 def test_an_attention_that_changes_something_meanwhile_is_computed_in_parts():
-    def forward(self, x, mask):
-        scores = self.query(x) @ self.key(x).mT / math.sqrt(16)
-        masked = scores + mask
-        mask.add_(1)
-        return torch.softmax(masked, -1) @ self.value(x)
-
-    layers = {name: nn.Linear(16, 16) for name in ("query", "key", "value")}
-    x, mask = torch.randn(2, 7, 16), torch.randn(7, 7)
-    q = quantized(Function(forward, **layers).eval(), (x, mask), None, "native")
-    assert worst_sqnr_db([q.reference(x, mask)], [q(x, mask)]) > 35
+    """The mask would be read after it has changed."""
+    module = case(before=masks(2, 3, 9, 11)["of heads"]).module
+    softmax = next(node for node in module.graph.nodes if node.target is torch.ops.aten.softmax.int)
+    (scores,) = softmax.all_input_nodes
+    assert int8_attention.is_scores(scores)
+    with module.graph.inserting_before(softmax):
+        module.graph.call_function(torch.ops.aten.add_.Tensor, (scores.all_input_nodes[2], 1.0))
+    assert not int8_attention.is_scores(scores)
 
 
 def test_threads_that_are_changed_between_calls():
