@@ -106,6 +106,29 @@ def test_a_plan_computes_what_the_operators_compute(name):
     assert not any(kernel.startswith("ref") for kernel in found)
 
 
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (nn.Conv1d(64, 64, 128, padding=64, groups=16), (2, 64, 49)),  # as positions in Wav2Vec2, in small
+        (nn.Conv1d(8, 32, 16), (2, 8, 130)),
+        (nn.Conv1d(96, 96, 8, stride=3, groups=4), (2, 96, 130)),
+        (nn.Conv1d(4, 32, 32), (1, 4, 300)),
+        (nn.Conv2d(16, 32, (3, 16)), (2, 16, 40, 70)),
+        (nn.Conv2d(28, 32, 16), (1, 28, 40, 40)),
+        (nn.Conv2d(24, 24, 8), (1, 24, 30, 30)),
+        (nn.Conv3d(16, 16, (2, 2, 16)), (1, 16, 8, 8, 40)),
+    ],
+    ids=str,
+)
+def test_wide_windows_over_few_channels(layer, sizes):
+    """AMX kernels of oneDNN give wrong sums for these, in torch's operators too."""
+    x = torch.randn(sizes)
+    q = quantized(nn.Sequential(layer, nn.ReLU()).eval(), x, None, "native")
+    assert "run by" not in q.report().details
+    assert [op.ran for op in q.report().ops if "conv" in op.kind] == ["int8"]
+    assert worst_sqnr_db([q.reference(x)], [q(x)]) > 35
+
+
 @pytest.mark.skipif("amx_int8" not in cpu.features(), reason="needs AMX")
 @pytest.mark.parametrize(("channels", "window", "amx"), [(3, 3, False), (3, 7, True), (16, 3, True)])
 def test_small_windows_of_an_image_are_not_multiplied_by_amx(channels, window, amx):

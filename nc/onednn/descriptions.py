@@ -136,6 +136,7 @@ class Geometry:
         dilations: distance of the elements that it reads, 1 for neighbours.
         transposed: the window is written, not read.
         window: its sizes, where they decide about the kernel.
+        channels: inputs that a group reads at each place of the window, likewise.
     """
 
     strides: tuple[int, ...]
@@ -144,3 +145,4 @@ class Geometry:
     dilations: tuple[int, ...]
     transposed: bool = False
     window: tuple[int, ...] = ()
+    channels: int = 0

@@ -109,6 +109,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         tuple(p + q for p, q in zip(pads, after or [0] * dims, strict=True)),
         _each(a["dilation"], dims),
         window=tuple(weight.tensor.shape[2:]),
+        channels=weight.tensor.shape[1],
     )
     sizes = x.tensor.shape[0], weight.tensor.shape[0], *_output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
     fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
