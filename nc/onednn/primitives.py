@@ -208,7 +208,7 @@ class Maker:
         )
         # AMX multiplies 64 values at once, a window of an image with three colours has 27: there VNNI is 1.2 to 2.3 times as fast
         few = source.sizes[1] <= 4 and max(geometry.window, default=4) <= 3
-        # where fewer than 32 channels and a wide window make rows of 128, 192, ... values, AMX kernels of oneDNN 3.7 to 3.12 give wrong sums
+        # where fewer than 32 channels and a wide window make rows of 128, 192, ... values, AMX kernels (3.7, 3.12) give wrong sums
         wrong = 0 < geometry.channels < 32 and geometry.channels * geometry.window[-1] >= 128
         create = f"{kind}_forward_primitive_desc_create"
         return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without="amx" if few or wrong else "")
