@@ -66,6 +66,12 @@ static struct room divided(char *memory, const int64_t *how)
     return room;
 }
 
+/* Which of 16 numbers there are where `left` are left. */
+INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
+{
+    return (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+}
+
 /* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
 FOR_VNNI static void pack_keys(const int64_t *how, const int8_t *k, const struct room *room)
 {
@@ -100,8 +106,7 @@ FOR_VNNI static void pack_values(const int64_t *how, const int8_t *v, const stru
 {
     const int64_t groups = up(how[KEYS], 16) / 4;
     for (int64_t block = 0; block * 16 < how[WIDE]; block++) {
-        const int64_t left = how[WIDE] - block * 16;
-        const __mmask16 lanes = (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+        const __mmask16 lanes = lanes_of(how[WIDE] - block * 16);
         int8_t *to = room->values + block * groups * 64;
         for (int64_t t = 0; t < groups; t++) {
             __m128i rows[4];
@@ -145,11 +150,6 @@ INLINE FOR_VNNI void multiply(
                 sums[r][c] = add_products(sums[r][c], left, right[c]);
         }
     }
-}
-
-INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
-{
-    return (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
 }
 
 /* What follows a product: `n` columns of one row. */
