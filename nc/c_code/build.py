@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nc.c_code import cache
+from nc.c_code import cache, openmp
 from nc.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
@@ -45,6 +45,16 @@ def load(name: str) -> ctypes.CDLL:
         if cache.write(kept, target.read_bytes()) and cache.trusted(kept):
             return ctypes.CDLL(str(kept))
         return ctypes.CDLL(str(target))  # a loaded library outlives its file
+
+
+def load_on_threads(name: str) -> ctypes.CDLL | str:
+    """The library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
+    try:
+        library = load(name)
+        openmp.connect(library)
+    except (BackendUnavailableError, OSError) as error:
+        return str(error)
+    return library
 
 
 def compile_source(source: Path, target: Path, compiler: str) -> None:

@@ -22,8 +22,7 @@ from nc.backends.native.plans import steps
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, Traced
 from nc.c_code import openmp
-from nc.c_code.build import load
-from nc.errors import BackendUnavailableError
+from nc.c_code.build import load_on_threads
 from nc.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
 from nc.onednn.runner import Function, call_once
 
@@ -82,11 +81,9 @@ def _functions() -> Mapping[str, Function] | str:
     """The functions by name, or why there are none."""
     if why := steps.why_unavailable():
         return why
-    try:
-        library = load("products")
-        openmp.connect(library)
-    except (BackendUnavailableError, OSError) as error:
-        return str(error)
+    library = load_on_threads("products")
+    if isinstance(library, str):
+        return library
     names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
     addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
     return {name: steps.of_address(f"{name} avx2", address) for name, address in addresses.items()}

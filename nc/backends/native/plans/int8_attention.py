@@ -26,8 +26,7 @@ from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.c_code import openmp
-from nc.c_code.build import load
-from nc.errors import BackendUnavailableError
+from nc.c_code.build import load_on_threads
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
@@ -75,11 +74,9 @@ class _Attention:
 @functools.cache
 def _function() -> Function | str:
     """The function in C, or why there is none."""
-    try:
-        library = load("attention")
-        openmp.connect(library)
-    except (BackendUnavailableError, OSError) as error:
-        return str(error)
+    library = load_on_threads("attention")
+    if isinstance(library, str):
+        return library
     address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
     assert address is not None
     return steps.of_address(NAME, address)

@@ -17,8 +17,7 @@ from torch import fx
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.c_code import openmp
-from nc.c_code.build import load
-from nc.errors import BackendUnavailableError
+from nc.c_code.build import load_on_threads
 from nc.graph.catalogue import first_input, op_name
 from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
@@ -39,11 +38,9 @@ MOST_DIMS, _WIDEST = 8, 512
 @functools.cache
 def _functions() -> Mapping[str, Function] | str:
     """The functions in C by name, or why there are none."""
-    try:
-        library = load("steps")
-        openmp.connect(library)
-    except (BackendUnavailableError, OSError) as error:
-        return str(error)
+    library = load_on_threads("steps")
+    if isinstance(library, str):
+        return library
     place = _address(library, "nc_step_set")
     return {
         name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "norm", "place", "attention", "image")
