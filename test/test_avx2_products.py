@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc.backends import available_backends, cpu
-from nc.backends.native.plans import avx2, steps
+from nc.backends.native.plans import avx2, functions
 from nc.backends.native.plans.values import Codes, Traced, Weights
 from nc.numerics import int16_pairs
 from nc.numerics.metrics import worst_sqnr_db
@@ -19,7 +19,7 @@ from nc.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
 from nc.onednn.runner import call_once
 from nc.ops import quantize_per_tensor
 
-_WHY = available_backends()["native"] or steps.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
+_WHY = available_backends()["native"] or functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 OPERATIONS = {

@@ -16,7 +16,7 @@ import transformers
 
 import nc
 from nc.backends import available_backends
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.errors import InputError, NCWarning, UnsupportedError, VerificationError
 from nc.generation import decoder as decoding
 from nc.generation import own_forward, status
@@ -24,7 +24,8 @@ from nc.generation.memory import empty_cache
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or steps.why_unavailable()), reason=available_backends()["native"] or steps.why_unavailable()
+    bool(available_backends()["native"] or functions.why_unavailable()),
+    reason=available_backends()["native"] or functions.why_unavailable(),
 )
 _OF_ALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 640}
 _LLAMA = {**_OF_ALL, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0}

@@ -9,7 +9,7 @@ from test_generation import OLD, by_plan, generated, language_model, same, texts
 import nc
 from nc.backends import available_backends
 from nc.backends.low_bit.engine import set_backend
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.errors import NCWarning
 from nc.generation import decoder as decoding
 from nc.generation import status
@@ -17,7 +17,8 @@ from nc.generation.memory import empty_cache
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or steps.why_unavailable()), reason=available_backends()["native"] or steps.why_unavailable()
+    bool(available_backends()["native"] or functions.why_unavailable()),
+    reason=available_backends()["native"] or functions.why_unavailable(),
 )
 
 

@@ -1,7 +1,7 @@
 /* Small operators between products: a few thousand elements, for which a call of torch takes longer than the work.
  *
  * Each function has the form of dnnl_primitive_execute, so that one list has both: (numbers, not used, count of tensors, addresses).
- * Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for bf16.
+ * Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for bf16; in a bool all but 0 is true.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -19,11 +19,11 @@
 /* Part of the functions above: between them, a call for each key would take as long as its work. */
 #define INLINE static inline __attribute__((always_inline))
 
-enum { F32, BF16 };
-enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN };
+enum { F32, BF16, BOOL, I64 };
+enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN, NOT, SELECT };
 enum { ROW = 512, OTHER_INDEX = 1, NO_MEMORY = 2 };
 
-INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : 2; }
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : dtype == BOOL ? 1 : 8; }
 
 INLINE float from_bf16(uint16_t bits)
 {
@@ -50,6 +50,12 @@ INLINE const float *load(const char *from, int64_t dtype, int64_t stride, int64_
     if (dtype == F32)
         for (int64_t i = 0; i < n; i++)
             buffer[i] = ((const float *)from)[i * stride];
+    else if (dtype == BOOL)
+        for (int64_t i = 0; i < n; i++)
+            buffer[i] = ((const uint8_t *)from)[i * stride];
+    else if (dtype == I64)
+        for (int64_t i = 0; i < n; i++)
+            buffer[i] = (float)((const int64_t *)from)[i * stride];
     else
         for (int64_t i = 0; i < n; i++)
             buffer[i] = from_bf16(((const uint16_t *)from)[i * stride]);
@@ -61,6 +67,9 @@ INLINE void store(char *to, int64_t dtype, int64_t stride, int64_t n, const floa
     if (dtype == F32)
         for (int64_t i = 0; i < n; i++)
             ((float *)to)[i * stride] = values[i];
+    else if (dtype == BOOL)
+        for (int64_t i = 0; i < n; i++)
+            ((uint8_t *)to)[i * stride] = values[i] != 0;
     else
         for (int64_t i = 0; i < n; i++)
             ((uint16_t *)to)[i * stride] = to_bf16(values[i]);
@@ -91,7 +100,8 @@ INLINE float exponential(float x)
         y[i] = (value);                   \
     break
 
-FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float *restrict b, float *restrict y, int64_t n)
+FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y,
+                               int64_t n)
 {
     switch (op) {
     case COPY: EACH(a[i]);
@@ -114,40 +124,45 @@ FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float 
     case GELU_ERF: EACH(0.5f * a[i] * (1.0f + erff(0.70710678118654752f * a[i])));
     case COS: EACH(cosf(a[i]));
     case SIN: EACH(sinf(a[i]));
+    case NOT: EACH(a[i] == 0);
+    case SELECT: EACH(a[i] != 0 ? b[i] : c[i]);
     }
 }
 
-/* y = op(a, b), elementwise.
+/* y = op(a, b, c), elementwise.
  *
- * how: op, dtypes of y, a, b, dimensions d, sizes [d], strides of y [d], of a [d], of b [d] in elements; a stride of 0 repeats
- * tensors: y, a, b (an operator of one value does not read b)
+ * how: op, dimensions d, sizes [d]; for y, a, b, c: dtype, strides [d] in elements, of which 0 repeats
+ * tensors: y, a and, where the operator reads them, b and c
  */
 int nc_step_map(const int64_t *how, void *unused, int count, char *const *tensors)
 {
-    const int64_t op = how[0], d = how[4], *sizes = how + 5, *ys = sizes + d, *as = ys + d, *bs = as + d;
-    const int64_t n = sizes[d - 1], two = count > 2;
+    const int64_t op = how[0], d = how[1], *sizes = how + 2, n = sizes[d - 1];
     int64_t rows = 1, index[8] = {0};
-    float buffers[3][ROW];
+    float buffers[4][ROW];
     (void)unused;
     for (int64_t i = 0; i < d - 1; i++)
         rows *= sizes[i];
     for (int64_t row = 0; row < rows; row++) {
-        int64_t y = 0, a = 0, b = 0;
-        for (int64_t i = 0; i < d - 1; i++) {
-            y += index[i] * ys[i];
-            a += index[i] * as[i];
-            b += two ? index[i] * bs[i] : 0;
-        }
         for (int64_t start = 0; start < n; start += ROW) {
             const int64_t part = n - start < ROW ? n - start : ROW;
-            const float *left = load(tensors[1] + (a + start * as[d - 1]) * bytes_of(how[2]), how[2], as[d - 1], part, buffers[0]);
-            const float *right = two ? load(tensors[2] + (b + start * bs[d - 1]) * bytes_of(how[3]), how[3], bs[d - 1], part, buffers[1]) : left;
-            char *to = tensors[0] + (y + start * ys[d - 1]) * bytes_of(how[1]);
-            if (how[1] == F32 && ys[d - 1] == 1) {
-                apply(op, left, right, (float *)to, part);
+            const float *values[4] = {buffers[0], buffers[0], buffers[0], buffers[0]};
+            char *to = tensors[0];
+            for (int t = 0; t < count; t++) {
+                const int64_t *of = sizes + d + t * (d + 1), dtype = of[0], *strides = of + 1;
+                int64_t at = start * strides[d - 1];
+                for (int64_t i = 0; i < d - 1; i++)
+                    at += index[i] * strides[i];
+                if (t)
+                    values[t] = load(tensors[t] + at * bytes_of(dtype), dtype, strides[d - 1], part, buffers[t]);
+                else
+                    to += at * bytes_of(dtype);
+            }
+            const int64_t dtype = sizes[d], stride = sizes[d + d];
+            if (dtype == F32 && stride == 1) {
+                apply(op, values[1], values[2], values[3], (float *)to, part);
             } else {
-                apply(op, left, right, buffers[2], part);
-                store(to, how[1], ys[d - 1], part, buffers[2]);
+                apply(op, values[1], values[2], values[3], buffers[0], part);
+                store(to, dtype, stride, part, buffers[0]);
             }
         }
         for (int64_t i = d - 2; i >= 0 && ++index[i] == sizes[i]; i--)

@@ -117,7 +117,8 @@ class Signature:
         for leaf, value in zip(self.leaves, flat, strict=True):
             check_leaf(leaf, value, sizes)
             if leaf.used:
-                tensors.append(value.resolve_conj().resolve_neg())  # engines read memory, where a lazy sign or conjugate is not yet
+                # engines read memory, where a lazy sign or conjugate is not yet; each question gives Python's lock up and takes it back
+                tensors.append(value.resolve_conj().resolve_neg() if value.dtype.is_complex or value.is_neg() else value)
         if self.conditions:
             self._check_sizes(flat)
         return tensors

@@ -28,11 +28,13 @@ class Function:
         name: in profiles.
         address: of the function.
         set: address of a function that writes an address into the list of them.
+        failure: what values that a caller gave are wrong when it fails; "" where it does not fail for that reason.
     """
 
     name: str
     address: int
     set: int
+    failure: str = ""
 
 
 class CallList:
@@ -161,9 +163,12 @@ def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torc
 
     Raises:
         BackendError: the call failed.
+        IndexError: it failed for what its `failure` says.
     """
     how, addresses = (ctypes.c_int64 * len(numbers))(*numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
     failed = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
+    if failed and function.failure:
+        raise IndexError(function.failure)
     if failed:
         msg = f"a function in C failed with {failed}"
         raise BackendError(msg)

@@ -10,7 +10,7 @@ from torch import fx
 from nc.backends.low_bit.engine import LowBitEngine
 from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.backends.native.plans.model import SMALL_HANDLERS, SMALL_LATER, PlannedModel
 from nc.errors import BackendError, BackendUnavailableError
 from nc.nn import QuantLinear
@@ -29,7 +29,7 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
     Raises:
         BackendUnavailableError: this machine has no compiler, and the package no compiled code for it; or oneDNN is missing.
     """
-    why = steps.why_unavailable()
+    why = functions.why_unavailable()
     if why:
         msg = f"Tokens can't be computed by a plan here: {why}."
         raise BackendUnavailableError(msg)

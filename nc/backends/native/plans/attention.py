@@ -16,6 +16,7 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.native.operators import product
+from nc.backends.native.plans import functions
 from nc.backends.native.plans.elementwise import combine
 from nc.backends.native.plans.int8_attention import attention, is_probabilities, is_scores
 from nc.backends.native.plans.products import in_rows, with_qparams
@@ -44,6 +45,8 @@ def matmul(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     if (left.tensor.dtype, right.tensor.dtype) != (torch.uint8, torch.int8) or any(o.tensor.dtype is not torch.float32 for o in others):
         return None
     dims = max(left.tensor.dim(), right.tensor.dim())
+    if not functions.why_unavailable():  # oneDNN takes no masks that repeat rows
+        others = [functions.as_fp32(recorder, node, other) if 0 in other.tensor.stride() else other for other in others]
     left, right, *others = (_of_dims(value, dims) for value in (left, right, *others))
     # torch.broadcast_shapes imports sympy, which takes longer than all else here
     batch = [b if a == 1 else a for a, b in zip(left.tensor.shape[:-2], right.tensor.shape[:-2], strict=True)]

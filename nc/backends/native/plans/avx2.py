@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, Traced
 from nc.c_code import openmp
@@ -79,14 +78,14 @@ class _After:
 @functools.cache
 def _functions() -> Mapping[str, Function] | str:
     """The functions by name, or why there are none."""
-    if why := steps.why_unavailable():
+    if why := functions.why_unavailable():
         return why
     library = load_on_threads("products")
     if isinstance(library, str):
         return library
     names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
     addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
-    return {name: steps.of_address(f"{name} avx2", address) for name, address in addresses.items()}
+    return {name: functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
 
 
 def why_unavailable() -> str:
@@ -136,7 +135,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     shift = _SHIFT if result.dtype is torch.int8 else 0
     to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"] + shift))
     floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
-    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(_bits, floats), *shapes]
+    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(functions.bits, floats), *shapes]
     recorder.call_function(_function(form), numbers, tensors, node, factors=2)
     return True
 
@@ -223,8 +222,3 @@ def _for_outputs(values: torch.Tensor | None, outputs: int, size: int) -> torch.
     if values is not None:
         result[:outputs] = values.detach().reshape(-1)
     return result
-
-
-def _bits(value: float) -> int:
-    """The bits of a float, which the C code reads back."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])

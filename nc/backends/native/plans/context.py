@@ -45,9 +45,12 @@ class Context:
         # not the plan: it lives as long as the model keeps it, and ends the life of its contexts
         self._offsets, self._end, self._count, self._maker, self._arena = plan.offsets, plan.arena, plan.slots, maker, arena
         self._runner, self._stream = runner, maker.stream()
-        returned = {ref.root for ref in _refs(plan) if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned}
+        returned = {ref.root: ref for ref in _refs(plan) if isinstance(ref, Part) and isinstance(ref.root, Block) and ref.root.returned}
+        returned |= {ref.root: ref for ref in plan.outputs if isinstance(ref, Part) and ref.root in returned and _is_whole(ref)}
         #: Their memory is allocated at each call, and has the numbers behind the slots.
         self._returned = {block: plan.slots + i for i, block in enumerate(returned)}
+        #: How a tensor lies in that memory that is all of it, so that it can be returned as it is; else the memory's bytes.
+        self._whole = [ref.desc if _is_whole(ref) else Desc.dense((block.size,), torch.uint8) for block, ref in returned.items()]
         self._keep: list[torch.UntypedStorage] = []
         self._parts: list[_Run] = []
         calls: list[Call | FunctionCall] = []
@@ -70,6 +73,7 @@ class Context:
 
         Raises:
             BackendError: a kernel failed.
+            IndexError: an index among the inputs is out of range.
         """
         tensors = self._given(inputs)
         for part in self._parts:
@@ -93,8 +97,8 @@ class Context:
         tensors: list[Any] = [None] * (self._count + len(self._returned))
         for index, tensor in zip(self._slots, inputs, strict=True):
             tensors[index] = tensor
-        for block, index in self._returned.items():
-            tensors[index] = torch.empty(block.size, dtype=torch.uint8, device="cpu")
+        for index, desc in enumerate(self._whole, self._count):
+            tensors[index] = torch.empty_strided(desc.sizes, desc.strides, dtype=desc.dtype, device="cpu")
         return tensors
 
     def _calls(self, entries: Sequence[Call | FunctionCall]) -> _Run:
@@ -120,9 +124,7 @@ class Context:
         def execute(tensors: list[Any]) -> None:
             failed = run([tensors[index].data_ptr() for index in bases])
             if failed:
-                name = entries[failed - 1].step.name if failed > 0 else "setting an address"
-                msg = f"a kernel failed: {name}, call {abs(failed)} of {len(entries)}"
-                raise BackendError(msg)
+                raise _error(entries, failed)
 
         return execute
 
@@ -167,8 +169,20 @@ class Context:
         if isinstance(ref.root, Slot):
             return _Fill(ref.root.index, ref.desc, ref.offset)
         if ref.root in self._returned:
-            return _Fill(self._returned[ref.root], ref.desc, ref.offset)
+            index = self._returned[ref.root]
+            whole = ref.desc == self._whole[index - self._count] and not ref.offset
+            return _Fill(index) if whole else _Fill(index, ref.desc, ref.offset)
         return _part(self._arena, ref.desc, self._offsets[ref.root] + ref.offset)
+
+
+def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
+    """What to raise when a list of calls has failed: at the call `failed - 1`, or at the address `-1 - failed`."""
+    if failed < 0:
+        return BackendError(f"a kernel failed: setting address {-failed}")
+    entry = entries[failed - 1]
+    if isinstance(entry, FunctionCall) and entry.function.failure:
+        return IndexError(f"{next(iter(entry.step.operators), entry.step.name)}: {entry.function.failure}")
+    return BackendError(f"a kernel failed: {entry.step.name}, call {failed} of {len(entries)}")
 
 
 def _refs(plan: Plan) -> list[Ref]:
@@ -183,6 +197,12 @@ def _refs(plan: Plan) -> list[Ref]:
             map_refs((entry.args, list(entry.kwargs.values())), found.append)
     map_refs(plan.outputs, found.append)
     return found
+
+
+def _is_whole(ref: Part) -> bool:
+    """Whether a tensor is all of its memory."""
+    last = sum((n - 1) * stride for n, stride in zip(ref.desc.sizes, ref.desc.strides, strict=True))
+    return isinstance(ref.root, Block) and not ref.offset and (last + 1) * ref.desc.dtype.itemsize == ref.root.size
 
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import fx
 
 from nc.backends import cpu
 from nc.backends.native.operators import product
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
@@ -79,15 +78,15 @@ def _function() -> Function | str:
         return library
     address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
     assert address is not None
-    return steps.of_address(NAME, address)
+    return functions.of_address(NAME, address)
 
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
     if _FEATURE not in cpu.features():
         return f"the CPU has no {_FEATURE}"
-    if steps.why_unavailable():
-        return steps.why_unavailable()
+    if functions.why_unavailable():
+        return functions.why_unavailable()
     found = _function()
     return found if isinstance(found, str) else ""
 
@@ -143,7 +142,7 @@ def attention(
     numbers = [batch, heads, rows, keys, width, wide]
     numbers += [step for x in (found.q, found.k, found.v, _of_4_dims(result)) for step in x.tensor.stride()[:3]]
     numbers += [*found.zero_points, a["output_zero_point"]]
-    numbers += map(_bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
+    numbers += map(functions.bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
     numbers += [int(a["output_dtype"] is torch.uint8), parts, room.tensor.shape[1], threads, len(found.before), len(found.behind)]
     numbers += [number for how, other in followers for number in (_HOW.index(how), *other.tensor.stride())]
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
@@ -227,9 +226,3 @@ def _room(keys: int, width: int, wide: int) -> int:
 
 def _of_4_dims(x: Traced) -> Traced:
     return Traced(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
-
-
-def _bits(number: float) -> int:
-    """The bits of a number in fp32."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", number))
-    return int(bits)

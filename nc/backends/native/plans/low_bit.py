@@ -13,7 +13,7 @@ from nc.backends.low_bit import compiled
 from nc.backends.low_bit.choose import computed_as
 from nc.backends.low_bit.graph import operator
 from nc.backends.low_bit.kernel import LowBitKernel
-from nc.backends.native.plans import steps
+from nc.backends.native.plans import functions
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced, check_sizes
 from nc.c_code import openmp
@@ -24,12 +24,12 @@ _NOTHING = torch.empty(0, dtype=torch.float32)
 
 def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`nc_low_bit::linear`."""
-    if steps.why_unavailable():
+    if functions.why_unavailable():
         return None
     x, bias = recorder.read(a["x"]), recorder.constant(a["bias"])
     if x is None or x.tensor.is_neg() or x.tensor.dtype not in (torch.float32, torch.bfloat16) or (a["bias"] is not None and bias is None):
         return None
-    if x.tensor.dim() > steps.MOST_DIMS:
+    if x.tensor.dim() > functions.MOST_DIMS:
         return None
     *before, inputs = x.tensor.shape
     check_sizes(inputs == a["in_features"], node, x.tensor.shape, (a["codes"].tensor.shape[0], a["in_features"]))
@@ -45,15 +45,15 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
         return None  # its rows would have to be padded
     outputs = a["codes"].tensor.shape[0]
     if activations == "bf16" and x.tensor.dtype is not torch.bfloat16:
-        x = steps.converted(recorder, node, x, torch.bfloat16)  # the kernel takes values that are rounded
-    x = steps.as_fp32(recorder, node, x)
+        x = functions.converted(recorder, node, x, torch.bfloat16)  # the kernel takes values that are rounded
+    x = functions.as_fp32(recorder, node, x)
     result = recorder.new((*before, outputs), contiguous_strides((*before, outputs)), torch.float32)
-    added = _NOTHING if bias is None else steps.as_fp32(recorder, node, Traced(bias, None))
+    added = _NOTHING if bias is None else functions.as_fp32(recorder, node, Traced(bias, None))
     tensors: list[Traced | torch.Tensor] = [result, x, sizes, codes, scale, offset, table, added]
-    recorder.call_function(steps.of_address(kernel.name, compiled.address()), [rows, inputs, block, openmp.threads()], tensors, node)
+    recorder.call_function(functions.of_address(kernel.name, compiled.address()), [rows, inputs, block, openmp.threads()], tensors, node)
     if a["x"].tensor.dtype is torch.float32:
         return result
-    return steps.converted(recorder, node, result, a["x"].tensor.dtype)
+    return functions.converted(recorder, node, result, a["x"].tensor.dtype)
 
 
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, elementwise, int8_attention, low_bit, others, products, steps
+from nc.backends.native.plans import attention, elementwise, int8_attention, low_bit, masks, others, products, steps
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
 from nc.backends.native.plans.recorder import Handler, Recorder
@@ -45,7 +45,7 @@ class Otherwise(Protocol):
 
 
 _Key = tuple[Any, ...]
-_HANDLERS = {**products.HANDLERS, **elementwise.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS}
+_HANDLERS = {**products.HANDLERS, **elementwise.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS, **masks.HANDLERS}
 _LATER = {**products.LATER, **others.LATER, **attention.LATER}
 #: Of graphs of one token, whose operators are small.
 SMALL_HANDLERS = {**_HANDLERS, **steps.HANDLERS}

@@ -84,7 +84,7 @@ class Recorder:
         later: Mapping[Any, Callable[[fx.Node], bool]],
         follow: bool = False,
     ) -> None:
-        self.module, self.maker, self.weights, self._follow = module, maker.keeping(), weights, follow
+        self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
         self._handlers, self._later = handlers, later
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
@@ -114,7 +114,7 @@ class Recorder:
         for source, node in last_reader.items():
             ends.setdefault(node, []).append(source)
         self._each_time = {_changed(node) for node in self.module.graph.nodes if works_in_place(node)}
-        for node in self.module.graph.nodes if self._follow else ():
+        for node in self.module.graph.nodes if self.follow else ():
             if any(source.op == "get_attr" or source in self._each_time for source in node.all_input_nodes):
                 self._each_time.add(node)
         for node in self.module.graph.nodes:

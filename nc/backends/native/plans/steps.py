@@ -1,85 +1,37 @@
-"""Small operators as functions in C (`nc/c_code/steps.c`): for a few thousand elements a call of torch takes longer than the work.
+"""Small operators as functions in C: for a few thousand elements a call of torch takes longer than the work.
 
 They are for tensors in fp32 and bf16. What they can't do is left to other handlers, and to torch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from nc.backends.native.plans.functions import (
+    FLOATS,
+    MOST_DIMS,
+    MOST_ELEMENTS,
+    apply,
+    as_fp32,
+    bits,
+    converted,
+    function,
+    merged,
+    new,
+    why_unavailable,
+)
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.c_code import openmp
-from nc.c_code.build import load_on_threads
 from nc.graph.catalogue import first_input, op_name
-from nc.onednn.descriptions import contiguous_strides
-from nc.onednn.runner import Function
 
 _aten = torch.ops.aten
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-#: Numbers of the operators in the C code.
-_OPERATORS = (
-    *("copy", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "relu", "exp", "sigmoid", "silu", "tanh"),
-    *("gelu_tanh", "gelu_erf", "cos", "sin"),
-)
-#: Above, oneDNN and torch divide the work among threads.
-_MOST_ELEMENTS = 2**16
-#: Dimensions that the C code can count through, and the widest head of an attention.
-MOST_DIMS, _WIDEST = 8, 512
-
-
-@functools.cache
-def _functions() -> Mapping[str, Function] | str:
-    """The functions in C by name, or why there are none."""
-    library = load_on_threads("steps")
-    if isinstance(library, str):
-        return library
-    place = _address(library, "nc_step_set")
-    return {
-        name: Function(name, _address(library, f"nc_step_{name}"), place) for name in ("map", "mean", "norm", "place", "attention", "image")
-    }
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert found is not None
-    return found
-
-
-def why_unavailable() -> str:
-    """Why there are no such functions here; "" when there are."""
-    found = _functions()
-    return found if isinstance(found, str) else ""
-
-
-def function(name: str) -> Function:
-    """One of the functions of the C code."""
-    found = _functions()
-    assert not isinstance(found, str), "handlers of this module are for where its functions are available"
-    return found[name]
-
-
-def of_address(name: str, address: int) -> Function:
-    """Another function of the same form."""
-    return Function(name, address, function("map").set)
-
-
-def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, x: Traced, y: Traced | None = None) -> None:
-    """Append `result = operation(x, y)`, elementwise; `x` and `y` are repeated to the sizes of the result."""
-    given = [result, x] if y is None else [result, x, y]
-    sizes = tuple(result.tensor.shape)
-    strides = [value.tensor.expand(sizes).stride() for value in given]
-    sizes, strides = _merged(sizes, strides)
-    numbers = [_OPERATORS.index(operation), *(_DTYPES[value.tensor.dtype] for value in (*given, x)[:3]), len(sizes), *sizes]
-    numbers += [stride for each in (*strides, strides[-1])[:3] for stride in each]
-    recorder.call_function(function("map"), numbers, given, node)
+#: The widest head of an attention.
+_WIDEST = 512
 
 
 def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, zero_point: int) -> Traced | None:
@@ -96,47 +48,16 @@ def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, z
         return None
     images, channels, rows, columns = tensor.shape
     result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
-    (bits,) = struct.unpack("<i", struct.pack("<f", 1.0 / scale))
-    recorder.call_function(function("image"), [images, rows * columns, zero_point, bits, openmp.threads()], [result, x], node)
+    recorder.call_function(function("image"), [images, rows * columns, zero_point, bits(1.0 / scale), openmp.threads()], [result, x], node)
     return result
-
-
-def as_fp32(recorder: Recorder, node: fx.Node, x: Traced) -> Traced:
-    """The tensor in fp32, without gaps."""
-    return x if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() else converted(recorder, node, x, torch.float32)
-
-
-def converted(recorder: Recorder, node: fx.Node, x: Traced, dtype: torch.dtype) -> Traced:
-    """A copy in another dtype, without gaps."""
-    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), dtype)
-    apply(recorder, node, "copy", result, x)
-    return result
-
-
-def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The same elements with as few dimensions as can be: those that lie one behind the other in all tensors become one."""
-    kept: list[tuple[int, tuple[int, ...]]] = []
-    for size, *steps in zip(sizes, *strides, strict=True):
-        if size == 1:
-            continue
-        if kept and all(outer == inner * size for outer, inner in zip(kept[-1][1], steps, strict=True)):
-            kept[-1] = kept[-1][0] * size, tuple(steps)
-        else:
-            kept.append((size, tuple(steps)))
-    kept = kept or [(1, (1,) * len(strides))]
-    return tuple(size for size, _ in kept), [tuple(steps[i] for _, steps in kept) for i in range(len(strides))]
 
 
 def _read(recorder: Recorder, value: Any) -> Traced | None:
     """A tensor that the C code can read."""
     x = recorder.read(value)
-    if x is None or x.tensor.dtype not in _DTYPES or x.tensor.is_neg():  # what a view negates is not so in memory
+    if x is None or x.tensor.dtype not in FLOATS or x.tensor.is_neg():  # what a view negates is not so in memory
         return None
-    return x if 0 < x.tensor.numel() <= _MOST_ELEMENTS and x.tensor.dim() <= MOST_DIMS else None
-
-
-def _new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> Traced:
-    return recorder.new(tuple(sizes), contiguous_strides(sizes), dtype)
+    return x if 0 < x.tensor.numel() <= MOST_ELEMENTS and x.tensor.dim() <= MOST_DIMS else None
 
 
 def _unary(operation: str) -> Handler:
@@ -144,7 +65,7 @@ def _unary(operation: str) -> Handler:
         x = _read(recorder, a.get("self", a.get("input")))
         if x is None or not x.tensor.dim():
             return None
-        result = _new(recorder, x.tensor.shape, x.tensor.dtype)
+        result = new(recorder, x.tensor.shape, x.tensor.dtype)
         apply(recorder, node, operation, result, x)
         return result
 
@@ -161,9 +82,9 @@ def _binary(operation: str) -> Handler:
         dims = max(x.tensor.dim(), y.tensor.dim())
         shapes = [(1,) * (dims - side.tensor.dim()) + tuple(side.tensor.shape) for side in (x, y)]
         sizes = [n if m == 1 else m for m, n in zip(*shapes, strict=True)]  # torch.broadcast_shapes imports sympy
-        if dtype not in _DTYPES or not sizes:
+        if dtype not in FLOATS or not sizes:
             return None
-        result = _new(recorder, sizes, dtype)
+        result = new(recorder, sizes, dtype)
         apply(recorder, node, operation, result, x, y)
         return result
 
@@ -187,17 +108,6 @@ def power(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | N
     """`aten::pow` by 2."""
     result: Traced | None = _unary("square")(recorder, node, a) if a["exponent"] == 2 else None
     return result
-
-
-def convert(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """`aten::to` another floating-point dtype, and `aten::type_as`."""
-    x, other = _read(recorder, a["self"]), a.get("other")
-    dtype = a["dtype"] if other is None else other.tensor.dtype
-    if x is None or dtype not in _DTYPES or not x.tensor.dim():
-        return None
-    if dtype == x.tensor.dtype:
-        return None if a.get("copy") else x
-    return converted(recorder, node, x, dtype)
 
 
 def copied(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -233,7 +143,7 @@ def concatenation(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Tr
     sides = {(*p.tensor.shape[:axis], *p.tensor.shape[axis + 1 :]) for p in found}
     check_sizes(len(sides) == 1, node, *(p.tensor.shape for p in found))
     sizes[axis] = sum(p.tensor.shape[axis] for p in found)
-    result, start = _new(recorder, sizes, found[0].tensor.dtype), 0
+    result, start = new(recorder, sizes, found[0].tensor.dtype), 0
     for part in found:
         target = result.tensor.narrow(axis, start, part.tensor.shape[axis])
         apply(recorder, node, "copy", Traced(target, result.root), part)
@@ -249,8 +159,8 @@ def mean(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | No
     if a["dtype"] not in (None, x.tensor.dtype) or not x.tensor.is_contiguous():
         return None
     *sizes, width = x.tensor.shape
-    result = _new(recorder, [*sizes, 1], x.tensor.dtype)
-    kind = _DTYPES[x.tensor.dtype]
+    result = new(recorder, [*sizes, 1], x.tensor.dtype)
+    kind = FLOATS[x.tensor.dtype]
     recorder.call_function(function("mean"), [kind, kind, x.tensor.numel() // width, width, width], [result, x], node)
     return result if a["keepdim"] else Traced(result.tensor.squeeze(-1), result.root)
 
@@ -264,7 +174,7 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
 def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`aten::rms_norm` over the last dimension, of any number of elements: oneDNN has none, and torch's is seven operators."""
     x = recorder.read(a["input"])
-    if why_unavailable() or x is None or x.tensor.dtype not in _DTYPES or x.tensor.is_neg() or not x.tensor.numel():
+    if why_unavailable() or x is None or x.tensor.dtype not in FLOATS or x.tensor.is_neg() or not x.tensor.numel():
         return None
     if a["eps"] is None and x.tensor.dtype is not torch.float32:
         return None
@@ -282,9 +192,9 @@ def _norm(
         return None
     width = x.tensor.shape[-1]
     check_sizes(width == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
-    result = _new(recorder, x.tensor.shape, x.tensor.dtype)
-    (eps,) = struct.unpack("<i", struct.pack("<f", torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"]))
-    kind = _DTYPES[x.tensor.dtype]
+    result = new(recorder, x.tensor.shape, x.tensor.dtype)
+    eps = bits(torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"])
+    kind = FLOATS[x.tensor.dtype]
     factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in constants]
     numbers = [kind, kind, x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
     recorder.call_function(function("norm"), numbers, [result, x, *factors], node)
@@ -308,7 +218,7 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | N
     one = source.tensor.select(axis, 0)
     to = x.tensor.select(axis, 0)
     check_sizes(one.shape == to.shape and source.tensor.shape[axis] == 1, node, x.tensor.shape, source.tensor.shape)
-    sizes, (ys, xs) = _merged(to.shape, [to.stride(), one.stride()])
+    sizes, (ys, xs) = merged(to.shape, [to.stride(), one.stride()])
     size = x.tensor.element_size()
     if len(sizes) == 1:
         sizes, ys, xs = (1, *sizes), (0, *ys), (0, *xs)
@@ -317,20 +227,6 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | N
     numbers = [sizes[1] * size, sizes[0], ys[0] * size, xs[0] * size, x.tensor.stride(axis) * size, x.tensor.shape[axis], 1, 1]
     recorder.call_function(function("place"), numbers, [x, source, index], node)
     return x
-
-
-def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """`aten::embedding`: rows of a table."""
-    table, indices = recorder.read(a["weight"]), recorder.read(a["indices"])
-    if table is None or indices is None or not table.tensor.is_contiguous() or table.tensor.dim() != 2 or not indices.tensor.numel():
-        return None
-    if indices.tensor.dtype is not torch.int64 or not indices.tensor.is_contiguous() or table.tensor.dtype not in _DTYPES:
-        return None
-    places, width = table.tensor.shape
-    size = width * table.tensor.element_size()
-    result = _new(recorder, (*indices.tensor.shape, width), table.tensor.dtype)
-    recorder.call_function(function("place"), [size, indices.tensor.numel(), size, 0, size, places, 0, 0], [result, table, indices], node)
-    return result
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -347,7 +243,7 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced
     given = (query, key, value, *((mask,) if mask is not None else ()))
     if (
         any(v.tensor.is_neg() for v in given)
-        or any(v.tensor.dtype not in _DTYPES for v in given[:3])
+        or any(v.tensor.dtype not in FLOATS for v in given[:3])
         or max(width, wide) > _WIDEST
         or heads % of_key
         or not keys
@@ -359,17 +255,16 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced
         return None
     kind, mask_dtype, mask_strides = 0, 0, (0, 0, 0)
     if mask is not None:
-        if mask.tensor.dtype not in (torch.bool, *_DTYPES) or mask.tensor.dim() > 4:
+        if mask.tensor.dtype not in (torch.bool, *FLOATS) or mask.tensor.dim() > 4:
             return None
-        kind, mask_dtype = (1, 0) if mask.tensor.dtype is torch.bool else (2, _DTYPES[mask.tensor.dtype])
+        kind, mask_dtype = (1, 0) if mask.tensor.dtype is torch.bool else (2, FLOATS[mask.tensor.dtype])
         spread = mask.tensor.expand(batch, heads, 1, keys).stride()
         mask_strides = spread[0], spread[1], spread[3]
-    result = _new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
-    dtypes = (*(_DTYPES[v.tensor.dtype] for v in (*given[:3], result)), mask_dtype)
+    result = new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
+    dtypes = (*(FLOATS[v.tensor.dtype] for v in (*given[:3], result)), mask_dtype)
     strides = [stride for v, count in ((query, 2), (key, 3), (value, 3), (result, 2)) for stride in v.tensor.stride()[:count]]
     factor = a["scale"] if a["scale"] is not None else width**-0.5
-    (bits,) = struct.unpack("<i", struct.pack("<f", factor))
-    numbers = [batch, heads, heads // of_key, keys, width, wide, kind, *dtypes, *strides, *mask_strides, bits, openmp.threads()]
+    numbers = [batch, heads, heads // of_key, keys, width, wide, kind, *dtypes, *strides, *mask_strides, bits(factor), openmp.threads()]
     recorder.call_function(function("attention"), numbers, [result, *given], node)
     return result
 
@@ -398,8 +293,6 @@ HANDLERS: Mapping[Any, Handler] = {
     _aten.div.Tensor: _binary("div"),
     _aten.pow.Tensor_Scalar: power,
     _aten.gelu.default: gelu,
-    _aten.to.dtype: convert,
-    _aten.type_as.default: convert,
     _aten.layer_norm.default: layer_norm,
     _aten.rms_norm.default: rms_norm,
     _aten.clone.default: copied,
@@ -408,7 +301,6 @@ HANDLERS: Mapping[Any, Handler] = {
     _aten.cat.default: concatenation,
     _aten.mean.dim: mean,
     _aten.index_copy_.default: place,
-    _aten.embedding.default: embedding,
     _aten.scaled_dot_product_attention.default: attention,
 } | {
     getattr(_aten, name).default: _unary(name)
