@@ -133,8 +133,8 @@ def test_heads_are_divided_among_threads(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        case(batch=1, count=1, rows=333, keys=40).check()
-        case(batch=1, count=2, rows=130, keys=40).check()
+        case(batch=1, count=1, rows=333, keys=400).check()
+        case(batch=1, count=2, rows=130, keys=400).check()
     finally:
         torch.set_num_threads(before)
 

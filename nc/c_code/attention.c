@@ -53,7 +53,7 @@ INLINE int64_t up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
-static struct room divided(char *memory, const int64_t *how)
+static struct room room_of(char *memory, const int64_t *how)
 {
     const int64_t keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
     struct room room;
@@ -313,15 +313,16 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
     }
 }
 
-FOR_VNNI static void work(const struct job *job, int64_t thread, int64_t threads)
+FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 {
-    const int64_t *how = job->how, parts = how[PARTS], tasks = how[BATCH] * how[HEADS] * parts;
-    const struct room room = divided(job->tensors[4] + thread * how[BYTES], how);
+    const struct job *job = data;
+    const int64_t *how = job->how, pieces = how[PARTS], tasks = how[BATCH] * how[HEADS] * pieces;
+    const struct room room = room_of(job->tensors[4] + part * how[BYTES], how);
     int64_t packed = -1;
-    for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
-        const int64_t which = task / parts, batch = which / how[HEADS], head = which % how[HEADS], part = task % parts;
-        const int64_t end = how[ROWS] * (part + 1) / parts;
-        int64_t row = how[ROWS] * part / parts;
+    for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
+        const int64_t which = task / pieces, batch = which / how[HEADS], head = which % how[HEADS], piece = task % pieces;
+        const int64_t end = how[ROWS] * (piece + 1) / pieces;
+        int64_t row = how[ROWS] * piece / pieces;
         if (which != packed) {
             pack_keys(how, (const int8_t *)job->tensors[2] + batch * how[K] + head * how[K + 1], &room);
             pack_values(how, (const int8_t *)job->tensors[3] + batch * how[V] + head * how[V + 1], &room);
@@ -334,11 +335,6 @@ FOR_VNNI static void work(const struct job *job, int64_t thread, int64_t threads
     }
 }
 
-static void share(void *data)
-{
-    work(data, gomp_thread(), gomp_threads());
-}
-
 /* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32 */
 int nc_attention(const int64_t *how, void *unused, int count, char *const *tensors)
 {
@@ -348,9 +344,8 @@ int nc_attention(const int64_t *how, void *unused, int count, char *const *tenso
         const uint32_t bits = (uint32_t)how[FACTORS + i];
         memcpy(&job.factors[i], &bits, 4);
     }
-    if (how[THREADS] > 1 && gomp_parallel)
-        gomp_parallel(share, &job, (unsigned)how[THREADS], 0);
-    else
-        work(&job, 0, 1);
+    /* as much work as some thousand products is done before other threads wake up */
+    const int64_t worth = 1 + how[BATCH] * how[HEADS] * how[ROWS] * how[KEYS] * (how[WIDTH] + how[WIDE]) / 524288;
+    in_parts(work, &job, worth, how[THREADS]);
     return 0;
 }

@@ -80,28 +80,23 @@ struct shared {
     int64_t count, step;
 };
 
-static void share(void *data)
+static void share(void *data, int64_t part, int64_t parts)
 {
     const struct shared *s = data;
-    int64_t units = (s->count + s->step - 1) / s->step, threads = gomp_threads(), thread = gomp_thread();
-    int64_t start = units * thread / threads * s->step, stop = units * (thread + 1) / threads * s->step;
+    int64_t units = (s->count + s->step - 1) / s->step;
+    int64_t start = units * part / parts * s->step, stop = units * (part + 1) / parts * s->step;
     if (stop > s->count)
         stop = s->count;
     if (start < stop)
         s->part(s->job, start, stop);
 }
 
-/* part(job, start, stop) for all of 0..count; `step` of them are not divided. */
-static void run(const struct job *job, part_t part, int64_t count, int64_t step, int64_t threads)
+/* part(job, start, stop) for all of 0..count, in `parts` at most; `step` of them are not divided. */
+static void run(const struct job *job, part_t part, int64_t count, int64_t step, int64_t parts, int64_t threads)
 {
     struct shared s = {job, part, count, step};
     int64_t units = (count + step - 1) / step;
-    if (threads > units)
-        threads = units;
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share, &s, (unsigned)threads, 0);
-    else
-        part(job, 0, count);
+    in_parts(share, &s, parts < units ? parts : units, threads);
 }
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -985,15 +980,15 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
         if (scratch) /* scales of rows that are not there, too: tiles multiply them */
             memset(scratch, 0, j.held * (groups + j.blocks) * sizeof(float));
         if (digits || bf16)
-            run(&j, prepare, j.rows, 1, few);
+            run(&j, prepare, j.rows, 1, few, threads);
         if (offset && (!digits || unfit))
-            run(&j, sum_rows, j.rows, 1, few);
+            run(&j, sum_rows, j.rows, 1, few, threads);
         if (in_tiles && j.rows >= FEW_ROWS) {
-            run(&j, tile_rows, j.rows, TILE_ROWS, use);
-            run(&j, in_tiles, panels, 1, use);
+            run(&j, tile_rows, j.rows, TILE_ROWS, use, threads);
+            run(&j, in_tiles, panels, 1, use, threads);
             continue;
         }
-        run(&j, unfit ? exactly : part, panels, 2, use);
+        run(&j, unfit ? exactly : part, panels, 2, use, threads);
     }
     free(scratch);
     return OK;

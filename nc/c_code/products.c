@@ -266,7 +266,7 @@ INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int
 }
 
 /* Rows `first` to `last` with panels `from` to `to`. */
-AVX2 static void part(const struct job *job, int64_t first, int64_t last, int64_t from, int64_t to)
+AVX2 static void multiply_some(const struct job *job, int64_t first, int64_t last, int64_t from, int64_t to)
 {
     const int64_t *h = job->how, k = h[INPUTS], fit = CHUNK / k / ROWS * ROWS, chunk = fit < ROWS ? ROWS : fit;
     int32_t sums[BLOCK][PANEL];
@@ -290,15 +290,15 @@ AVX2 static void part(const struct job *job, int64_t first, int64_t last, int64_
 
 static int64_t panels_of(const int64_t *how) { return (how[OUTPUTS] + PANEL - 1) / PANEL; }
 
-static void share_product(void *data)
+static void multiply_part(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
-    const int64_t thread = gomp_thread(), threads = gomp_threads(), rows = job->how[COUNT], panels = panels_of(job->how);
-    const int64_t tiles = (rows + ROWS - 1) / ROWS, last = tiles * (thread + 1) / threads * ROWS;
+    const int64_t rows = job->how[COUNT], panels = panels_of(job->how);
+    const int64_t tiles = (rows + ROWS - 1) / ROWS, last = tiles * (part + 1) / parts * ROWS;
     if (job->by_panels)
-        part(job, 0, rows, panels * thread / threads, panels * (thread + 1) / threads);
+        multiply_some(job, 0, rows, panels * part / parts, panels * (part + 1) / parts);
     else
-        part(job, tiles * thread / threads * ROWS, last < rows ? last : rows, 0, panels);
+        multiply_some(job, tiles * part / parts * ROWS, last < rows ? last : rows, 0, panels);
 }
 
 /* Rows of codes, `stride` bytes from one to the next, times a weight.
@@ -310,14 +310,11 @@ int nc_product(const int64_t *how, void *unused, int count, char *const *tensors
     struct job job = job_of(how, count, tensors);
     const int64_t rows = how[COUNT], tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how);
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth = 1 + rows * how[OUTPUTS] * how[INPUTS] / 65536, threads = how[THREADS] < worth ? how[THREADS] : worth;
-    const int64_t of_rows = (tiles + threads - 1) / threads * panels, of_panels = (panels + threads - 1) / threads * tiles;
+    const int64_t worth = 1 + rows * how[OUTPUTS] * how[INPUTS] / 65536, parts = how[THREADS] < worth ? how[THREADS] : worth;
+    const int64_t of_rows = (tiles + parts - 1) / parts * panels, of_panels = (panels + parts - 1) / parts * tiles;
     (void)unused;
     job.by_panels = of_panels < of_rows || (of_panels == of_rows && how[OUTPUTS] > rows);
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share_product, &job, (unsigned)threads, 0);
-    else
-        part(&job, 0, rows, 0, panels);
+    in_parts(multiply_part, &job, parts, how[THREADS]);
     return 0;
 }
 
@@ -327,7 +324,7 @@ struct packing {
 };
 
 /* Panels `from` to `to` of a weight. */
-AVX2 static void pack(const struct packing *job, int64_t from, int64_t to)
+AVX2 static void pack_panels(const struct packing *job, int64_t from, int64_t to)
 {
     const int64_t outputs = job->how[0], k = job->how[1];
     for (int64_t column = from * PANEL; column < to * PANEL && column < outputs; column += PANEL) {
@@ -347,11 +344,11 @@ AVX2 static void pack(const struct packing *job, int64_t from, int64_t to)
     }
 }
 
-static void share_packing(void *data)
+static void pack_part(void *data, int64_t part, int64_t parts)
 {
     const struct packing *job = data;
-    const int64_t panels = (job->how[0] + PANEL - 1) / PANEL, thread = gomp_thread(), threads = gomp_threads();
-    pack(job, panels * thread / threads, panels * (thread + 1) / threads);
+    const int64_t panels = (job->how[0] + PANEL - 1) / PANEL;
+    pack_panels(job, panels * part / parts, panels * (part + 1) / parts);
 }
 
 /* A weight in panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
@@ -362,12 +359,8 @@ static void share_packing(void *data)
 int nc_product_pack(const int64_t *how, void *unused, int count, char *const *tensors)
 {
     struct packing job = {how, tensors};
-    const int64_t worth = 1 + how[0] * how[1] / 65536, threads = how[2] < worth ? how[2] : worth;
     (void)unused, (void)count;
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share_packing, &job, (unsigned)threads, 0);
-    else
-        pack(&job, 0, (how[0] + PANEL - 1) / PANEL);
+    in_parts(pack_part, &job, 1 + how[0] * how[1] / 65536, how[2]);
     return 0;
 }
 
@@ -466,11 +459,11 @@ AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
     }
 }
 
-static void share_depthwise(void *data)
+static void convolve(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
-    const int64_t pixels = job->how[IMAGES] * job->how[OUT_H] * job->how[OUT_W], thread = gomp_thread(), threads = gomp_threads();
-    depthwise(job, pixels * thread / threads, pixels * (thread + 1) / threads);
+    const int64_t pixels = job->how[IMAGES] * job->how[OUT_H] * job->how[OUT_W];
+    depthwise(job, pixels * part / parts, pixels * (part + 1) / parts);
 }
 
 /* A convolution of images with channels last, each channel for itself. There are 16 channels at least; where they are no multiple of 16,
@@ -483,11 +476,7 @@ int nc_product_depthwise(const int64_t *how, void *unused, int count, char *cons
 {
     struct job job = job_of(how, count, tensors);
     const int64_t pixels = how[IMAGES] * how[OUT_H] * how[OUT_W], work = pixels * how[OUTPUTS] * how[WINDOW_H] * how[WINDOW_W];
-    const int64_t worth = 1 + work / 32768, threads = how[THREADS] < worth ? how[THREADS] : worth;
     (void)unused;
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share_depthwise, &job, (unsigned)threads, 0);
-    else
-        depthwise(&job, 0, pixels);
+    in_parts(convolve, &job, 1 + work / 32768, how[THREADS]);
     return 0;
 }

@@ -257,11 +257,11 @@ FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
     }
 }
 
-static void share_norm(void *data)
+static void norm_rows(void *data, int64_t part, int64_t parts)
 {
     const struct norm *job = data;
-    const int64_t rows = job->how[2], threads = gomp_threads(), thread = gomp_thread();
-    for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; row++)
+    const int64_t rows = job->how[2];
+    for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; row++)
         norm_row(job, row);
 }
 
@@ -273,14 +273,9 @@ static void share_norm(void *data)
 int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tensors)
 {
     struct norm job = {.how = how, .tensors = tensors};
-    const int64_t worth = 1 + how[2] * how[3] / 32768, threads = how[6] < worth ? how[6] : worth;
     (void)unused, (void)count;
     memcpy(&job.epsilon, how + 4, 4);
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share_norm, &job, (unsigned)threads, 0);
-    else
-        for (int64_t row = 0; row < how[2]; row++)
-            norm_row(&job, row);
+    in_parts(norm_rows, &job, 1 + how[2] * how[3] / 32768, how[6]);
     return 0;
 }
 
@@ -395,11 +390,11 @@ FOR_EACH_CPU static void attend(const struct attention *job, int64_t task)
     store(job->tensors[0] + (batch * h[Y] + head * h[Y + 1]) * bytes_of(y_type), y_type, 1, h[VALUE_WIDTH], sum);
 }
 
-static void share(void *data)
+static void attend_all(void *data, int64_t part, int64_t parts)
 {
     const struct attention *job = data;
-    const int64_t tasks = job->how[B] * job->how[H], threads = gomp_threads(), thread = gomp_thread();
-    for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++)
+    const int64_t tasks = job->how[B] * job->how[H];
+    for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++)
         attend(job, task);
 }
 
@@ -416,15 +411,9 @@ int nc_step_attention(const int64_t *how, void *unused, int count, char *const *
     const int64_t *after = how + M + 3, tasks = how[B] * how[H];
     /* as much work as a few thousand products is done before other threads wake up */
     const int64_t worth = 1 + tasks * how[KEYS] * how[WIDTH] / 65536;
-    int64_t threads = after[1] < worth ? after[1] : worth;
     (void)unused, (void)count;
     memcpy(&job.factor, after, 4);
-    threads = threads < tasks ? threads : tasks;
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share, &job, (unsigned)threads, 0);
-    else
-        for (int64_t task = 0; task < tasks; task++)
-            attend(&job, task);
+    in_parts(attend_all, &job, worth < tasks ? worth : tasks, after[1]);
     return 0;
 }
 
@@ -460,16 +449,12 @@ FOR_EACH_CPU static void quantize_pixels(const struct image *job, int64_t unit)
     }
 }
 
-static void quantize_images(const struct image *job, int64_t part, int64_t parts)
+static void quantize_images(void *data, int64_t part, int64_t parts)
 {
+    const struct image *job = data;
     const int64_t units = job->how[0] * ((job->how[1] + PIXELS - 1) / PIXELS);
     for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; unit++)
         quantize_pixels(job, unit);
-}
-
-static void share_images(void *data)
-{
-    quantize_images(data, gomp_thread(), gomp_threads());
 }
 
 /* Codes of images with three channels, fp32 [images, 3, pixels] as uint8 [images, pixels, 3].
@@ -479,14 +464,10 @@ static void share_images(void *data)
 int nc_step_image(const int64_t *how, void *unused, int count, char *const *tensors)
 {
     struct image job = {.how = how, .x = (const float *)tensors[1], .y = (uint8_t *)tensors[0]};
-    const int64_t worth = 1 + how[0] * how[1] / 8192, threads = how[4] < worth ? how[4] : worth;
     const uint32_t bits = (uint32_t)how[3];
     (void)unused, (void)count;
     memcpy(&job.inverse, &bits, 4);
-    if (threads > 1 && gomp_parallel)
-        gomp_parallel(share_images, &job, (unsigned)threads, 0);
-    else
-        quantize_images(&job, 0, 1);
+    in_parts(quantize_images, &job, 1 + how[0] * how[1] / 8192, how[4]);
     return 0;
 }
 
