@@ -415,11 +415,11 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
         x[0, 0, 0, 0] = 0.625  # between two codes: to the even one
         y = torch.zeros(images, rows * columns, 3, dtype=torch.uint8)
         (bits,) = struct.unpack("<i", struct.pack("<f", 4.0))
-        call_once(functions.function("image"), [images, rows * columns, zero_point, bits, threads], [y, x])
+        call_once(functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
         expected = torch.clamp(torch.round(x.double() * 4) + zero_point, 0, 255).to(torch.uint8)
         assert torch.equal(y.view(images, rows, columns, 3).permute(0, 3, 1, 2), expected)
     x[0, 1, 0, 0] = float("nan")
-    call_once(functions.function("image"), [images, rows * columns, zero_point, bits, threads], [y, x])
+    call_once(functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
     assert y[0, 0, 1] == 0
     assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
 

@@ -30,12 +30,14 @@ def threads():
 
 def norm():
     x, factor = torch.randn(100, 512), torch.ones(512)
-    return lambda: call_once(functions.function("norm"), [0, 0, 100, 512, functions.bits(1e-5), 1, THREADS], [x, x.clone(), factor, factor])
+    return lambda: call_once(
+        functions.function("norm"), [0, 0, 100, 512, functions.bits(1e-5), 1, THREADS, 0, 0], [x, x.clone(), factor, factor]
+    )
 
 
 def image():
     x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
-    return lambda: call_once(functions.function("image"), [1, 64 * 300, 0, functions.bits(1.0), THREADS], [y, x])
+    return lambda: call_once(functions.function("image"), [1, 64 * 300, functions.bits(1.0), 0, THREADS], [y, x])
 
 
 def attention():

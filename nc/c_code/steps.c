@@ -19,11 +19,11 @@
 /* Part of the functions above: between them, a call for each key would take as long as its work. */
 #define INLINE static inline __attribute__((always_inline))
 
-enum { F32, BF16, BOOL, I64 };
+enum { F32, BF16, BOOL, I64, U8, S8 };
 enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN, NOT, SELECT };
 enum { ROW = 512, OTHER_INDEX = 1, NO_MEMORY = 2 };
 
-INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : dtype == BOOL ? 1 : 8; }
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : dtype == I64 ? 8 : 1; }
 
 INLINE float from_bf16(uint16_t bits)
 {
@@ -73,6 +73,33 @@ INLINE void store(char *to, int64_t dtype, int64_t stride, int64_t n, const floa
     else
         for (int64_t i = 0; i < n; i++)
             ((uint16_t *)to)[i * stride] = to_bf16(values[i]);
+}
+
+/* How numbers become codes. */
+struct codes {
+    int64_t dtype; /* U8 or S8 */
+    float inverse, zero_point;
+};
+
+/* From two numbers of a list: the bits of 1 / scale (a float), and the zero point. */
+INLINE struct codes codes_of(int64_t dtype, const int64_t *how)
+{
+    const uint32_t bits = (uint32_t)how[0];
+    struct codes codes = {.dtype = dtype, .zero_point = (float)how[1]};
+    memcpy(&codes.inverse, &bits, 4);
+    return codes;
+}
+
+INLINE void store_codes(char *to, struct codes codes, int64_t n, const float *restrict values)
+{
+    const float low = (codes.dtype == U8 ? 0 : -128) - codes.zero_point, high = low + 255;
+    uint8_t *restrict y = (uint8_t *)to;
+    for (int64_t i = 0; i < n; i++) {
+        float value = rintf(values[i] * codes.inverse);
+        value = value > low ? value : low; /* also where it is not a number */
+        value = value < high ? value : high;
+        y[i] = (uint8_t)(int)(value + codes.zero_point); /* an int8 code has the same bits */
+    }
 }
 
 /* e^x within 2 units in the last place: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
@@ -226,6 +253,7 @@ struct norm {
     const int64_t *how;
     char *const *tensors;
     float epsilon;
+    struct codes codes;
 };
 
 FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
@@ -253,7 +281,10 @@ FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
             buffer[i] *= weight[start + i];
         for (int64_t i = 0; bias && i < part; i++)
             buffer[i] += bias[start + i];
-        store(y + start * bytes_of(to), to, 1, part, buffer);
+        if (to == U8 || to == S8)
+            store_codes(y + start, job->codes, part, buffer);
+        else
+            store(y + start * bytes_of(to), to, 1, part, buffer);
     }
 }
 
@@ -267,12 +298,12 @@ static void norm_rows(void *data, int64_t part, int64_t parts)
 
 /* Layer norm of rows, or RMS norm, which takes no mean off.
  *
- * how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float), whether it is a layer norm, threads
+ * how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float), whether it is a layer norm, threads; see `codes_of`
  * tensors: y and x, without gaps; weight and bias in fp32, or no address
  */
 int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tensors)
 {
-    struct norm job = {.how = how, .tensors = tensors};
+    struct norm job = {.how = how, .tensors = tensors, .codes = codes_of(how[0], how + 7)};
     (void)unused, (void)count;
     memcpy(&job.epsilon, how + 4, 4);
     in_parts(norm_rows, &job, 1 + how[2] * how[3] / 32768, how[6]);
@@ -417,31 +448,72 @@ int nc_step_attention(const int64_t *how, void *unused, int count, char *const *
     return 0;
 }
 
+enum { TO, HALF, SIZES, R_THREADS = SIZES + 3, R_CODES, R_Y = R_CODES + 2, R_X = R_Y + 3, R_COS = R_X + 3, R_SIN = R_COS + 3 };
+
+struct rotation {
+    const int64_t *how;
+    char *const *tensors;
+    struct codes codes;
+};
+
+FOR_EACH_CPU static void rotate_row(const struct rotation *job, int64_t row)
+{
+    const int64_t *how = job->how, half = how[HALF];
+    const int64_t k = row % how[SIZES + 2], j = row / how[SIZES + 2] % how[SIZES + 1], i = row / how[SIZES + 2] / how[SIZES + 1];
+    const float *x = (const float *)job->tensors[1] + i * how[R_X] + j * how[R_X + 1] + k * how[R_X + 2];
+    const float *cosine = (const float *)job->tensors[2] + i * how[R_COS] + j * how[R_COS + 1] + k * how[R_COS + 2];
+    const float *sine = (const float *)job->tensors[3] + i * how[R_SIN] + j * how[R_SIN + 1] + k * how[R_SIN + 2];
+    char *y = job->tensors[0] + (i * how[R_Y] + j * how[R_Y + 1] + k * how[R_Y + 2]) * bytes_of(how[TO]);
+    float turned[ROW];
+    for (int64_t n = 0; n < half; n++)
+        turned[n] = x[n] * cosine[n] - x[half + n] * sine[n];
+    for (int64_t n = 0; n < half; n++)
+        turned[half + n] = x[half + n] * cosine[half + n] + x[n] * sine[half + n];
+    if (how[TO] == F32)
+        memcpy(y, turned, (size_t)(2 * half) * 4);
+    else
+        store_codes(y, job->codes, 2 * half, turned);
+}
+
+static void rotate_rows(void *data, int64_t part, int64_t parts)
+{
+    const struct rotation *job = data;
+    const int64_t rows = job->how[SIZES] * job->how[SIZES + 1] * job->how[SIZES + 2];
+    for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; row++)
+        rotate_row(job, row);
+}
+
+/* Rotary embedding: y = x cos + (-second half of x, first half of x) sin, along rows without gaps.
+ *
+ * how: dtype of y (F32, U8 or S8); half of a row (ROW / 2 at most); sizes [3] of the rows; threads; see `codes_of`; strides [3] in
+ *   elements of y, x, cos and sin, of which 0 repeats
+ * tensors: y; x, cos and sin in fp32
+ */
+int nc_step_rotary(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    struct rotation job = {how, tensors, codes_of(how[TO], how + R_CODES)};
+    (void)unused, (void)count;
+    in_parts(rotate_rows, &job, 1 + how[SIZES] * how[SIZES + 1] * how[SIZES + 2] * how[HALF] / 8192, how[R_THREADS]);
+    return 0;
+}
+
 enum { PIXELS = 256 }; /* of an image that are quantized at once */
 
 struct image {
     const int64_t *how;
     const float *x;
-    uint8_t *y;
-    float inverse;
+    char *y;
+    struct codes codes;
 };
 
 FOR_EACH_CPU static void quantize_pixels(const struct image *job, int64_t unit)
 {
     const int64_t pixels = job->how[1], units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
     const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
-    const float zero_point = (float)job->how[2], low = -zero_point, high = 255 - zero_point;
-    uint8_t *restrict y = job->y + (image * pixels + start) * 3;
-    uint8_t codes[3][PIXELS];
-    for (int c = 0; c < 3; c++) {
-        const float *x = job->x + (image * 3 + c) * pixels + start;
-        for (int64_t i = 0; i < n; i++) {
-            float value = rintf(x[i] * job->inverse);
-            value = value > low ? value : low; /* also where it is not a number */
-            value = value < high ? value : high;
-            codes[c][i] = (uint8_t)(int)(value + zero_point);
-        }
-    }
+    char *restrict y = job->y + (image * pixels + start) * 3;
+    char codes[3][PIXELS];
+    for (int c = 0; c < 3; c++)
+        store_codes(codes[c], job->codes, n, job->x + (image * 3 + c) * pixels + start);
     for (int64_t i = 0; i < n; i++) {
         y[3 * i] = codes[0][i];
         y[3 * i + 1] = codes[1][i];
@@ -459,14 +531,12 @@ static void quantize_images(void *data, int64_t part, int64_t parts)
 
 /* Codes of images with three channels, fp32 [images, 3, pixels] as uint8 [images, pixels, 3].
  *
- * how: images, pixels, zero point, the bits of 1 / scale (a float), threads; tensors: y, x
+ * how: images, pixels, see `codes_of`, threads; tensors: y, x
  */
 int nc_step_image(const int64_t *how, void *unused, int count, char *const *tensors)
 {
-    struct image job = {.how = how, .x = (const float *)tensors[1], .y = (uint8_t *)tensors[0]};
-    const uint32_t bits = (uint32_t)how[3];
+    struct image job = {.how = how, .x = (const float *)tensors[1], .y = tensors[0], .codes = codes_of(U8, how + 2)};
     (void)unused, (void)count;
-    memcpy(&job.inverse, &bits, 4);
     in_parts(quantize_images, &job, 1 + how[0] * how[1] / 8192, how[4]);
     return 0;
 }

@@ -88,7 +88,7 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
     if variance is None or spread is None or top is None or not eps >= 0:
         return None
     x, dim = spread.input, spread.dim
-    if (_without_mean(top, dim) if spread.centred else top) is not x or not _is_fp32(x) or not isinstance(x.meta["val"].shape[dim], int):
+    if (_without_mean(top, dim) if spread.centred else top) is not x or not is_fp32(x) or not isinstance(x.meta["val"].shape[dim], int):
         return None
     inner = {*spread.nodes, *(_difference(top) if spread.centred else ()), variance, shifted, root, last}
     last, weight = _constant_behind(module, last, x, dim, "mul")
@@ -215,6 +215,7 @@ def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
     return (left, float(right)) if isinstance(left, fx.Node) and isinstance(right, int | float) else (None, 0.0)
 
 
-def _is_fp32(node: fx.Node) -> bool:
+def is_fp32(node: fx.Node) -> bool:
+    """Whether a node gives a tensor in fp32."""
     value = node.meta.get("val")
     return isinstance(value, TENSORS) and value.dtype is torch.float32

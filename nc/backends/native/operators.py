@@ -30,6 +30,7 @@ _TRANSPOSED = (
     "int[] output_padding, int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, str attr, "
     "float[] scalars, str algorithm) -> Tensor"
 )
+_ROTATION = "rotation(Tensor x, Tensor cosine, Tensor sine) -> Tensor"
 #: Its argument for the tensor that it adds to, and where that stands.
 ACCUMULATOR = "qaccum"
 _POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
@@ -42,7 +43,8 @@ def library() -> torch.library.Library:
     for kernel in (_onednn.qlinear_prepack.default, _onednn.qconv_prepack.default):
         _define(own, kernel._schema.name.partition("::")[2], kernel, kernel, _packed)
     _define(own, "qconv2d_sum", SUM, _sum, _like_accumulator)
-    for schema, run, fake in ((_PRODUCT, _product, _product_like), (_TRANSPOSED, _transposed, _transposed_like)):
+    of_plans = (_PRODUCT, _product, _product_like), (_TRANSPOSED, _transposed, _transposed_like), (_ROTATION, _rotated, _rotated)
+    for schema, run, fake in of_plans:
         name = schema[: schema.index("(")]
         own.define(schema)  # type: ignore[no-untyped-call] # torch does not annotate it
         own.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
@@ -69,6 +71,12 @@ def transposed_convolution() -> torch._ops.OpOverload:
     """A transposed convolution of uint8 codes with int8 codes, and an activation; for plans as well."""
     library()
     return torch.ops.nc_native.qconv_transpose.default
+
+
+def rotation() -> torch._ops.OpOverload:
+    """Rotary embedding, `x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32; for plans as well."""
+    library()
+    return torch.ops.nc_native.rotation.default
 
 
 def prepack(kind: str) -> torch._ops.OpOverload:
@@ -178,6 +186,11 @@ def _transposed(
 
 def _transposed_like(qx: torch.Tensor, *rest: Any) -> torch.Tensor:
     return _transposed(qx, *rest)
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
 
 
 #: Activations by the names that oneDNN's operators of torch have for them; arguments are values, numbers and the algorithm.

@@ -19,6 +19,7 @@ from nc.backends.native.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.merge import merge
 from nc.backends.native.norms import recompose_norms
 from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
+from nc.backends.native.rotary import recompose_rotary
 from nc.backends.native.transposed import fuse_transposed, why_not_transposed
 from nc.backends.passes import Pass
 from nc.backends.torchscript import explicit_clamps
@@ -31,10 +32,15 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
     Args:
         example: flat inputs, whose sizes a program's weights are laid out for.
         program: for AOTInductor, which compiles low-bit operators by itself.
-        products: also products of two activations and transposed convolutions, for which plans have kernels and torch has not.
+        products: also products of two activations, transposed convolutions and rotary embeddings, for which plans have kernels and torch
+            has not.
     """
     right_sides = (Pass("signed_codes", signed, why_not_product, "int8"),) if products else ()
-    own = (Pass("products", fuse_products), Pass("transposed", fuse_transposed, why_not_transposed, "int8")) if products else ()
+    own = (
+        (Pass("rotary", recompose_rotary), Pass("products", fuse_products), Pass("transposed", fuse_transposed, why_not_transposed, "int8"))
+        if products
+        else ()
+    )
     shapes, low_bit = Pass("shapes", functools.partial(note_shapes, example=example)), Pass("low_bit_kernels", replace_low_bit)
     return (
         shapes if program else low_bit,

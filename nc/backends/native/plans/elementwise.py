@@ -29,9 +29,8 @@ def gelu(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | No
 
 def _elementwise(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], operation: Eltwise) -> Traced | None:
     x = recorder.read(a.get("self", a.get("input")))
-    if x is None or x.tensor.dtype is not torch.float32 or not is_dense(x.tensor):
-        return None
-    return apply(recorder, node, x, operation)
+    x = None if x is None or x.tensor.dtype is not torch.float32 else _dense(recorder, node, x)
+    return None if x is None else apply(recorder, node, x, operation)
 
 
 def apply(recorder: Recorder, node: fx.Node, x: Traced, operation: Eltwise) -> Traced:
@@ -45,20 +44,23 @@ def apply(recorder: Recorder, node: fx.Node, x: Traced, operation: Eltwise) -> T
 
 def _binary(name: str) -> Handler:
     def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-        sides = sides_of(recorder, name, a)
+        sides = sides_of(recorder, node, name, a)
         return None if sides is None else combine(recorder, node, name, *sides)
 
     return handler
 
 
-def sides_of(recorder: Recorder, name: str, a: Mapping[str, Any]) -> tuple[Traced, Traced] | None:
-    """The sides of an operation of two fp32 tensors, first the dense one, whose shape the result has."""
+def sides_of(recorder: Recorder, node: fx.Node, name: str, a: Mapping[str, Any]) -> tuple[Traced, Traced] | None:
+    """The sides of an operation of two fp32 tensors, first a dense one, whose shape the result has."""
     x, y = recorder.read(a["self"]), recorder.read(a["other"])
     if x is None or y is None or a.get("alpha", 1) != 1 or {x.tensor.dtype, y.tensor.dtype} != {torch.float32}:
         return None
-    if name in ("add", "mul") and not _covers(x.tensor, y.tensor):
+    if name in ("add", "mul") and not (_covers(x.tensor, y.tensor) and (is_dense(x.tensor) or not _covers(y.tensor, x.tensor))):
         x, y = y, x
-    return (x, y) if _covers(x.tensor, y.tensor) and is_dense(x.tensor) else None
+    first = _dense(recorder, node, x) if _covers(x.tensor, y.tensor) else None
+    if x.tensor.shape == y.tensor.shape:
+        y = _dense(recorder, node, y) or y
+    return None if first is None else (first, y)
 
 
 def combine(
@@ -91,6 +93,24 @@ def combine(
     left, right, written = flat(x, second, result)
     primitive = recorder.maker.binary(name, left, right, written, attributes)
     recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
+    return result
+
+
+def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> None:
+    """Copy values to memory of another layout."""
+    maker = recorder.maker
+    primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
+    recorder.call(primitive, {SRC: source, DST: target}, node)
+
+
+def _dense(recorder: Recorder, node: fx.Node, x: Traced) -> Traced | None:
+    """The tensor, or a copy of it without gaps that keeps the order of its dimensions; None where it repeats elements, or has none."""
+    if is_dense(x.tensor):
+        return x
+    if not x.tensor.numel() or any(n > 1 and not stride for n, stride in zip(x.tensor.shape, x.tensor.stride(), strict=True)):
+        return None
+    result = recorder.new(x.tensor.shape, dense_strides(x.tensor), x.tensor.dtype)
+    copy(recorder, x, result, node)
     return result
 
 

@@ -16,15 +16,16 @@ from nc.c_code.build import load_on_threads
 from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
 
-#: Numbers of the dtypes in the C code: those it computes with, and all that it reads.
+#: Numbers of the dtypes in the C code: those it computes with, all that it reads, and all that there are.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = {**FLOATS, torch.bool: 2, torch.int64: 3}
+NUMBERS = {**DTYPES, torch.uint8: 4, torch.int8: 5}
 #: Numbers of the operators in the C code.
 _OPERATORS = (
     *("copy", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "relu", "exp", "sigmoid", "silu", "tanh"),
     *("gelu_tanh", "gelu_erf", "cos", "sin", "not", "select"),
 )
-_NAMES = ("map", "mean", "norm", "place", "attention", "image")
+_NAMES = ("map", "mean", "norm", "place", "attention", "rotary", "image")
 _FAILURES = {"place": "an index is out of range"}
 #: Of larger tensors oneDNN and torch divide the work among threads.
 MOST_ELEMENTS = 2**16

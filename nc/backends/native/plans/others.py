@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.plans import steps
-from nc.backends.native.plans.elementwise import apply, combine, dense_strides, flat, is_dense, sides_of
-from nc.backends.native.plans.products import PADS, channels_last, copy, with_qparams
+from nc.backends.native.operators import rotation
+from nc.backends.native.plans import rotary, steps
+from nc.backends.native.plans.elementwise import apply, combine, copy, dense_strides, flat, is_dense, sides_of
+from nc.backends.native.plans.products import PADS, channels_last, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.backends.native.qdq_rewrites import dequantize, quantize
@@ -92,7 +93,7 @@ def from_codes(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
 
 def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`aten::layer_norm` over the last dimension."""
-    x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
+    x, weight, bias = recorder.read(a["input"]), *_factors(recorder, a)
     if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
         return None
     check_sizes(x.tensor.shape[-1] == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
@@ -100,6 +101,14 @@ def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
     primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], Attributes())
     recorder.call(primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node)
     return result
+
+
+def _factors(recorder: Recorder, a: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weight and bias of a layer norm, those it has not as 1 and 0; None where one is no constant."""
+    weight, bias = (recorder.constant(a[name]) for name in ("weight", "bias"))
+    weight = torch.ones(a["normalized_shape"], dtype=torch.float32, device="cpu") if a["weight"] is None else weight
+    bias = torch.zeros(a["normalized_shape"], dtype=torch.float32, device="cpu") if a["bias"] is None else bias
+    return weight, bias
 
 
 def softmax(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
@@ -133,7 +142,7 @@ def layer_norm_to_codes(
 ) -> Traced | None:
     """A layer norm that writes codes; kernels for that take no zero point, but what the norm adds can have it."""
     a = later.named
-    x, weight, bias = recorder.read(a["input"]), recorder.constant(a["weight"]), recorder.constant(a["bias"])
+    x, weight, bias = recorder.read(a["input"]), *_factors(recorder, a)
     if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
         return None
     check_sizes(x.tensor.shape[-1] == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
@@ -194,7 +203,7 @@ def _binary_to_codes(name: str) -> WithCodes:
     """The same where the result is codes that lie as the larger side does."""
 
     def handler(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
-        sides = sides_of(recorder, name, later.named)
+        sides = sides_of(recorder, later.node, name, later.named)
         if sides is None or tuple(sides[0].tensor.stride()) != _strides_of_codes(node, sides[0].tensor):
             return None
         x, y = sides
@@ -296,6 +305,8 @@ _WITH_CODES: Mapping[Any, WithCodes] = {
     _aten.softmax.int: softmax_to_codes,
     _aten._softmax.default: softmax_to_codes,
     _aten.layer_norm.default: layer_norm_to_codes,
+    _aten.rms_norm.default: steps.rms_norm_to_codes,
+    rotation(): rotary.rotate_to_codes,
     _aten.add.Tensor: _binary_to_codes("add"),
     _aten.sub.Tensor: _binary_to_codes("sub"),
     _aten.mul.Tensor: _binary_to_codes("mul"),
@@ -309,6 +320,7 @@ HANDLERS: Mapping[Any, Handler] = {
     torch.ops.quantized.max_pool2d.default: max_pool,
     _aten.layer_norm.default: layer_norm,
     _aten.rms_norm.default: steps.rms_norm,
+    rotation(): rotary.rotate,
     _aten.softmax.int: softmax,
     _aten._softmax.default: softmax,
     _aten.adaptive_avg_pool2d.default: global_mean,

@@ -12,6 +12,7 @@ from torch import fx
 
 from nc.backends.native.operators import prepack, transposed_convolution
 from nc.backends.native.plans import avx2
+from nc.backends.native.plans.elementwise import copy
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Codes, Later, Traced, check_sizes
 from nc.errors import BackendError
@@ -199,13 +200,6 @@ def channels_last(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
     result = recorder.new(x.tensor.shape, channels_last_strides(x.tensor.shape), x.tensor.dtype)
     copy(recorder, x, result, node)
     return result
-
-
-def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> None:
-    """Copy values to memory of another layout."""
-    maker = recorder.maker
-    primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
-    recorder.call(primitive, {SRC: source, DST: target}, node)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

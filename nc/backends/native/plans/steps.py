@@ -15,6 +15,7 @@ from nc.backends.native.plans.functions import (
     FLOATS,
     MOST_DIMS,
     MOST_ELEMENTS,
+    NUMBERS,
     apply,
     as_fp32,
     bits,
@@ -48,7 +49,7 @@ def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, z
         return None
     images, channels, rows, columns = tensor.shape
     result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
-    recorder.call_function(function("image"), [images, rows * columns, zero_point, bits(1.0 / scale), openmp.threads()], [result, x], node)
+    recorder.call_function(function("image"), [images, rows * columns, bits(1.0 / scale), zero_point, openmp.threads()], [result, x], node)
     return result
 
 
@@ -181,10 +182,26 @@ def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced 
     return _norm(recorder, node, a, x, (a["weight"], None), is_layer_norm=False)
 
 
+def rms_norm_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
+    """The same in fp32, as codes."""
+    x = recorder.read(later.named["input"])
+    if why_unavailable() or x is None or x.tensor.dtype is not torch.float32 or x.tensor.is_neg() or not x.tensor.numel():
+        return None
+    given = later.named["weight"], None
+    return _norm(recorder, later.node, later.named, x, given, is_layer_norm=False, codes=(dtype, scale, zero_point))
+
+
 def _norm(
-    recorder: Recorder, node: fx.Node, a: Mapping[str, Any], x: Traced, given: Sequence[Any], *, is_layer_norm: bool
+    recorder: Recorder,
+    node: fx.Node,
+    a: Mapping[str, Any],
+    x: Traced,
+    given: Sequence[Any],
+    *,
+    is_layer_norm: bool,
+    codes: tuple[torch.dtype, float, int] | None = None,
 ) -> Traced | None:
-    """A norm of the rows of x; `given` are weight and bias."""
+    """A norm of the rows of x; `given` are weight and bias, `codes` what the result is quantized to."""
     constants = [recorder.constant(value) for value in given]
     if len(a["normalized_shape"]) != 1 or not x.tensor.dim() or not x.tensor.is_contiguous():
         return None
@@ -192,11 +209,12 @@ def _norm(
         return None
     width = x.tensor.shape[-1]
     check_sizes(width == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
-    result = new(recorder, x.tensor.shape, x.tensor.dtype)
+    dtype, scale, zero_point = (x.tensor.dtype, 1.0, 0) if codes is None else codes
+    result = new(recorder, x.tensor.shape, dtype)
     eps = bits(torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"])
-    kind = FLOATS[x.tensor.dtype]
     factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, Traced(t, None)) for t in constants]
-    numbers = [kind, kind, x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
+    numbers = [NUMBERS[dtype], NUMBERS[x.tensor.dtype], x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
+    numbers += [bits(1.0 / scale), zero_point]
     recorder.call_function(function("norm"), numbers, [result, x, *factors], node)
     return result
 
