@@ -173,6 +173,14 @@ OTHERS = {
         aten.mul.Tensor(x, c),
         aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 8)), aten.slice.Tensor(x, 3, 0, 2)], 3), s),
     ),
+    "another second part": lambda x, c, s: aten.add.Tensor(
+        aten.mul.Tensor(x, c),
+        aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 3, 2, 6)), half(x, 0)], 3), s),
+    ),
+    "the second part of another tensor": lambda x, c, s: aten.add.Tensor(
+        aten.mul.Tensor(x, c),
+        aten.mul.Tensor(aten.cat.default([aten.neg.default(half(aten.expand.default(s, [1, 2, 8, 8]), 1)), half(x, 0)], 3), s),
+    ),
     "along another dimension": lambda x, c, s: aten.add.Tensor(
         aten.mul.Tensor(x, c),
         aten.mul.Tensor(aten.cat.default([aten.neg.default(aten.slice.Tensor(x, 2, 4, 8)), aten.slice.Tensor(x, 2, 0, 4)], 2), s),
