@@ -354,3 +354,38 @@ def test_a_token_that_the_table_has_not():
         with pytest.raises(InputError, match="tokens: an index is out of range"):
             q(wrong, seen)
     assert torch.equal(q(ids, seen), expected)
+
+
+def test_a_cast_to_the_same_dtype_is_no_reader(monkeypatch):
+    """It gives the mask itself, and who reads that sees its strides."""
+    monkeypatch.setattr(int8_attention, "why_unavailable", lambda: "")
+    x = mask(3, 1)
+
+    def function(x):
+        same = aten.to.dtype(aten.logical_not.default(aten.expand.default(x, [3, 5])), torch.bool)
+        return aten.view.default(same, [-1]), same
+
+    flat, same = planned(function)(x)
+    assert torch.equal(flat, ~x.expand(3, 5).reshape(-1))
+    assert same.is_contiguous()
+
+
+def test_the_dtype_of_a_pad():
+    """Pads wait for their readers."""
+    x, m = torch.randn(2, 5, 16), mask(2, 5, 18)
+
+    def forward(self, x, m):
+        y = F.pad(self.linear(x), (1, 1))
+        return y * m.type_as(y)
+
+    q = quantized(Function(forward, linear=nn.Linear(16, 16)).eval(), (x, m), None, "native")
+    assert worst_sqnr_db([q.reference(x, m)], [q(x, m)]) > 35
+
+
+def test_inputs_that_are_wrong_leave_nothing():
+    call = planned(Table())
+    for n in range(2, 30):
+        with pytest.raises(IndexError):
+            call(torch.full((n,), 11))
+    assert not call._plans
+    assert not call._used

@@ -341,3 +341,49 @@ def test_a_whole_attention():
     kernels = [k.implementation for step in q.engine.steps([x, *given_]) for k in step.kernels]
     assert kernels.count("c:rotary") == 2
     assert worst_sqnr_db([q.reference(x, *given_)], [q(x, *given_)]) > 35
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, c, s: (lambda r: aten.add.Tensor(aten.mul.Tensor(x, c), aten.mul.Tensor(r, r)))(turned(x)),
+        lambda x, c, s: (lambda m: aten.add.Tensor(m, m))(aten.mul.Tensor(turned(x), x)),
+    ],
+    ids=["a square", "twice"],
+)
+def test_a_factor_that_is_a_part_of_it(function):
+    given_ = inputs()
+    module = traced(lambda *x: (function(*x),), *given_)
+    (expected,) = module(*given_)
+    recompose_rotary(module)
+    assert torch.equal(module(*given_)[0], expected)
+
+
+def test_rows_that_overlap_are_torchs():
+    x, factor = torch.randn(12), torch.randn(10)
+    call = planned(traced(lambda x, c, s: (rotation()(aten.unfold.default(x, 0, 10, 1), c, s),), x, factor, factor))
+    torch.testing.assert_close(call(x, factor, factor)[0], rotated(x.unfold(0, 10, 1), factor, factor))
+    assert entries(call) == ([], ["nc_native::rotation"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_side_decides_about_the_order(first):
+    x, y, z = torch.randn(2, 5, 16), torch.randn(2, 8, 5), torch.zeros(1)
+
+    def function(x, y, z):
+        sides = aten.slice.Tensor(x, 2, 0, 8), aten.transpose.int(y, 1, 2)
+        return (aten.add.Tensor(*(sides if first else sides[::-1])),)
+
+    (got,) = planned(traced(function, x, y, z))(x, y, z)
+    (expected,) = function(x, y, z)
+    assert got.stride() == expected.stride()
+    assert torch.equal(got, expected)
+
+
+def test_nothing_is_left_of_a_way_that_is_given_up():
+    """A difference whose first side repeats itself: no copy of the second one."""
+    x, y, z = torch.randn(4, 1), torch.randn(4, 16), torch.zeros(1)
+    call = planned(traced(lambda x, y, z: (aten.sub.Tensor(aten.expand.default(x, [4, 8]), aten.slice.Tensor(y, 1, 0, 8)),), x, y, z))
+    assert torch.equal(call(x, y, z)[0], x - y[:, :8])
+    (plan,) = call._plans.values()
+    assert len(plan.entries) == 1

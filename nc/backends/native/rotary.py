@@ -49,7 +49,9 @@ def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx
             x, inner = found
             left, right = Binary.of(straight).sides
             cosine = right if left is x else left if right is x else None
-            if isinstance(cosine, fx.Node) and all(map(is_fp32, (x, cosine, sine))) and _sizes(node) == _sizes(x):
+            if not isinstance(cosine, fx.Node) or {cosine, sine} & {straight, turned, *inner}:
+                continue  # it would be computed from what is replaced
+            if all(map(is_fp32, (x, cosine, sine))) and _sizes(node) == _sizes(x):
                 return (x, cosine, sine), (straight, turned, *inner)
     return None
 

@@ -55,12 +55,12 @@ def sides_of(recorder: Recorder, node: fx.Node, name: str, a: Mapping[str, Any])
     x, y = recorder.read(a["self"]), recorder.read(a["other"])
     if x is None or y is None or a.get("alpha", 1) != 1 or {x.tensor.dtype, y.tensor.dtype} != {torch.float32}:
         return None
-    if name in ("add", "mul") and not (_covers(x.tensor, y.tensor) and (is_dense(x.tensor) or not _covers(y.tensor, x.tensor))):
+    if name in ("add", "mul") and not (_covers(x.tensor, y.tensor) and (is_dense(x.tensor) or not _lies_as(y.tensor, x.tensor))):
         x, y = y, x
     first = _dense(recorder, node, x) if _covers(x.tensor, y.tensor) else None
-    if x.tensor.shape == y.tensor.shape:
-        y = _dense(recorder, node, y) or y
-    return None if first is None else (first, y)
+    if first is None:
+        return None
+    return first, (_dense(recorder, node, y) or y) if x.tensor.shape == y.tensor.shape else y
 
 
 def combine(
@@ -94,6 +94,11 @@ def combine(
     primitive = recorder.maker.binary(name, left, right, written, attributes)
     recorder.call(primitive, {SRC: x, SRC_1: second, DST: result}, node)
     return result
+
+
+def _lies_as(y: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a tensor lies as an operation of another tensor does, whose order of the dimensions counts."""
+    return y.shape == x.shape and tuple(y.stride()) == dense_strides(x)
 
 
 def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> None:

@@ -43,7 +43,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     block = compiled.BF16 if not block and activations == "bf16" else block
     if block in (0, compiled.BF16) and inputs % compiled.STEP:
         return None  # its rows would have to be padded
-    outputs = a["codes"].tensor.shape[0]
+    outputs, dtype = a["codes"].tensor.shape[0], x.tensor.dtype
     if activations == "bf16" and x.tensor.dtype is not torch.bfloat16:
         x = functions.converted(recorder, node, x, torch.bfloat16)  # the kernel takes values that are rounded
     x = functions.as_fp32(recorder, node, x)
@@ -51,9 +51,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     added = _NOTHING if bias is None else functions.as_fp32(recorder, node, Traced(bias, None))
     tensors: list[Traced | torch.Tensor] = [result, x, sizes, codes, scale, offset, table, added]
     recorder.call_function(functions.of_address(kernel.name, compiled.address()), [rows, inputs, block, openmp.threads()], tensors, node)
-    if a["x"].tensor.dtype is torch.float32:
-        return result
-    return functions.converted(recorder, node, result, a["x"].tensor.dtype)
+    return result if dtype is torch.float32 else functions.converted(recorder, node, result, dtype)
 
 
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]] | None:

@@ -45,7 +45,7 @@ _VIEWS = {
 
 def convert(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
     """`aten::to` another dtype, and `aten::type_as`: what becomes a mask, or a floating-point number."""
-    x, other = _read(recorder, a["self"], *DTYPES), a.get("other")
+    x, other = _read(recorder, a["self"], *DTYPES), recorder.read(a.get("other"))
     dtype = a["dtype"] if other is None else other.tensor.dtype
     if x is None or not x.tensor.dim() or dtype not in (torch.bool, *FLOATS):
         return None
@@ -226,7 +226,7 @@ def _may_repeat(node: fx.Node) -> bool:
     """Whether the strides of a result don't matter to those who read it: operators of masks, and attention in C."""
     if int8_attention.why_unavailable():
         return False  # oneDNN would need what follows a product written out
-    return all(user.target in _READERS or (user.target in _VIEWS and _may_repeat(user)) for user in node.users)
+    return all(user.target in _READERS or (user.target in _GIVE_IT_ON and _may_repeat(user)) for user in node.users)
 
 
 def _where_available(handler: Handler) -> Handler:
@@ -255,5 +255,8 @@ _OF_MASKS: Mapping[Any, Handler] = {
     _aten.ones_like.default: _constant_like(1.0),
     _aten.index.Tensor: gather,
 }
-_READERS = {*_OF_MASKS, product()}
+#: Conversions to the same dtype give the tensor itself.
+_CONVERSIONS = {target for target, handler in _OF_MASKS.items() if handler is convert}
+_GIVE_IT_ON = {*_VIEWS, *_CONVERSIONS}
+_READERS = {*_OF_MASKS, product()} - _CONVERSIONS
 HANDLERS: Mapping[Any, Handler] = {target: _where_available(h) for target, h in (*_OF_MASKS.items(), (_aten.embedding.default, embedding))}

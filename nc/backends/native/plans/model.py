@@ -186,10 +186,10 @@ class PlannedModel:
     def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
         """The plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
-        self._used[key] = next(self._clock)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._record(inputs)
+        known = self._plans.get(key)
+        plan = self._record(inputs) if known is None else known
+        self._used[key] = next(self._clock)  # not before: inputs may be wrong
+        if known is None:
             self._keep(key, plan)
         return plan
 

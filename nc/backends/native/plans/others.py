@@ -59,7 +59,8 @@ def to_int8(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced |
 
 def _to_codes(recorder: Recorder, node: fx.Node, value: Any, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
     if isinstance(value, Later) and value.node.target in _WITH_CODES:
-        result = _WITH_CODES[value.node.target](recorder, node, value, scale, zero_point, dtype)
+        write = _WITH_CODES[value.node.target]
+        result: Traced | None = recorder.first_possible(lambda: write(recorder, node, value, scale, zero_point, dtype))
         if result is not None:
             return result
     x = recorder.read(value)

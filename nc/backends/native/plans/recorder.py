@@ -145,7 +145,9 @@ class Recorder:
         for way in ways:
             before, waiting = len(self._entries), len(self._waiting)
             with contextlib.suppress(Unimplemented):
-                return way()
+                result = way()
+                if result is not None:
+                    return result
             del self._entries[before:]
             del self._waiting[waiting:]
         return None

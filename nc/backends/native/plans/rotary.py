@@ -38,7 +38,10 @@ def _rotated(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], dtype: tor
         return None
     if width > _ROW or any(v.tensor.stride(-1) != 1 for v in given) or any(_is_larger(v.tensor, x.tensor) for v in given):
         return None
-    result = recorder.new(x.tensor.shape, dense_strides(x.tensor), dtype)
+    strides = dense_strides(x.tensor)
+    if strides[-1] != 1:
+        return None
+    result = recorder.new(x.tensor.shape, strides, dtype)
     missing = (1,) * (3 - len(sizes))
     numbers = [NUMBERS[dtype], width // 2, *missing, *sizes, openmp.threads(), bits(1.0 / scale), zero_point]
     for value in (result, *given):

@@ -75,11 +75,12 @@ def _unary(operation: str) -> Handler:
 
 def _binary(operation: str) -> Handler:
     def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-        x, y = (_operand(recorder, a[name]) for name in ("self", "other"))
+        given = recorder.read(a["self"]) or a["self"], recorder.read(a["other"]) or a["other"]
+        x, y = (_operand(recorder, value) for value in given)
         if x is None or y is None or a.get("alpha", 1) != 1:
             return None
         # a number does not decide about the dtype
-        dtype = torch.result_type(*(side.tensor if isinstance(a[n], Traced) else 1.0 for n, side in (("self", x), ("other", y))))  # type: ignore[arg-type]
+        dtype = torch.result_type(*(value.tensor if isinstance(value, Traced) else 1.0 for value in given))  # type: ignore[arg-type]
         dims = max(x.tensor.dim(), y.tensor.dim())
         shapes = [(1,) * (dims - side.tensor.dim()) + tuple(side.tensor.shape) for side in (x, y)]
         sizes = [n if m == 1 else m for m, n in zip(*shapes, strict=True)]  # torch.broadcast_shapes imports sympy
