@@ -1,6 +1,6 @@
 """Masks of attention, and rows of tables, as functions in C.
 
-In a plan without a call of torch's, Python's lock is taken once for a whole call, and threads seldom wait for each other.
+Each call of torch's in a plan gives Python's lock up and takes it back, for which threads wait.
 
 Most masks say the same for all rows, and torch writes them out. Here a dimension along which nothing changes stays repeated, where only
 operators of masks, and products, read the result: nobody else sees its strides.
