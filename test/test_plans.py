@@ -1,11 +1,14 @@
 """Plans of kept oneDNN primitives: memory, sizes, threads, and what a plan can't follow."""
 
+import concurrent.futures
+import functools
 import gc
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 
@@ -22,7 +25,7 @@ from nc.backends import available_backends, cpu
 from nc.backends.native import fuse
 from nc.backends.native.grouped import join
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans import avx2, recorder
+from nc.backends.native.plans import avx2, recorder, values
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
@@ -33,7 +36,8 @@ from nc.graph.fx_utils import copy_module
 from nc.graph.schemas import writes_into
 from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn import providers
-from nc.onednn.descriptions import DST
+from nc.onednn.api import Unimplemented
+from nc.onednn.descriptions import DST, Desc
 from nc.onednn.providers import provider
 from nc.onednn.runner import CompiledRunner, PythonRunner, runner
 
@@ -287,6 +291,134 @@ def test_threads_do_not_disturb_each_other():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+def in_vain_first(handler):
+    """A handler that computes a node, takes memory besides, gives all of it up, and computes the node."""
+
+    def handled(recorder, node, named):
+        def in_vain():
+            found = handler(recorder, node, named)
+            if found is not None:
+                more = recorder.new((1 << 20,), (1,), torch.float32)
+                recorder._slot(more.tensor)
+                recorder._ref(more)
+            raise Unimplemented
+
+        return recorder.first_possible(in_vain, lambda: handler(recorder, node, named))
+
+    return handled
+
+
+def remains(call):
+    """What the only plan of a model holds: its entries, where blocks lie and how long they live, slots, bytes of weights."""
+    (plan,) = call._plans.values()
+    blocks = sorted((offset, block.size, block.first, block.last) for block, offset in plan.offsets.items())
+    return [type(e) for e in plan.entries], blocks, plan.arena, plan.slots, plan.scratchpad, call._weights.size()
+
+
+@pytest.mark.parametrize("held", [2**29, 0], ids=["at once", "call by call"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
+    monkeypatch.setattr(recorder, "_MOST_HELD", held)  # with 0, each call is made when it is recorded: also those of a way that is given up
+    make, inputs = CASES[name]
+    _, module, call = planned(make(), inputs[0])
+    handlers = {target: in_vain_first(handler) for target, handler in planning._HANDLERS.items()}
+    again = planning.PlannedModel(module, provider(), runner(provider().maker.library)[0], lambda: pytest.fail("no plan"), handlers)
+    with torch.no_grad():
+        expected, got = call(*inputs[0]), again(*inputs[0])
+    assert all(map(torch.equal, expected, got))
+    assert remains(again) == remains(call)
+
+
+def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch):
+    """Where too much memory waits while a way is tried, all calls are made: those before it must not be made again, nor those of the way."""
+    _, module, _ = planned(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
+    plan = recorder.Recorder(module, provider().maker, values.Weights(), {}, {})
+    made = []
+
+    def way():
+        plan._wait(lambda: made.append("given up"))
+        plan._held = recorder._MOST_HELD + 1
+        plan._wait(lambda: made.append("too much"))
+        plan._held = 5
+        plan._wait(lambda: made.append("never"))
+
+    plan._wait(lambda: made.append("before"))
+    assert plan.first_possible(way) is None
+    assert made == ["before", "given up", "too much"]
+    assert (plan._waiting, plan._held) == ([], 0)
+    plan._wait(lambda: made.append("behind"))
+    plan._make_waiting()
+    assert made == ["before", "given up", "too much", "behind"]
+
+
+def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
+    _, module, call = planned(nn.Sequential(nn.Linear(64, 32)), torch.randn(2, 64))
+    plan = recorder.Recorder(module, provider().maker, call._weights, {}, {})
+    weight = values.Codes("w", torch.ones(4, 4, dtype=torch.int8))
+
+    def way():
+        call._weights.formed(weight, "sums", lambda: (torch.ones(1000),))
+        call._weights.add(weight, Desc.of(weight.tensor), plan.maker.layout(Desc.of(weight.tensor)), weight.tensor)
+        assert call._weights.size() == size + 4016
+        raise Unimplemented
+
+    with torch.no_grad():
+        call(torch.randn(2, 64))
+    size = call._weights.size()
+    assert plan.first_possible(way) is None
+    assert call._weights.size() == size > 0
+
+
+def test_threads_that_want_the_same_new_sizes_record_them_once(monkeypatch):
+    monkeypatch.setattr(planning, "_MOST_PLANS", 4)
+    _, module, call = planned(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(2, 64))
+    inputs = [torch.randn(rows, 64) for rows in range(1, 31)]
+    recorded, wrong, lock = [], [], threading.Barrier(4)
+    record = call._record
+    monkeypatch.setattr(call, "_record", lambda inputs: recorded.append(len(inputs[0])) or time.sleep(0.005) or record(inputs))
+
+    def work():
+        with torch.no_grad():
+            for x in inputs:
+                lock.wait()  # all want the same plan
+                if worst_sqnr_db(module(x), call(x)) < 35:
+                    wrong.append(len(x))
+
+    in_threads(*[work] * 4)
+    assert not wrong
+    assert recorded == list(range(1, 31))
+    assert len(call._plans) == 4
+    assert set(call._used) == set(call._plans)
+
+
+def test_threads_with_many_new_sizes_leave_no_more_than_is_kept(monkeypatch):
+    """Each in an order of its own, so that plans go while other threads have just found them."""
+    monkeypatch.setattr(planning, "_MOST_PLANS", 2)
+    _, module, call = planned(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 16))
+    wrong = []
+
+    def work(step):
+        with torch.no_grad():
+            for i in range(60):
+                x = torch.randn(1 + i * step % 7, 16)
+                if worst_sqnr_db(module(x), call(x)) < 35:
+                    wrong.append(len(x))
+                call.kernels(), call.multiplied(), call.unplanned()
+
+    in_threads(*(functools.partial(work, step) for step in (1, 2, 3, 5)))
+    assert not wrong
+    call(torch.randn(9, 16))
+    assert len(call._plans) == 2
+    assert set(call._used) == set(call._plans)
+
+
+def in_threads(*work):
+    """Run each in a thread of its own; a test fails with what one raises."""
+    with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(each) for each in work]:
+            done.result()
 
 
 def test_the_number_of_threads_may_change():

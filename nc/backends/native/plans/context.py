@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, FunctionCall, Part, Plan, Ref, Slot, map_refs
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, FunctionCall, Part, Plan, Ref, Slot, map_refs, references
 from nc.errors import BackendError
 from nc.onednn.api import Handle
 from nc.onednn.descriptions import SCRATCHPAD, Desc
@@ -187,14 +187,7 @@ def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
 
 def _refs(plan: Plan) -> list[Ref]:
     """All references of a plan."""
-    found: list[Ref] = []
-    for entry in plan.entries:
-        if isinstance(entry, Call):
-            found += [ref for _, ref in entry.tensors.values()]
-        elif isinstance(entry, FunctionCall):
-            found += entry.tensors
-        else:
-            map_refs((entry.args, list(entry.kwargs.values())), found.append)
+    found = [ref for entry in plan.entries for ref in references(entry)]
     map_refs(plan.outputs, found.append)
     return found
 

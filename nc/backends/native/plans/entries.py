@@ -146,6 +146,17 @@ class Plan:
     scratchpad: int
 
 
+def references(entry: Entry) -> list[Ref]:
+    """All references of an entry, in any order."""
+    if isinstance(entry, Call):
+        return [ref for _, ref in entry.tensors.values()]
+    if isinstance(entry, FunctionCall):
+        return list(entry.tensors)
+    found: list[Ref] = []
+    map_refs((entry.args, list(entry.kwargs.values())), found.append)
+    return found
+
+
 def map_refs(value: Any, change: Any) -> Any:
     """A nested argument with every reference changed."""
     if isinstance(value, (Constant, Slot, Part)):

@@ -93,6 +93,8 @@ class PlannedModel:
         self._plans: dict[_Key, Plan | str] = {}
         self._used: dict[_Key, int] = {}
         self._clock = itertools.count()
+        #: Held while a plan is recorded: one thread makes it, and others that want one wait.
+        self._recording = threading.RLock()
         self._memory = _Memory()
 
     def __call__(self, *inputs: torch.Tensor) -> Sequence[Any]:
@@ -144,7 +146,7 @@ class PlannedModel:
     def kernels(self) -> dict[str, str]:
         """For each operator its kernels in the plans that there are."""
         found: dict[str, dict[str, None]] = {}
-        for plan in self._plans.values():
+        for plan in list(self._plans.values()):
             for entry in plan.entries if isinstance(plan, Plan) else ():
                 for operator in entry.step.operators[:1]:
                     found.setdefault(operator, {})[entry.step.kernel] = None
@@ -152,7 +154,7 @@ class PlannedModel:
 
     def multiplied(self) -> frozenset[str]:
         """Operators that are primitives in all plans that there are, of those that torch has no kernel for."""
-        entries = [entry for plan in self._plans.values() if isinstance(plan, Plan) for entry in plan.entries]
+        entries = [entry for plan in list(self._plans.values()) if isinstance(plan, Plan) for entry in plan.entries]
         primitives = {name for e in entries if _multiplies(e) for name in e.step.operators}
         return frozenset(primitives - {name for e in entries if isinstance(e, AtenCall) for name in e.step.operators})
 
@@ -181,16 +183,19 @@ class PlannedModel:
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
-        return tuple(dict.fromkeys(plan for plan in self._plans.values() if isinstance(plan, str)))
+        return tuple(dict.fromkeys(plan for plan in list(self._plans.values()) if isinstance(plan, str)))
 
     def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
         """The plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
-        known = self._plans.get(key)
-        plan = self._record(inputs) if known is None else known
+        plan = self._plans.get(key)
+        if plan is None:
+            with self._recording:
+                plan = self._plans.get(key)  # of a thread that was here first
+                if plan is None:
+                    plan = self._record(inputs)
+                    self._keep(key, plan)
         self._used[key] = next(self._clock)  # not before: inputs may be wrong
-        if known is None:
-            self._keep(key, plan)
         return plan
 
     def _separate(self, plan: Plan) -> Context:
@@ -208,11 +213,13 @@ class PlannedModel:
             return str(error)
 
     def _keep(self, key: _Key, plan: Plan | str) -> None:
+        """Keep a new plan; the caller holds the lock."""
+        self._used[key] = next(self._clock)
         self._plans[key] = plan
         while len(self._plans) > _MOST_PLANS:
-            oldest = min(list(self._plans), key=lambda k: self._used.get(k, -1))
-            self._plans.pop(oldest, None)
-            self._used.pop(oldest, None)
+            del self._plans[min(self._plans, key=lambda k: self._used.get(k, -1))]
+        for gone in [k for k in list(self._used) if k not in self._plans]:  # also one that another thread has used since it went
+            del self._used[gone]
 
     def _context(self, plan: Plan) -> Context:
         memory = self._memory

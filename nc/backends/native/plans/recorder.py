@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, FunctionCall, Part, Plan, Ref, Slot
+from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, FunctionCall, Part, Plan, Ref, Slot, references
 from nc.backends.native.plans.values import (
     Codes,
     Later,
@@ -63,6 +63,26 @@ _SHORT = {
 Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """How far a recording is.
+
+    Attributes:
+        entries, blocks, begins, waiting: how many there are.
+        held: bytes that calls which wait keep.
+        times_made: how often calls that waited were made.
+        weights: see `Weights.made`.
+    """
+
+    entries: int
+    blocks: int
+    begins: int
+    waiting: int
+    held: int
+    times_made: int
+    weights: int
+
+
 class Recorder:
     """Makes one plan.
 
@@ -94,6 +114,7 @@ class Recorder:
         #: Calls that were recorded, but not made yet.
         self._waiting: list[Callable[[], object]] = []
         self._held = 0
+        self._times_made = 0
         self._scratch = Scratch()
         #: Whether oneDNN's plain C++ is taken where it has nothing better.
         self._takes_reference = False
@@ -143,14 +164,30 @@ class Recorder:
     def first_possible(self, *ways: Callable[[], Any]) -> Any:
         """What the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
         for way in ways:
-            before, waiting = len(self._entries), len(self._waiting)
+            before = self._state()
             with contextlib.suppress(Unimplemented):
                 result = way()
                 if result is not None:
                     return result
-            del self._entries[before:]
-            del self._waiting[waiting:]
+            self._restore(before)
         return None
+
+    def _state(self) -> _State:
+        counts = len(self._entries), len(self._blocks), len(self._begins), len(self._waiting)
+        return _State(*counts, self._held, self._times_made, self.weights.made())
+
+    def _restore(self, state: _State) -> None:
+        """Give up what was recorded since this state. Calls that were made stay made."""
+        del self._entries[state.entries :]
+        del self._blocks[state.blocks :]
+        del self._begins[state.begins :]
+        if self._times_made == state.times_made:
+            del self._waiting[state.waiting :]
+            self._held = state.held
+        else:  # those that waited then are made, so all that wait were recorded since
+            self._waiting.clear()
+            self._held = 0
+        self.weights.give_up(state.weights)
 
     def expanded(self, x: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
         """A tensor repeated to these sizes, by torch."""
@@ -172,7 +209,7 @@ class Recorder:
 
     def _block(self, tensor: torch.Tensor) -> Block:
         """Memory like a tensor's, which the next entry writes."""
-        block = Block(tensor.untyped_storage().nbytes(), len(self._entries), len(self._entries))
+        block = Block(tensor.untyped_storage().nbytes(), len(self._entries))
         self._blocks.append(block)
         return block
 
@@ -240,8 +277,7 @@ class Recorder:
             weight: its codes.
             desc: how the primitive is to read it.
         """
-        known = self.weights.known(weight, desc)
-        for layout, bytes_ in known:
+        for layout, bytes_ in self.weights.known(weight, desc):
             try:
                 primitive = make(layout)
             except BackendError:
@@ -250,8 +286,9 @@ class Recorder:
                 return primitive, (layout, bytes_)
         primitive = make(desc)
         layout = primitive.layouts[WEIGHTS]
-        known.append((layout, packed(self.maker, self.in_memory(weight), desc, layout, self._scratch)))
-        return primitive, known[-1]
+        bytes_ = packed(self.maker, self.in_memory(weight), desc, layout, self._scratch)
+        self.weights.add(weight, desc, layout, bytes_)
+        return primitive, (layout, bytes_)
 
     def in_memory(self, weight: Codes) -> torch.Tensor:
         """The codes of a weight, made again where their memory was given back."""
@@ -374,6 +411,7 @@ class Recorder:
             call()
         self._waiting.clear()
         self._held = 0
+        self._times_made += 1
 
     def _append(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: tuple[int, ...], overload: Any = None
@@ -422,7 +460,6 @@ class Recorder:
         if isinstance(value.root, Slot):
             whole = value.desc == value.root.desc and not self._offset(value)
             return value.root if whole else Part(value.root, self._offset(value), value.desc)
-        value.root.last = max(value.root.last, len(self._entries))
         return Part(value.root, self._offset(value), value.desc)
 
     def _offset(self, value: Traced) -> int:
@@ -435,7 +472,17 @@ class Recorder:
             value.root.returned = True
         return value
 
+    def _note_last_uses(self) -> None:
+        """For each block, the last entry that reads or writes it."""
+        for block in self._blocks:
+            block.last = block.first
+        for index, entry in enumerate(self._entries):
+            for ref in references(entry):
+                if isinstance(ref, Part) and isinstance(ref.root, Block):
+                    ref.root.last = index
+
     def _plan(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Plan:
+        self._note_last_uses()
         offsets, size = solve(block for block in self._blocks if not block.returned)
         calls = [entry for entry in self._entries if isinstance(entry, Call)]
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]

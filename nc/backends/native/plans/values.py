@@ -83,19 +83,37 @@ class Weights:
     def __init__(self) -> None:
         self._packed: dict[tuple[str, Desc], list[tuple[Layout, torch.Tensor]]] = {}
         self._formed: dict[tuple[str, str], tuple[torch.Tensor, ...]] = {}
+        #: What takes each of them away, in the order in which they were made.
+        self._undo: list[Callable[[], object]] = []
         #: Makes the lowered graph again, with the codes that `forget` gave back.
         self.again: Callable[[], fx.GraphModule] | None = None
 
     def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
         """The layouts that there are of a weight."""
-        return self._packed.setdefault((weight.name, desc), [])
+        return list(self._packed.get((weight.name, desc), ()))
+
+    def add(self, weight: Codes, desc: Desc, layout: Layout, packed: torch.Tensor) -> None:
+        """Keep a weight in one more layout."""
+        layouts = self._packed.setdefault((weight.name, desc), [])
+        layouts.append((layout, packed))
+        self._undo.append(layouts.pop)
 
     def formed(self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         """What a function in C reads of a weight in this form; made once."""
         key = weight.name, form
         if key not in self._formed:
             self._formed[key] = make()
+            self._undo.append(lambda: self._formed.pop(key))
         return self._formed[key]
+
+    def made(self) -> int:
+        """How many there are, for `give_up`."""
+        return len(self._undo)
+
+    def give_up(self, made: int) -> None:
+        """Drop those that were made after there were so many."""
+        while len(self._undo) > made:
+            self._undo.pop()()
 
     def size(self) -> int:
         """Bytes."""
