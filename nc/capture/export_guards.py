@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
+from nc.capture.recurrent import AnyNumberOfSteps
+
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
 #: Attributes that forward may change without a new value for the attribute.
 _CONTAINERS = (list, dict, set, collections.OrderedDict)
@@ -64,6 +66,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
     * `oblivious`: sizes 0 and 1 of the example stay symbols. So a batch of 1 does not fix the batch size.
     * The fast path of `nn.MultiheadAttention` is off, because it hides the linears in one operator.
     * transformers builds some masks with vmap, which torch cannot export, or only as control flow. Broadcasting gives the same mask.
+    * A recurrent layer is traced as one operator, because torch traces its steps, whose number would be that of the example.
     * torchvision computes non-maximum suppression in one of two ways, depending on the number of boxes, which export does not know. Only
       the way for few boxes is used. It takes any number and gives the same result.
     """
@@ -76,6 +79,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
         stack.enter_context(_broadcast_masks())
         stack.enter_context(_one_way_of_nms())
+        stack.enter_context(AnyNumberOfSteps())
         stack.enter_context(contextlib.redirect_stderr(_OtherThreads(sys.stderr)))
         for name in _NOISY_LOGGERS:  # they print a stack for every attempt that fails, and nc raises an error if all fail
             logger = logging.getLogger(name)

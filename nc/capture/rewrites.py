@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from nc.capture.decompose import decompose_attention
+from nc.capture.recurrent import steps_as_one
 from nc.errors import CaptureError
 from nc.graph.catalogue import (
     CHECKS,
@@ -352,6 +353,7 @@ def _sweep(module: fx.GraphModule) -> None:
 
 #: The order matters: `functionalise` looks for views, and `fold_batch_norm` needs constant weights.
 REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
+    steps_as_one,
     drop_checks,
     drop_identities,
     own_inputs,
