@@ -1,7 +1,7 @@
 """Recurrent layers with any number of steps.
 
-torch traces an LSTM, GRU or RNN step by step, to know the sizes of its results, and so the number of steps becomes that of the example. Here
-the traced program calls operators with the same arguments that know the sizes of their results from those of their inputs.
+torch traces an LSTM, GRU or RNN step by step to know the sizes of its results, and so the number of steps becomes that of the example.
+Here the traced program calls operators with the same arguments, which know the sizes of their results from those of their inputs.
 `steps_as_one` puts torch's own operators back.
 """
 
@@ -20,7 +20,7 @@ from nc.errors import CaptureError
 _NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _NAMESPACE = "nc_capture"
 _PACKED = (
-    "The model packs sequences (torch.nn.utils.rnn), and the sizes of packed data depend on the values of the lengths, which no graph holds. "
+    "The model packs sequences (torch.nn.utils.rnn). Sizes of packed data depend on the values of the lengths, which no graph holds. "
     "Run the layer on padded sequences of (batch, steps): outputs up to the length of each row are the same in the forward direction. "
     "Take each row's last state with gather at its length minus 1. Or quantize the modules in front of and behind it one by one."
 )
@@ -55,11 +55,11 @@ def steps_as_one(module: fx.GraphModule) -> None:
 def _with_fixed_sizes(
     x: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], params: Sequence[torch.Tensor], *, batch_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]:
-    """Input and states whose sizes are those that the weights need: torch's kernels do not ask, and read beyond tensors that are smaller."""
+    """Input and states with the sizes that the weights need: torch's kernels do not ask, and read beyond tensors that are smaller."""
     fixed = _fixed(x, (-1, -1, params[0].shape[1]))
     states = [_fixed(state, (int(state.shape[0]), -1, int(state.shape[2]))) for state in ([hx] if isinstance(hx, torch.Tensor) else hx)]
     for state in states:
-        torch._check(state.shape[1] == x.shape[0 if batch_first else 1])
+        torch._check(state.shape[1] == x.shape[0 if batch_first else 1])  # type: ignore[no-untyped-call] # torch annotates it in part only
     return fixed, states[0] if isinstance(hx, torch.Tensor) else states
 
 
@@ -72,7 +72,7 @@ def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _operators() -> dict[Any, torch._ops.OpOverload]:
-    """torch's function of each recurrent layer → the operator that is traced in its place; registered when they are needed first."""
+    """The function of torch for each recurrent layer → the operator that is traced in its place; registered when they are needed first."""
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     found: dict[Any, torch._ops.OpOverload] = {}
     for name in _NAMES:
