@@ -332,7 +332,7 @@ def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
 
 
 def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch):
-    """Where too much memory waits while a way is tried, all calls are made: those before it must not be made again, nor those of the way."""
+    """Where too much memory waits while a way is tried, all calls are made: those before it must not be made again, nor its own."""
     _, module, _ = planned(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
     plan = recorder.Recorder(module, provider().maker, values.Weights(), {}, {})
     made = []
