@@ -348,6 +348,14 @@ MUTATIONS = (
         ("plans",),
     ),
     Mutation(
+        "plan-ones",
+        "oneDNN is told of no stride of a size of 1 that a tensor without gaps would not have",
+        "onednn/primitives.py",
+        "desc = desc.plain(channels_last=channels_last)",
+        "desc = desc if not channels_last else desc.plain(channels_last=True)",
+        ("descriptions",),
+    ),
+    Mutation(
         "plan-waiting",
         "what torch reads while a plan is made is computed",
         "backends/native/plans/recorder.py",

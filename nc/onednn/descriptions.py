@@ -60,6 +60,26 @@ class Desc:
         """Row by row without gaps."""
         return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
 
+    def plain(self, *, channels_last: bool = False) -> Desc:
+        """The same memory as oneDNN is told of it: the stride of a size of 1, which moves nothing, is that of a tensor without gaps.
+
+        oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch leaves any stride to a size of 1: that of a slice,
+        or 0 behind `expand`.
+
+        Args:
+            channels_last: without gaps means [N, ..., C], as convolutions and pools want it; else row by row.
+        """
+        if 1 not in self.sizes:
+            return self
+        dims = range(len(self.sizes))
+        order = [0, *dims[2:], 1] if channels_last and len(dims) > 2 else dims
+        strides, step = list(self.strides), 1
+        for dim in reversed(order):
+            if self.sizes[dim] == 1:
+                strides[dim] = step
+            step = strides[dim] * max(self.sizes[dim], 1)
+        return dataclasses.replace(self, strides=tuple(strides))
+
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor that lies row by row without gaps."""

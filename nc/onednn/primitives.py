@@ -132,8 +132,9 @@ class Maker:
         """A tensor argument: memory at an address."""
         return self.library.create("memory_create", layout.handle, self.engine, address, destroy="memory_destroy")
 
-    def layout(self, desc: Desc) -> Layout:
-        """The descriptor of a tensor."""
+    def layout(self, desc: Desc, *, channels_last: bool = False) -> Layout:
+        """The descriptor of a tensor: `desc.plain(channels_last=...)`."""
+        desc = desc.plain(channels_last=channels_last)
         found = self._layouts.get(desc)
         if found is None:
             arguments = len(desc.sizes), _dims(desc.sizes), DTYPES[desc.dtype], _dims(desc.strides)
@@ -189,7 +190,8 @@ class Maker:
             geometry: strides, pads and dilations.
             attributes: scales, zero points and what follows.
         """
-        tensors = {SRC: self.layout(source), DST: self.layout(target)} | ({BIAS: self.layout(bias)} if bias is not None else {})
+        images = {SRC: self.layout(source, channels_last=True), DST: self.layout(target, channels_last=True)}
+        tensors = images | ({BIAS: self.layout(bias)} if bias is not None else {})
         given = self._weights(weights, keep=False)
         kind, algorithm = ("deconvolution", _DECONVOLUTION_DIRECT) if geometry.transposed else ("convolution", _CONVOLUTION_DIRECT)
         arguments = (
@@ -233,7 +235,7 @@ class Maker:
     @_shared
     def pooling(self, name: str, source: Desc, target: Desc, kernel: tuple[int, ...], geometry: Geometry) -> Primitive:
         """Maximum or mean of windows; `name` is one of `POOLING`."""
-        tensors = {SRC: self.layout(source), DST: self.layout(target)}
+        tensors = {SRC: self.layout(source, channels_last=True), DST: self.layout(target, channels_last=True)}
         dilations = _dims([d - 1 for d in geometry.dilations])
         sizes = _dims(geometry.strides), _dims(kernel), dilations, _dims(geometry.before), _dims(geometry.after)
         handles = tensors[SRC].handle, tensors[DST].handle

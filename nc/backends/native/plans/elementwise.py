@@ -132,7 +132,7 @@ def flat(*tensors: Traced) -> list[Desc]:
     first = tensors[0].tensor
     if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and is_dense(t.tensor) for t in tensors):
         return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
-    strides = first.stride()
+    strides = tensors[0].desc.plain().strides
     order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
     return [Desc.of(t.tensor.permute(order)) for t in tensors]
 
