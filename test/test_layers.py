@@ -12,13 +12,15 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
-    ("nc.settings", "nc.spec"),
+    ("nc.modes", "nc.settings", "nc.spec"),
     ("nc.checks", "nc.numerics", "nc.plan", "nc.installation", "nc.c_code"),
     ("nc.onednn",),
     ("nc.ops",),
     (
         "nc.lowbit",
         "nc.lowbit.activations",
+        "nc.lowbit.computed",
+        "nc.lowbit.copies",
         "nc.lowbit.heap",
         "nc.lowbit.quantized_tensor",
         "nc.lowbit.record",

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from nc.capture.recurrent import AnyNumberOfSteps
+from nc.modes import evaluating
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
 #: Attributes that forward may change without a new value for the attribute.
@@ -30,12 +31,8 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     attributes = [(m, dict(vars(m))) for m in model.modules()]
     contents = [(value, value.copy()) for _, own in attributes for value in own.values() if type(value) in _CONTAINERS]
     try:
-        model.eval()
-    except NotImplementedError:  # what modules of torch.export say to eval(): their flags are set one by one
-        for module in model.modules():
-            module.training = False
-    try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for module, own in attributes:  # the mode; forward may count its calls, keep tensors, or put others in the place of buffers
             for name in set(vars(module)) - set(own):

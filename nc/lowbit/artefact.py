@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from nc.errors import ArtefactError
+from nc.lowbit.copies import sharing
 from nc.lowbit.experts import separated, stacked_names
-from nc.lowbit.layers import Layer, layers_of, memory_of
-from nc.lowbit.modules import replace, sharing
+from nc.lowbit.layers import Layer, layers_of, memory_of, settle_layers
+from nc.lowbit.modules import replace
 from nc.lowbit.plan import LayerDecision
 from nc.lowbit.report import Record, weight_report
 from nc.lowbit.result import LayerResult
@@ -90,6 +91,7 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
             )
             raise ArtefactError(msg)
         built = pretrained_class.build(described, len(names)) if model is None else sharing(model)
+        settle_layers(built, document["layers"])
         stored = content.tensors()
         if set(names.values()) != set(stored):
             msg = f"{folder.WEIGHTS} holds other tensors than are listed"

@@ -16,10 +16,11 @@ import torch
 from nc.calibration.ranks import Ranks
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
+from nc.lowbit.copies import sharing
 from nc.lowbit.experts import is_expert
 from nc.lowbit.heap import give_back_small_pieces
 from nc.lowbit.layers import Layer, layers_of
-from nc.lowbit.modules import replace, sharing
+from nc.lowbit.modules import replace
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Call, Sample, block_lists, called, filled, record, run, with_forwards
 from nc.lowbit.result import LayerResult

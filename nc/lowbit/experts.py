@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nc.lowbit.modules import sharing
+from nc.lowbit.copies import sharing
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 #: Of the implementations that transformers has, the one that indexes.

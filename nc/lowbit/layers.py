@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from nc.lowbit.computed import is_computed, settle, weight_is_known
+from nc.lowbit.copies import sharing
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.spec.reasons import Cause, Reason
 
@@ -46,6 +49,8 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
+        if not weight_is_known(self.module):  # what it shows may be of another size, or missing
+            return _sizes(self.module)
         rows, columns = self.module.weight.shape  # type: ignore[misc]
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -69,6 +74,28 @@ def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
+
+
+def readable(model: torch.nn.Module) -> torch.nn.Module:
+    """The model; or a copy that shares its tensors, in which the weights that layers compute at each call are parameters."""
+    if not any(is_computed(layer.module) for layer in layers_of(model)):
+        return model
+    copied = sharing(model)
+    settle(layer.module for layer in layers_of(copied))
+    return copied
+
+
+def settle_layers(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Make parameters of the weights that some layers of a model compute at each call, in place."""
+    wanted = set(names)
+    settle(layer.module for layer in layers_of(model) if layer.name in wanted)
+
+
+def _sizes(module: torch.nn.Module) -> tuple[int, int]:
+    """(N, K) of a layer that shows no weight of its own, or (rows, features)."""
+    names = ("num_embeddings", "embedding_dim") if isinstance(module, torch.nn.Embedding) else ("out_features", "in_features")
+    first, second = (int(getattr(module, name, 0)) for name in names)
+    return first, second
 
 
 def has_low_bit(model: torch.nn.Module) -> bool:
@@ -112,6 +139,8 @@ def other_weights(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], 
 def _why_not(module: torch.nn.Module, base: type[torch.nn.Module], kind: str) -> Reason | None:
     if "forward" in vars(module):  # put on this object, as accelerate does; it would be lost with the object
         return Cause.OWN_FORWARD(cls=f"this {type(module).__name__}", kind=kind)
+    if not weight_is_known(module):
+        return Cause.COMPUTED_ELSEWHERE()
     if type(module).forward is not base.forward and not (kind == "linear" and _computes_a_linear(module)):
         return Cause.OWN_FORWARD(cls=type(module).__name__, kind=kind)
     if kind == "embedding" and module.max_norm is not None:

@@ -13,13 +13,13 @@ from nc.calibration.ranks import Ranks
 from nc.config import AnyConfig
 from nc.errors import StateError
 from nc.lowbit.blocks import Driver, Progress
-from nc.lowbit.layers import is_low_bit
-from nc.lowbit.modules import own_weights, sharing
+from nc.lowbit.copies import own_tensors, sharing
+from nc.lowbit.layers import is_low_bit, settle_layers
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Sample
 from nc.lowbit.recorded import RecordedCalls
 from nc.lowbit.report import Record
-from nc.nn import QuantEmbedding, QuantLinear
+from nc.modes import evaluating
 
 
 class PreparedWeights(torch.nn.Module):
@@ -47,7 +47,7 @@ class PreparedWeights(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
         sample = _sample(self.model, args, kwargs) if self.plan.needs_data else None  # before the model can change its inputs in place
-        with _evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
             output = self.model(*args, **kwargs)
         if sample is not None:
             self.samples.append(sample)
@@ -85,14 +85,12 @@ class PreparedWeights(torch.nn.Module):
             )
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
-        with _evaluating(model), without_cache(model):
+        settle_layers(model, [decision.operator for decision in self.plan.quantized])
+        with evaluating(model), without_cache(model):
             driver = Driver(model, self.plan, samples, progress, ranks=ranks)
             driver.run()
         if not self.inplace:
-            own_weights(model)
-            for module in model.modules():
-                if not isinstance(module, (QuantLinear, QuantEmbedding)):
-                    module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})  # noqa: SLF001
+            own_tensors(model)
         model.__dict__["nc_record"] = Record(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
         return model.eval()
 
@@ -117,18 +115,6 @@ def _has_data(sample: Sample) -> bool:
     tensors = (leaf for leaf in pytree.tree_leaves(sample.call) if isinstance(leaf, torch.Tensor) and leaf.dim())
     first = next(tensors, None)
     return first is None or first.numel() > 0
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode; each module gets its own flag back."""
-    flags = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 @contextlib.contextmanager

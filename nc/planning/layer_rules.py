@@ -14,7 +14,7 @@ import torch
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
 from nc.errors import ConfigError, InputError
-from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights
+from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights, readable
 from nc.lowbit.plan import LayerDecision, WeightPlan
 from nc.nn import QuantLinear
 from nc.plan import Plan
@@ -74,6 +74,7 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
         ConfigError: values contradict each other, or groups do not cover a layer; names the layer and sizes that do.
         InputError: a weight that is to be quantized holds NaN or infinite values, or no layer can be quantized.
     """
+    model = readable(model)
     layers = layers_of(model)
     modules = named_layers(model)
     named = {op.name: op for op in modules.operators}

@@ -46,6 +46,7 @@ class Cause(enum.Enum):
     OWN_FORWARD = "{cls} has a forward of its own, which may do more than a {kind}"
     OPTION = "an embedding with {option} changes or scales its rows at run time"
     NOT_FLOAT = "its weight is {dtype}; quantization starts from fp32, bf16 or fp16"
+    COMPUTED_ELSEWHERE = "its weight is no parameter, and what computes it is outside of the layer"
     NO_ELEMENTS = "its weight has no elements"
     LOW_BIT = "weight-only {dtype}: one operator, float in and out"
     OTHER_STRATEGY = "a rule gives it to {strategy}"

@@ -137,6 +137,8 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
     made: dict[int, torch.nn.Parameter] = {}
     for name, part in wide.named_modules():
         mine = module.get_submodule(name)
+        if isinstance(mine, torch.jit.ScriptModule):
+            continue
         for key, value in part._parameters.items():  # noqa: SLF001 - named_parameters leaves out ties
             own = mine._parameters.get(key)  # noqa: SLF001
             if value is None or (own is not None and torch.equal(own.detach().double(), value.detach().double())):

@@ -86,6 +86,8 @@ def find_links(module: torch.nn.Module, call: Call, norms_only: bool = False, ou
 
 def is_norm_like(module: torch.nn.Module) -> bool:
     """Whether a module has nothing but one gain per channel, and perhaps a bias."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its parameters can't be replaced
     weight = module._parameters.get("weight")  # noqa: SLF001
     plain = weight is not None and weight.dim() == 1 and weight.numel() > 1 and not list(module.children())
     return plain and set(module._parameters) <= {"weight", "bias"}  # noqa: SLF001

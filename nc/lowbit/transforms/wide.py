@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from nc.lowbit.copies import own_tensors, sharing
 from nc.lowbit.record import Call, run
 
 
@@ -39,7 +39,9 @@ class WideCopy:
 
     def __init__(self, module: torch.nn.Module, call: Call) -> None:
         self.dtype = torch.float64
-        self.module = copy.deepcopy(module).double()
+        self.module = sharing(module)
+        own_tensors(self.module)
+        self.module.double()
         try:
             self.output = self.run(call)
         except (RuntimeError, TypeError):  # an operator without a float64 kernel, e.g. grouped_mm of mixtures of experts

@@ -1,0 +1,52 @@
+"""Eval mode for a while: modules whose `train` does more than set a flag are put back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model in eval mode; afterwards each module has its own flag again.
+
+    Some modules do work when the mode changes: adapters add their product to the weight. Of those, the parameters and attributes are put
+    back too. A model that is in eval mode already is left alone.
+    """
+    flags = {module: module.training for module in model.modules()}
+    if not any(flags.values()):
+        yield
+        return
+    working = [module for module in flags if _works_on_change(module)]
+    attributes = [(module, dict(vars(module))) for module in working]
+    values = [(p, p.detach().clone()) for module in working for p in module.parameters(recurse=False)]
+    try:
+        _set_eval(model)
+        yield
+    finally:
+        for module, own in attributes:
+            for name in set(vars(module)) - set(own):
+                del vars(module)[name]
+            vars(module).update(own)
+        with torch.no_grad():
+            for parameter, before in values:
+                if not torch.equal(parameter, before):
+                    parameter.copy_(before)
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def _works_on_change(module: torch.nn.Module) -> bool:
+    """Whether its class has a `train` or an `eval` of its own."""
+    cls = type(module)
+    return cls.train is not torch.nn.Module.train or cls.eval is not torch.nn.Module.eval
+
+
+def _set_eval(model: torch.nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError:  # what modules of torch.export say to eval(): their flags are set one by one
+        for module in model.modules():
+            module.training = False
