@@ -6,9 +6,11 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
+from nc.shares import Part, Shares, shares_of
 from nc.spec import FLOAT, OpSpec
 from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
 
@@ -29,6 +31,8 @@ class Decision:
         why: why it stays fp32; None when it is quantized.
         fallback: its precision if the backend has no int8 kernel for it, "fp32" or "bf16".
         fields: for each field of its configuration the name, the value as text, and the rule that gives it ("default" if no rule does).
+        weights: names and shapes of the weights that it reads.
+        multiply_adds: how many it does on the example inputs; None if that is not known.
     """
 
     operator: str
@@ -39,6 +43,8 @@ class Decision:
     why: Reason | None = None
     fallback: str = "fp32"
     fields: tuple[tuple[str, str, str], ...] = ()
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    multiply_adds: int | None = None
 
     @property
     def rule(self) -> str:
@@ -57,6 +63,16 @@ class Decision:
     def stays_for(self, cause: Cause) -> bool:
         """Whether it stays fp32 for this reason."""
         return self.why is not None and self.why.cause is cause
+
+    @property
+    def precision(self) -> str:
+        """What it should compute in: "int8", "bf16", "fp32", "int4 weight", or the formats of a simulated operator."""
+        return f"{self.argument('dtype')} weight" if self.stays_for(Cause.LOW_BIT) else self.spec.precision
+
+    def part(self, form: str) -> Part:
+        """What it contributes to a model in which it computes in `form`."""
+        weights = tuple((name, math.prod(shape)) for name, shape in self.weights)
+        return Part(operator=self.operator, form=form, weights=weights, multiply_adds=self.multiply_adds)
 
     @property
     def rules(self) -> str:
@@ -82,6 +98,7 @@ class Decision:
             data["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
         else:
             data |= {"decided": Rule.of_text(rule), "why": Reason.of_text(reason)}
+        data["weights"] = tuple((name, tuple(shape)) for name, shape in data.get("weights", ()))  # earlier artefacts have none
         return cls(**{**data, "spec": OpSpec.from_dict(data["spec"]), "fields": tuple(map(tuple, data.get("fields", ())))})
 
 
@@ -151,6 +168,11 @@ class Plan:
         """Names of the operators that run in int8 with ranges from calibration."""
         return frozenset(d.operator for d in self.quantized if d.spec.mode == "static")
 
+    @property
+    def shares(self) -> Shares:
+        """Which share of the weights and of the multiply-adds should be computed in which precision."""
+        return shares_of(d.part(d.precision) for d in self.decisions)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -178,9 +200,10 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of all operators, then the algorithms, and where codes are if not at inputs only."""
+        """A table of all operators, shares of weights and multiply-adds, then the algorithms, and where codes are if not at inputs only."""
         outputs = ["", "What int8 convolutions and additions give becomes codes, whoever reads it."] if self.placement == OUTPUTS else []
-        return "\n".join([self.table(), *algorithm_lines(self.algorithms), *outputs])
+        shares = self.shares.lines()
+        return "\n".join([self.table(), *([""] if shares else []), *shares, *algorithm_lines(self.algorithms), *outputs])
 
     def table(self) -> str:
         """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""

@@ -13,6 +13,7 @@ from nc.backends.profiling.verdict import Verdict
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.plan import Applied, format_table
+from nc.shares import Part, fractions, shares_of
 from nc.spec import Mode
 from nc.spec.reasons import Cause
 
@@ -34,6 +35,8 @@ class OpReport:
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
         mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
         refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
+        weights: names and numbers of values of the weights that it reads.
+        multiply_adds: how many it does on the example inputs; None if that is not known.
     """
 
     operator: str
@@ -46,6 +49,13 @@ class OpReport:
     share: float | None = None
     mode: Mode = "float"
     refused: tuple[tuple[str, str], ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+    multiply_adds: int | None = None
+
+    @property
+    def part(self) -> Part:
+        """What it contributes to the shares of the model."""
+        return Part(operator=self.operator, form=self.ran, weights=self.weights, multiply_adds=self.multiply_adds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +82,9 @@ class Report:
         verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not measured.
         profile: each step of the engine with its kernels and its time; None if it was not requested.
         unknown_products: weights of products that nc does not quantize, such as those of stacked experts.
+        weight_shares: by precision ("int8", "bf16", "fp32", …) the share of the weights' values that operators read in it.
+        multiply_add_shares: the same of the multiply-adds on the example inputs.
+        unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
     """
 
     backend: str
@@ -93,6 +106,9 @@ class Report:
     verdict: Verdict | None = None
     profile: Profile | None = None
     unknown_products: tuple[UnknownProduct, ...] = ()
+    weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    unknown_multiply_adds: tuple[str, ...] = ()
 
     @property
     def asked_int8(self) -> int:
@@ -127,6 +143,7 @@ class Report:
         if weights and not self.asked_int8:
             lines.clear()
         lines += [f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()]
+        lines += shares_of(op.part for op in self.ops).lines()
         if self.chosen:
             lines.append(self.chosen)
         if self.groups is not None:
@@ -183,7 +200,7 @@ def build(
         reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
         ran = run.ran if run else "unknown"
         if decision.stays_for(Cause.LOW_BIT):
-            asked = ran = f"{decision.argument('dtype')} weight"
+            asked = ran = decision.precision
         kernel, share = kernels.get(decision.operator, ("", None))
         low_bit = run.kernels if run else None
         ops.append(
@@ -198,8 +215,11 @@ def build(
                 share=share,
                 mode=decision.spec.mode,
                 refused=() if low_bit is None else low_bit.refused,
+                weights=tuple(decision.part(ran).weights),
+                multiply_adds=decision.multiply_adds,
             )
         )
+    shares = shares_of(op.part for op in ops)
     return Report(
         backend=engine.backend,
         chosen=chosen,
@@ -219,7 +239,10 @@ def build(
         details=engine.details,
         verdict=verdict,
         profile=profile,
-        unknown_products=unknown_products(graph.module),
+        unknown_products=unknown_products(graph.plan),
+        weight_shares=fractions(shares.weights),
+        multiply_add_shares=fractions(shares.multiply_adds),
+        unknown_multiply_adds=shares.unknown,
     )
 
 

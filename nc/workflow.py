@@ -26,7 +26,7 @@ from nc.config import AnyConfig, WeightOnlyConfig, config_from, outer_field, par
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
-from nc.graph.catalogue import is_float_tensor, kind_of_node
+from nc.graph.catalogue import kind_of_node
 from nc.graph.products import unknown_products, unknown_text
 from nc.graph.qdq import QDQGraph
 from nc.lowbit.blocks import Progress
@@ -110,13 +110,13 @@ def prepare(
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
     check_rules(config, with_low_bit(graph, model), strict=strict)
-    _warn_of_unknown_products(graph)
     kind = _kind_of(graph)
     first = choose_backend(backend, kind).name
     plan, name, failed = first_that_can(backend, first, lambda e: decide(config, graph, e.capabilities(), placement), model=kind)
     if name != engine.name:
         engine = get_backend(name)
         engine.start()
+    _warn_of_unknown_products(plan)
     plan, algorithms = _with_algorithms(plan, config)
     if inplace:
         model.eval()
@@ -346,11 +346,10 @@ def _warn_of_float_weights(plan: WeightPlan) -> None:
         warnings.warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.", NCWarning, stacklevel=3)
 
 
-def _warn_of_unknown_products(graph: Graph) -> None:
+def _warn_of_unknown_products(plan: Plan) -> None:
     """As above, for captured models."""
-    products = unknown_products(graph.module)
-    constants = {n.target: n.meta["val"] for n in graph.module.graph.nodes if n.op == "get_attr" and is_float_tensor(n)}
-    if 2 * sum(product.size for product in products) > sum(value.numel() for value in constants.values()):
+    products = unknown_products(plan)
+    if 2 * sum(product.size for product in products) > sum(plan.shares.weights.values()):
         msg = f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig quantizes stacked experts."
         warnings.warn(msg, NCWarning, stacklevel=3)
 

@@ -367,7 +367,7 @@ def test_codes_as_outputs_are_a_part_of_the_text(ten):
 
 def test_the_table_has_a_row_per_operator(ten):
     plan = plan_for(ten, ("fc1", FP32))
-    head, _, *rows = str(plan).splitlines()
+    head, _, *rows = plan.table().splitlines()
     assert head.split()[:2] == ["operator", "type"]
     assert [row.split()[0] for row in rows] == [d.operator for d in plan.decisions]
     assert "fp32 was asked for" in rows[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -13,6 +13,7 @@ from torch import fx
 from nc.graph import catalogue
 from nc.graph.recurrent import why_not_recurrent
 from nc.graph.views import Binary, Weighted
+from nc.graph.weight_reads import Weight, varying, weights_read, why_float
 from nc.spec.reasons import Cause, Reason
 
 
@@ -29,6 +30,7 @@ class Operator:
         quantizable: whether some integer kernel exists for its kind.
         why: why it cannot be quantized; None if it can.
         followed_by: the operators behind it, as long as each is the only one that reads the result in front of it: ("add", "relu").
+        weights: the weights that it reads.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Operator:
     quantizable: bool
     why: Reason | None = None
     followed_by: tuple[str, ...] = ()
+    weights: tuple[Weight, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -52,20 +55,17 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     modules = dict(model.named_modules())
     seen: dict[str, int] = collections.Counter()
     operators = []
-    activations, varying = _activations(module), _varying(module)
-    for node in module.graph.nodes:
-        op = catalogue.op_name(node)
-        kind = catalogue.kind_of_node(node)
-        listed = op in catalogue.FLOAT_OPS or op in catalogue.LOW_BIT or op in catalogue.ACTIVATIONS or op in catalogue.POOLS
-        shown = kind or (op if listed else None)
-        if shown is None or not (catalogue.is_float_tensor(node) or kind in catalogue.RECURRENT):
-            continue
-        if op in catalogue.LOW_BIT:
-            why: Reason | None = Cause.LOW_BIT(dtype=catalogue.schema_arguments(node)["dtype"])
-        else:
-            why = catalogue.FLOAT_OPS.get(op) if kind is None else _why_not(node, kind, activations, varying)
+    weights = weights_read(module, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    reasons = _reasons(module)
+    # users' rules have the names of these, so what is listed only because it reads a weight is numbered behind them
+    listed = [node for node in module.graph.nodes if _is_listed(node, reasons)]
+    others = [node for node in weights if node not in set(listed)]
+    for node in (*listed, *others):
+        op, kind = catalogue.op_name(node), catalogue.kind_of_node(node)
+        shown = kind or op
+        why = reasons[node] if node in reasons else catalogue.FLOAT_OPS.get(op) or (why_float(node) if node in weights else None)
         if kind == "add" and why is not None:
-            continue  # users do not look for additions of a constant or of a mask
+            why = Cause.CONSTANT_SIDE()
         path, owned, module_type = _owner(node, shown, modules)
         base = path if owned else ".".join(filter(None, (path, shown)))
         count = seen[base]
@@ -74,8 +74,31 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
         node.meta["operator"] = name
         module_name = base if owned else name
         quantizable = kind is not None and why is None
-        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, why, tuple(_chain(node))))
-    return tuple(operators)
+        followed_by = tuple(_chain(node))
+        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, why, followed_by, weights.get(node, ())))
+    order = {node.name: i for i, node in enumerate(module.graph.nodes)}
+    return tuple(sorted(operators, key=lambda operator: order[operator.node]))
+
+
+def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
+    """For each node of a quantizable kind, and each with a low-bit weight, why it can't be quantized; None where it can."""
+    activations, changing = _activations(module), varying(module)
+    found: dict[fx.Node, Reason | None] = {}
+    for node in module.graph.nodes:
+        kind = catalogue.kind_of_node(node)
+        if catalogue.op_name(node) in catalogue.LOW_BIT:
+            found[node] = Cause.LOW_BIT(dtype=catalogue.schema_arguments(node)["dtype"])
+        elif kind is not None and (catalogue.is_float_tensor(node) or kind in catalogue.RECURRENT):
+            found[node] = _why_not(node, kind, activations, changing)
+    return found
+
+
+def _is_listed(node: fx.Node, reasons: Mapping[fx.Node, Reason | None]) -> bool:
+    """Whether users may look for an operator, whether it reads a weight or not."""
+    if node in reasons:
+        return not (catalogue.kind_of_node(node) == "add" and reasons[node] is not None)  # of a constant or of a mask
+    op = catalogue.op_name(node)
+    return catalogue.is_float_tensor(node) and (op in catalogue.FLOAT_OPS or op in catalogue.ACTIVATIONS or op in catalogue.POOLS)
 
 
 def _chain(node: fx.Node) -> Iterator[str]:
@@ -98,16 +121,7 @@ def _activations(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _varying(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes that depend on the values of an input, not on constants and sizes alone."""
-    found: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes if catalogue.op_name(n) != "sym_size"):
-            found.add(node)
-    return found
-
-
-def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[fx.Node]) -> Reason | None:
+def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], changing: set[fx.Node]) -> Reason | None:
     """Why an operator of a quantizable kind can't be quantized; None when it can."""
     if kind in catalogue.RECURRENT:
         return why_not_recurrent(node)
@@ -117,7 +131,7 @@ def _why_not(node: fx.Node, kind: str, activations: set[fx.Node], varying: set[f
     if kind in catalogue.WEIGHTED:
         if Weighted.of(node).weight.op != "get_attr":
             return Cause.COMPUTED_WEIGHT()
-        return None if Weighted.of(node).input in varying else Cause.CONSTANT_INPUT()
+        return None if Weighted.of(node).input in changing else Cause.CONSTANT_INPUT()
     left, right = Binary.of(node).sides
     if not {left, right} <= activations:
         return Cause.CONSTANT_SIDE()

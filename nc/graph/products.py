@@ -1,26 +1,23 @@
-"""Products that nc does not quantize, such as those of stacked experts: their weights stay fp32, and the report must say so."""
+"""Weights of operators that nc has no int8 form of, such as products of stacked experts: they stay fp32, and the report must say so."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from nc.plan import Plan
+from nc.spec.reasons import Cause
 
-from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
-
-#: "mm" as a word, or at the end of one: bmm, _grouped_mm, grouped_mm_fallback.
-_PRODUCT = re.compile(r"mm(?![a-zA-Z0-9])")
+_CAUSES = (Cause.NO_INTEGER_FORM, Cause.CUSTOM_OPERATOR, Cause.REWRITABLE)
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownProduct:
-    """A weight that such a product reads.
+    """A weight that such an operator reads.
 
     Attributes:
-        operator: "namespace::name" of what computes the product, without "aten::".
+        operator: "namespace::name" of the operator, without "aten::".
         weight: name of the parameter.
         shape: of the weight.
     """
@@ -35,17 +32,10 @@ class UnknownProduct:
         return math.prod(self.shape)
 
 
-def unknown_products(module: fx.GraphModule) -> tuple[UnknownProduct, ...]:
-    """All of a graph, each weight once."""
-    found = {}
-    for node in module.graph.nodes:
-        if kind_of_node(node) is not None or not _PRODUCT.search(op_name(node)):
-            continue
-        for source in map(_origin, node.all_input_nodes):
-            if source.op == "get_attr" and is_float_tensor(source) and source.meta["val"].dim() > 1:
-                name = str(source.meta.get("fqn") or source.target)
-                found[name] = UnknownProduct(op_name(node), name, tuple(source.meta["val"].shape))
-    return tuple(found.values())
+def unknown_products(plan: Plan) -> tuple[UnknownProduct, ...]:
+    """All of a plan, each weight once."""
+    stuck = [d for d in plan.decisions if any(map(d.stays_for, _CAUSES))]
+    return tuple({name: UnknownProduct(d.kind, name, shape) for d in stuck for name, shape in d.weights}.values())
 
 
 def unknown_text(products: Sequence[UnknownProduct]) -> str:
@@ -57,10 +47,3 @@ def unknown_text(products: Sequence[UnknownProduct]) -> str:
     return (
         f"{sum(p.size for p in products) / 1e6:.1f} M weights stay fp32, as nc has no int8 for what reads them ({operators}): {shown}{more}"
     )
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a node is a view or copy of, as far as it reads a single node."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        (node,) = node.all_input_nodes
-    return node

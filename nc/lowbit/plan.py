@@ -10,7 +10,8 @@ from typing import Any
 from nc.lowbit.solvers import Solver
 from nc.lowbit.transforms import Transform
 from nc.plan import Step, algorithm_lines, explained, format_table, named
-from nc.spec.reasons import NO_RULE, Reason, Rule
+from nc.shares import Part, Shares, shares_of
+from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
 from nc.spec.weight_format import WeightFormat
 
 
@@ -88,6 +89,13 @@ class WeightPlan:
             for a in some
         )
 
+    @property
+    def shares(self) -> Shares:
+        """Which share of the weights gets which format."""
+        rows = [(d.operator, "float" if d.form is None else str(d.form.dtype), math.prod(d.shape)) for d in self.decisions]
+        parts = [Part(operator=name, form=form, weights=((name, size),), multiply_adds=0) for name, form, size in rows]
+        return shares_of([*parts, *other_parts(self.others)])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         rows = [
@@ -109,22 +117,30 @@ class WeightPlan:
 
     def __str__(self) -> str:
         """A table of all layers, then the algorithms."""
-        others = ["", others_text(self.others)] if self.others else []
-        return "\n".join([self.table(), *others, *algorithm_lines(self.algorithms)])
+        others = [others_text(self.others)] if self.others else []
+        return "\n".join([self.table(), "", *self.shares.lines(), *others, *algorithm_lines(self.algorithms)])
 
     def table(self) -> str:
-        """One row per layer: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
+        """One row per layer and other weight: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
         rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "range", "solver", "rule", "why float")]
         for d in self.decisions:
             sizes = f"{d.shape[0]} x {d.shape[1]}"
             how = ("float", "-", "-") if d.form is None or d.solver is None else (str(d.form), d.rule, d.solver.name)
             rows.append((d.operator, d.kind, sizes, *how, str(d.decided), d.reason))
+        rows += [
+            (name, "parameter", " x ".join(map(str, shape)), "float", "-", "-", "-", str(Cause.NO_LAYER())) for name, shape in self.others
+        ]
         return format_table(rows)
 
     def explain(self, operator: str) -> str:
         """For one layer each field of its configuration, the value, and the rule that gives it."""
         decision = self[operator]
         return explained(decision, decision.reason or str(decision.form))
+
+
+def other_parts(others: Sequence[tuple[str, tuple[int, ...]]]) -> list[Part]:
+    """What weights that are in no linear or embedding contribute to the shares of a model. Their multiply-adds are not known."""
+    return [Part(operator=name, form="float", weights=((name, math.prod(shape)),)) for name, shape in others]
 
 
 def others_text(others: Sequence[tuple[str, tuple[int, ...]]]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ import torch
 from nc import generation
 from nc.backends.profiling.bandwidth import read_bandwidth
 from nc.lowbit.layers import memory_of, other_weights
-from nc.lowbit.plan import others_text
+from nc.lowbit.plan import other_parts, others_text
 from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.plan import Applied, format_table
 from nc.reporting import refused_lines
+from nc.shares import Part, Shares, fractions, shares_of
+from nc.spec.reasons import Cause
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ class LayerReport:
         kernel: what computes it, with the numbers of rows M of activations that each kernel is for; "" if it stays float.
         refused: (kernel, why it does not compute this layer) of the kernels that would be preferred.
         speed: its time, None where it was not measured.
+        dtype: of the codes; "float" if it was not quantized.
     """
 
     operator: str
@@ -66,6 +71,14 @@ class LayerReport:
     kernel: str = ""
     refused: tuple[tuple[str, str], ...] = ()
     speed: LayerSpeed | None = None
+    dtype: str = "float"
+
+    @property
+    def part(self) -> Part:
+        """What it contributes to the shares of the model."""
+        size = math.prod(self.shape)
+        steps = 0 if self.speed is None else self.speed.rows * self.speed.calls * size
+        return Part(operator=self.operator, form=self.dtype, weights=((self.operator, size),), multiply_adds=steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +93,9 @@ class WeightReport:
         others: names and shapes of weights that are in no linear or embedding; they stay float.
         bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
         tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
+        weight_shares: by dtype ("int4", "float", …) the share of the weights' values.
+        multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no layer was timed, because only
+            then the numbers of rows are known.
     """
 
     layers: tuple[LayerReport, ...]
@@ -89,6 +105,13 @@ class WeightReport:
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bandwidth: float | None = None
     tokens: str = ""
+    weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shares(self) -> Shares:
+        """Which share of the weights, and of the multiply-adds of timed linears, has which dtype."""
+        return shares_of([*(layer.part for layer in self.layers), *other_parts(self.others)])
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -108,6 +131,7 @@ class WeightReport:
             + (f", {stored * 8 / count:.2f} bits each" if count else ""),
             f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
         ]
+        lines += self.shares.lines()
         lines += [others_text(self.others)] if self.others else []
         lines += [str(applied) for applied in self.applied]
         lines += [f"tokens after the first: {self.tokens}"] if self.tokens else []
@@ -142,7 +166,12 @@ class WeightReport:
                     x.note,
                 )
             )
+        rows += [self._other_row(name, shape) for name, shape in self.others]
         return f"{format_table(rows)}\n\n{self.summary()}"
+
+    def _other_row(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """A row about a weight that is in no layer."""
+        return name, " x ".join(map(str, shape)), "float", *("-",) * (6 + len(self._speed_head())), str(Cause.NO_LAYER())
 
     def _speed_head(self) -> tuple[str, ...]:
         return () if self.bandwidth is None else ("M", "us", "GB/s", "% of reading")
@@ -179,6 +208,7 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
                     kind="linear" if isinstance(module, QuantLinear) else "embedding",
                     shape=packed.shape,
                     form=str(module.form),
+                    dtype=str(module.form.dtype),
                     solver="" if found is None else found.solver,
                     loss=None if found is None else found.loss,
                     rtn_loss=None if found is None else found.rtn_loss,
@@ -208,12 +238,16 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
                     note=reasons[name],
                 )
             )
+    others = other_weights(model)
+    shares = shares_of([*(layer.part for layer in layers), *other_parts(others)])
     return WeightReport(
         layers=tuple(layers),
         applied=record.applied,
         weight_bytes=_bytes(model),
         float_bytes=_bytes(model) + _saved(model),
-        others=other_weights(model),
+        others=others,
+        weight_shares=fractions(shares.weights),
+        multiply_add_shares=fractions(shares.multiply_adds),
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
         tokens=generation.status(model),
     )

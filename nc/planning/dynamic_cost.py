@@ -12,6 +12,7 @@ from torch import fx
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
 from nc.graph.fx_utils import run_with
+from nc.graph.multiply_adds import multiply_adds
 from nc.graph.views import Weighted
 from nc.spec import DynamicCost
 from nc.spec.reasons import Cause, Reason
@@ -41,8 +42,15 @@ class Sizes:
 
     def node(self, op: Operator) -> fx.Node:
         """The node of an operator."""
-        node: fx.Node = next(n for n in self._graph.module.graph.nodes if n.name == op.node)
-        return node
+        return self._nodes[op.node]
+
+    @functools.cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self._graph.module.graph.nodes}
+
+    def multiply_adds(self, op: Operator) -> int | None:
+        """How many multiply-adds an operator does on the example; None if that is not known."""
+        return multiply_adds(self.node(op), self._outputs, reads_weights=bool(op.weights))
 
     def slower_in_int8(self, op: Operator, granularity: str, cost: DynamicCost | None) -> Reason | None:
         """Why dynamic int8 is slower than fp32 for an operator at the size of the example; None if it is not slower."""

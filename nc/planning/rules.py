@@ -61,7 +61,7 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placemen
         raise UnsupportedError(msg)
     sizes = Sizes(graph)
     modules = frozenset(graph.submodules)
-    decisions = [_decide(op, config, sizes, capabilities, modules) for op in graph.operators]
+    decisions = [_with_size(_decide(op, config, sizes, capabilities, modules), op, sizes) for op in graph.operators]
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
     weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
@@ -92,6 +92,12 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement
         raise UnsupportedError(msg)
     isa = (*capabilities.isa, *(capabilities.bf16_isa if low is not None else ()))
     return Plan(decisions=tuple(decisions), backend=capabilities.backend, isa=isa, placement=placement)
+
+
+def _with_size(decision: Decision, op: Operator, sizes: Sizes) -> Decision:
+    """The decision with the weights and the multiply-adds of its operator."""
+    weights = tuple((weight.name, weight.shape) for weight in op.weights)
+    return dataclasses.replace(decision, weights=weights, multiply_adds=sizes.multiply_adds(op))
 
 
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
