@@ -177,7 +177,7 @@ INSIDE = {
     "nc.cli": (("nc.cli.doctor", "nc.cli.inputs", "nc.cli.inspect"), ("nc.cli.pretrained",), ("nc.cli.main",), ("nc.cli",)),
     "nc.algorithms": (
         ("nc.algorithms.base",),
-        ("nc.algorithms.replay",),
+        ("nc.algorithms.replay", "nc.algorithms.side_by_side"),
         ("nc.algorithms.pipeline", "nc.algorithms.bias_correction", "nc.algorithms.equalization", "nc.algorithms.range_search"),
         ("nc.algorithms.bias_absorption", "nc.algorithms.dead_channels", "nc.algorithms.smooth_search"),
         ("nc.algorithms.smooth_quant",),
@@ -198,6 +198,7 @@ INSIDE = {
             "nc.numerics.bits",
             "nc.numerics.histogram",
             "nc.numerics.int16_pairs",
+            "nc.numerics.mean_error",
             "nc.numerics.metrics",
             "nc.numerics.mx",
         ),
