@@ -232,8 +232,11 @@ def test_a_local_configuration_may_repeat_the_transform_of_the_outer_one(model):
     assert plan.transforms == (AWQ(),)
     assert (plan["model.layers.0.mlp.down_proj"].form.bits, plan["model.layers.0.mlp.up_proj"].form.bits) == (8, 4)
     assert plan["model.layers.0.self_attn.o_proj"].form is None
-    with pytest.raises(nc.ConfigError, match="transforms applies to whole models"):
-        RTNConfig().set_local("x", AWQConfig())
+    config = RTNConfig().set_local(".*down_proj", AWQConfig()).set_local(".*up_proj", RTNConfig(bits=8))
+    plan = nc.describe(model, config)
+    assert plan["model.layers.0.mlp.down_proj"].transforms == (AWQ(),)
+    assert plan["model.layers.0.mlp.up_proj"].transforms == ()
+    assert nc.describe(model, AWQConfig().set_local(".*up_proj", RTNConfig()))["model.layers.0.mlp.up_proj"].transforms == ()
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)

@@ -504,3 +504,102 @@ def test_values_without_a_meaning_are_refused(name, fields):
         TRANSFORMS[name](**fields)
     with pytest.raises(nc.ConfigError):
         nc.WeightOnlyConfig("int4", transforms=[{"name": name, **fields}])
+
+
+LAYERS = [
+    f"model.layers.{i}.{name}" for i in range(2) for name in (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+]
+
+
+def converted_by_rules(model, outer, *rules):
+    """Each rule is a key and a configuration."""
+    config = copy.deepcopy(outer)
+    for key, local in rules:
+        config.set_local(key, local)
+    config = nc.config.config_from(config.to_dict())  # rules have a plain form
+    prepared = nc.prepare(model, config)
+    for seed in range(3):
+        prepared(tokens(seed=seed))
+    return nc.convert(prepared)
+
+
+def of_three_bits(*transforms, **fields):
+    return nc.WeightOnlyConfig("int3", w_algo="minmax", group_size=16, transforms=list(transforms), **fields)
+
+
+@pytest.mark.parametrize("factory", [nc.TEQConfig, nc.AWQConfig], ids=["teq", "awq"])
+def test_neural_compressors_form_of_one_layer_alone(factory):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval(), torch.randn(64, 32)
+    for name in ("0", "2"):
+        config = factory(dtype="fp32")
+        config.set_local(name, factory(bits=8, group_size=32))
+        plan = nc.describe(model, config)
+        assert [d.operator for d in plan.quantized] == [name]
+        assert [t.name for t in plan.transforms] == [factory.__name__.removesuffix("Config").lower()]
+        q = nc.quantize(model, config, lambda prepared: prepared(x))
+        assert [type(layer) is nc.nn.QuantLinear for layer in q] == [name == "0", False, name == "2"]
+        assert ((q(x) - model(x)).square().sum() / model(x).square().sum()).item() < 1e-3
+        (applied,) = nc.report(q).applied
+        assert "the model: " in applied.text
+    config = factory(dtype="fp32").set_local("2", factory(bits=8, group_size=32))
+    assert (
+        nc.config.config_from({plan.transforms[0].name: {"global": {"dtype": "fp32"}, "local": {"2": {"bits": 8, "group_size": 32}}}})
+        == config
+    )
+
+
+@pytest.mark.parametrize("transform", [nc.AWQ(grid=5), nc.Smooth(), nc.TEQ(steps=25, lr=0.05)], ids=lambda t: t.name)
+def test_a_rule_gives_a_transform_to_some_layers(transform):
+    """The other layers are as without it; a set of which a rule names one layer is scaled whole, because it reads one tensor."""
+    model = with_outliers()
+
+    def differ(one, other):
+        return [name for name in LAYERS if not is_as(one.get_submodule(name), dict(other.get_submodule(name).state_dict()))]
+
+    plain, only = (
+        converted_by_rules(model, of_three_bits()),
+        converted_by_rules(model, of_three_bits(), (LAYERS[0], of_three_bits(transform))),
+    )
+    (applied, *others) = [a for a in nc.report(only).applied if a.operators]
+    assert not others
+    assert set(applied.operators) <= {"model.layers.0.input_layernorm", *LAYERS[:3]}
+    assert LAYERS[0] in applied.operators
+    assert differ(plain, only) == LAYERS[:3]
+    whole = converted_by_rules(model, of_three_bits(transform), (r"model\.layers\.0\..*", of_three_bits()))
+    assert {a.text.partition(":")[0] for a in nc.report(whole).applied if a.operators} == {"model.layers.1"}
+    changed = differ(plain, whole)
+    assert changed
+    assert set(changed) <= set(LAYERS[7:])
+
+
+def test_a_set_counts_its_layers_that_do_not_ask_for_a_scale_too():
+    """What a scale costs is measured for all that read the tensor: those of three bits decide, whoever asks."""
+    model = with_outliers()
+    one = converted_by_rules(model, of_three_bits(), (LAYERS[0], of_three_bits(nc.AWQ(grid=5, clip=False))))
+    three = converted_by_rules(model, of_three_bits(), (LAYERS[:3], of_three_bits(nc.AWQ(grid=5, clip=False))))
+    norms = [m.model.layers[0].input_layernorm.weight for m in (model, one, three)]
+    assert not torch.equal(norms[0], norms[1])
+    assert torch.equal(norms[1], norms[2])
+
+
+def test_a_clip_search_is_for_the_layers_that_ask_for_it():
+    model = with_outliers()
+    asks = converted_by_rules(model, of_three_bits(), (LAYERS[2], of_three_bits(nc.AWQ(grid=1, clip=True))))
+    clipped = [a.text.partition("ranges clipped in ")[2].split(", ") for a in nc.report(asks).applied if "ranges clipped in" in a.text]
+    assert clipped in ([], [[LAYERS[2]]])
+    every = converted_by_rules(model, of_three_bits(nc.AWQ(grid=1, clip=True)))
+    clipped = [a.text.partition("ranges clipped in ")[2].split(", ") for a in nc.report(every).applied if "ranges clipped in" in a.text]
+    assert len(sum(clipped, [])) > 1
+
+
+def test_a_transform_of_the_whole_model_is_no_rule_for_a_layer():
+    with pytest.raises(nc.ConfigError, match=r"set_local\('x', …\): Rotation\(.*\) changes the whole model.*outer configuration"):
+        of_three_bits().set_local("x", of_three_bits(nc.Rotation()))
+    model = with_outliers()
+    local = of_three_bits(nc.Rotation(), nc.Smooth())
+    q = converted_by_rules(model, of_three_bits(nc.Rotation()), (r"model\.layers\.1\..*", local))
+    first, *others = nc.report(q).applied
+    assert (first.algorithm, {a.algorithm for a in others}) == ("rotation", {"smooth"})
+    assert {a.text.partition(":")[0] for a in others} == {"model.layers.1"}
+    assert lost(model, q) < lost(model, converted_by_rules(model, of_three_bits()))

@@ -98,6 +98,20 @@ class QuantConfig(Document):
             msg = "w_sym=False: CPU kernels ignore a weight zero point and would compute wrong numbers; use w_sym=True."
             raise UnsupportedError(msg)
 
+    @classmethod
+    def check_local(cls, where: str, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - for subclasses
+        """The fields of a local configuration, checked.
+
+        Args:
+            where: the call, for messages.
+            given: its fields, without those for whole models.
+            around: the fields of the outer configuration.
+
+        Raises:
+            ConfigError: a value means something for whole models only.
+        """
+        return given
+
     # ---- a value ----
 
     def __getattr__(self, name: str) -> Any:
@@ -356,7 +370,8 @@ def _local(key: object, config: object, around: Mapping[str, Any] | None = None)
         msg = f"{where}: {outer} applies to whole models; give it to the outer configuration."
         raise ConfigError(msg)
     local = copy.copy(config)
-    local.__dict__["given"] = {name: value for name, value in config.given.items() if name not in whole}
+    given = {name: value for name, value in config.given.items() if name not in whole}
+    local.__dict__["given"] = config.check_local(where, given, around)
     return local
 
 

@@ -544,7 +544,8 @@ def _weights(
         "float_zero": double is not None and is_integer and not use_sym,  # codes of scales go with codes of minima
         "double_quant": False if double is None else double,
         "scale_mode": "floor",
-        **{key: value for key, value in fields.items() if value != ()},
+        "transforms": (),
+        **fields,
     }
     if quant_lm_head:
         given["lm_head"] = name

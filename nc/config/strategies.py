@@ -192,7 +192,8 @@ class WeightOnlyConfig(QuantConfig):
         act_dtype: "fp32" leaves activations as they are; "bf16" computes in bf16; "int8" rounds each token to 8 bits with one
             scale, "int8_block32" with a scale for each 32 of its elements.
         solver: chooses the codes: `RTN()`, `GPTQ()`, … One for a layer can be set with `set_local`.
-        transforms: change weights of the float model first, without changing what it computes: `AWQ()`, …
+        transforms: change weights of the float model first, without changing what it computes: `AWQ()`, … A rule gives them to some layers,
+            or `transforms=()` to leave them alone. `Rotation()` changes the whole model, so it stands in the outer configuration only.
         lm_head: number format of the output head, e.g. "int8"; None leaves it float. A rule that names the head also quantizes it.
         embedding: number format of embeddings; None leaves them float.
         double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`, False none.
@@ -217,7 +218,7 @@ class WeightOnlyConfig(QuantConfig):
         "scale_dtype": Field("fp32", one_of(*SCALE_DTYPES)),
         "act_dtype": Field("fp32", one_of(*ACT_DTYPES)),
         "solver": Field(RTN(), plain_object(SOLVERS, Solver)),
-        "transforms": Field((), plain_objects(TRANSFORMS, Transform), outer=True),
+        "transforms": Field((), plain_objects(TRANSFORMS, Transform)),
         "lm_head": Field(None, one_of(*DTYPES), outer=True),
         "embedding": Field(None, one_of(*DTYPES), outer=True),
         "double_quant": Field(None, double_quant),
@@ -230,6 +231,21 @@ class WeightOnlyConfig(QuantConfig):
         """Raise ConfigError for values that are valid alone, but not together."""
         if values["w_dtype"] != "fp32":
             weight_format(values)
+
+    @classmethod
+    def check_local(cls, where: str, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
+        """As for all strategies; transforms of the whole model may be repeated, but only the outer configuration can ask for them."""
+        if "transforms" not in given:
+            return given
+        whole = [transform for transform in given["transforms"] if transform.level == "model"]
+        unknown = next((transform for transform in whole if transform not in around.get("transforms", ())), None)
+        if unknown is not None:
+            msg = (
+                f"{where}: {unknown} changes the whole model: what one layer writes, others read. Give it to the outer configuration: "
+                f"WeightOnlyConfig(…, transforms=[{type(unknown).__name__}()])."
+            )
+            raise ConfigError(msg)
+        return {**given, "transforms": tuple(transform for transform in given["transforms"] if transform.level != "model")}
 
 
 def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> WeightFormat:

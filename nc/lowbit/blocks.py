@@ -7,7 +7,7 @@ its statistics and its activations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from nc.lowbit.shared_work import Share
 from nc.lowbit.solvers.base import BlockProblem, BlockSolver, Needs, Problem
 from nc.lowbit.solvers.best import keep_best, solve_best
 from nc.lowbit.statistics import InputStatistics
-from nc.lowbit.transforms import Scope, Target
+from nc.lowbit.transforms import Scope, Target, Transform
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.plan import Applied
@@ -120,7 +120,7 @@ class Driver:
         """Of layers that share a weight and ask for the same, the first is solved, once."""
         owners: dict[Any, str] = {}
         self._first = {
-            name: owners.setdefault((id(self.model.get_submodule(name).weight), d.form, d.rule, d.solver), name)
+            name: owners.setdefault((id(self.model.get_submodule(name).weight), d.form, d.rule, d.solver, d.transforms), name)
             for name, d in self.asked.items()
         }
         self._first_of_several = {first for name, first in self._first.items() if name != first}
@@ -130,7 +130,7 @@ class Driver:
         for transform in self.plan.transforms:
             if transform.level == "model":
                 calls, keeps = [s.call for s in self.all_samples], [s.keep for s in self.all_samples]
-                scope = self._scope("", self.model, self._targets(self.asked, None), calls, keeps)
+                scope = self._scope("", self.model, self._targets(self.asked, transform, None), calls, keeps)
                 self.applied.append(self.share.transformed(self.model, partial(transform.apply, scope), everywhere=True))
         self._find_ties()  # a transform may have given tied layers weights of their own
         lists = block_lists(self.model, self.asked)
@@ -236,17 +236,18 @@ class Driver:
         targets: Sequence[torch.Tensor] = (),
     ) -> None:
         inputs = self._collect(module, inside, calls, float_calls)
-        transforms = [t for t in self.plan.transforms if t.level == "block"]
+        transforms = [t for t in self.plan.transforms if any(t in self.asked[name].transforms for name in inside)]
         if transforms and (prefix or len(inside) == len(self.asked)):
             for transform in transforms:
                 keeps = [sample.keep for sample in self.samples]
-                scope = self._scope(prefix, module, self._targets(inside, inputs), calls, keeps)
+                scope = self._scope(prefix, module, self._targets(inside, transform, inputs), calls, keeps)
                 self.applied.append(self.share.transformed(module, partial(transform.apply, scope)))
                 self._clips |= scope.clips
                 inputs = self._collect(module, inside, calls, float_calls)
         elif transforms:
-            text = f"nothing outside the stacks of blocks: {', '.join(inside)}"
-            self.applied += [Applied(transform.name, (), text) for transform in transforms]
+            for transform in transforms:
+                names = ", ".join(name for name in inside if transform in self.asked[name].transforms)
+                self.applied.append(Applied(transform.name, (), f"nothing outside the stacks of blocks: {names}"))
         solvers = [self.asked[name].solver for name in inside]
         if float_calls is None or not any(solver is not None and solver.needs.float_inputs for solver in solvers):
             self._solve_together(prefix, module, inside, inputs, calls, targets)
@@ -340,13 +341,15 @@ class Driver:
                     run(module, calls[i])
         return self.share.merged(collector.of)
 
-    def _targets(self, names: Any, inputs: Mapping[str, InputStatistics] | None) -> dict[str, Target]:
+    def _targets(self, names: Iterable[str], transform: Transform, inputs: Mapping[str, InputStatistics] | None) -> dict[str, Target]:
         targets = {}
         for name in names:
             decision = self.asked[name]
             assert decision.form is not None
             found = None if inputs is None else inputs.get(name)
-            targets[name] = Target(module=self.model.get_submodule(name), form=decision.form, rule=decision.rule, inputs=found)
+            asked = transform.level == "model" or transform in decision.transforms
+            module = self.model.get_submodule(name)
+            targets[name] = Target(module=module, form=decision.form, rule=decision.rule, inputs=found, asked=asked)
         return targets
 
     def _scope(

@@ -28,6 +28,7 @@ class LayerDecision:
         rule: range rule of its scales.
         solver: chooses its codes.
         act_dtype: what its input is rounded to: "fp32" (nothing), "bf16", "int8" or "int8_block32".
+        transforms: those of blocks that it asks for.
         decided: which rule decided.
         why: why it stays float; None when it is quantized.
         fields: for each field of its configuration the name, the value as text, and the rule that gives it.
@@ -41,6 +42,7 @@ class LayerDecision:
     rule: str = "wls"
     solver: Solver | None = None
     act_dtype: str = "fp32"
+    transforms: tuple[Transform, ...] = ()
     decided: Rule = NO_RULE
     why: Reason | None = None
     fields: tuple[tuple[str, str, str], ...] = ()
@@ -57,7 +59,7 @@ class WeightPlan:
 
     Attributes:
         decisions: one per layer.
-        transforms: applied before layers are solved, in this order.
+        transforms: applied before layers are solved, in this order: those of the whole model, and those that some layer asks for.
         others: names and shapes of weights that are in no linear or embedding; they stay float.
     """
 
@@ -108,6 +110,7 @@ class WeightPlan:
                 "range_rule": d.rule,
                 "solver": None if d.solver is None else d.solver.name,
                 "act_dtype": d.act_dtype,
+                "transforms": [t.name for t in d.transforms],
                 "rule": str(d.decided),
                 "reason": d.reason,
             }

@@ -16,6 +16,7 @@ from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight
 from nc.errors import ConfigError, InputError
 from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights, readable
 from nc.lowbit.plan import LayerDecision, WeightPlan
+from nc.lowbit.transforms import Transform
 from nc.nn import QuantLinear
 from nc.plan import Plan
 from nc.planning.matching import Named, check_rules, matches_of, merged
@@ -96,7 +97,14 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
                 f"config.exclude({layer.name!r})."
             )
             raise InputError(msg)
-    return WeightPlan(decisions=tuple(decisions), transforms=outer_field(config, "transforms"), others=other_weights(model))
+    return WeightPlan(decisions=tuple(decisions), transforms=_transforms(decisions, config), others=other_weights(model))
+
+
+def _transforms(decisions: Iterable[LayerDecision], config: AnyConfig) -> tuple[Transform, ...]:
+    """Those of the outer configuration, in its order, if they are for whole models or a layer asks for them; then those of rules."""
+    asked = dict.fromkeys(t for d in decisions if d.form is not None for t in d.transforms)
+    outer = [t for t in outer_field(config, "transforms") if t.level == "model" or t in asked]
+    return tuple(dict.fromkeys((*outer, *asked)))
 
 
 def _operator(layer: Layer) -> Operator:
@@ -127,6 +135,7 @@ def _decide(layer: Layer, op: Operator, config: AnyConfig, modules: frozenset[st
     except ConfigError as error:
         msg = f"Layer {layer.name!r} (rule: {chosen.rule}): {error}"
         raise ConfigError(msg) from error
+    base["transforms"] = tuple(t for t in values["transforms"] if t.level != "model")
     return LayerDecision(**base, form=form, rule=values["w_algo"], solver=values["solver"], act_dtype=values["act_dtype"])
 
 

@@ -26,12 +26,14 @@ class Target:
         form: the format that it will have.
         rule: its range rule.
         inputs: statistics of its inputs; None where nothing was collected.
+        asked: whether its configuration asks for the transform. One that does not counts where it reads the same tensor as one that does.
     """
 
     module: torch.nn.Module
     form: WeightFormat
     rule: str
     inputs: InputStatistics | None = None
+    asked: bool = True
 
     @property
     def reached(self) -> InputStatistics:

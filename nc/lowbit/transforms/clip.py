@@ -32,7 +32,7 @@ def clip_ranges(scope: Scope, scales: Mapping[str, torch.Tensor], tokens: int, r
     Returns:
         Names of the layers.
     """
-    names = [name for name, t in scope.targets.items() if t.inputs is not None and t.inputs.tokens and t.rule in rules]
+    names = [name for name, t in scope.targets.items() if t.asked and t.inputs is not None and t.inputs.tokens and t.rule in rules]
     found: list[str] = []
     error = None
     for name in names:

@@ -44,11 +44,15 @@ class ScaleSet:
 
 
 def sets_of(scope: Scope) -> list[ScaleSet]:
-    """The sets of a block, in the order of `find_links`; layers that calibration did not reach are in none."""
+    """The sets of a block, in the order of `find_links`; layers that calibration did not reach are in none.
+
+    A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its layers, whatever those ask for:
+    what a scale costs is measured for all of them.
+    """
     found = []
     for link in find_links(scope.module, smallest(scope.samples)):
         targets = {i: t for i, name in enumerate(link.consumers) if (t := scope.targets.get(full(scope, name))) and t.inputs}
-        if targets:
+        if any(target.asked for target in targets.values()):
             found.append(ScaleSet(link, targets))
     return found
 
