@@ -22,7 +22,7 @@ from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.backends.verify import check_option
 from nc.capture.capture import Graph, capture
-from nc.config import AnyConfig, WeightOnlyConfig, config_from, outer_field, parts_of
+from nc.config import AnyConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
 from nc.errors import ConfigError, InputError, NCWarning, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
@@ -69,7 +69,8 @@ def prepare(
             afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
         backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and has what
-            the configuration asks for. If that engine cannot compute this model, `convert` tries the next one.
+            the configuration asks for. If that engine cannot compute this model, `convert` tries the next one. For simulated formats
+            "auto" is the reference.
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.
         strict: raise if a rule's name or pattern matches nothing; False gives a warning.
@@ -106,6 +107,7 @@ def prepare(
         mixed = PreparedMixed(low_bit, lambda m: prepare(m, config, inplace, example_inputs, **options))
         if low_bit.plan.quantized:
             return mixed if low_bit.plan.needs_data else mixed.graph_part()
+    asked, backend = backend, _that_simulates(backend, config)
     engine = choose_backend(backend)
     engine.start()
     graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
@@ -120,7 +122,7 @@ def prepare(
     plan, algorithms = _with_algorithms(plan, config)
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=backend, failed=failed)
+    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=asked, failed=failed)
 
 
 def convert(
@@ -183,16 +185,18 @@ def convert(
     kind = _kind_of(model.graph)
     asked, first, before = model.asked, model.backend, model.failed
     if backend is not None:
-        asked, first, before = backend, choose_backend(backend, kind).name, {}
+        asked, first, before = backend, choose_backend(_that_simulates(backend, model.quant_config), kind).name, {}
 
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         engine.start()
         graph = model.quantized_graph(engine.capabilities())
         return graph, lower(engine, graph, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
 
-    (graph, lowered), name, failed = first_that_can(asked, first, attempt, before, kind)
+    engine_name = _that_simulates(asked, model.quant_config)
+    (graph, lowered), name, failed = first_that_can(engine_name, first, attempt, before, kind)
     verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None
-    return QuantizedModel(graph, lowered, name, why_chosen(asked, name, failed, kind), verdict)
+    chosen = why_chosen(asked, name, failed, kind) if engine_name == asked else _SIMULATED
+    return QuantizedModel(graph, lowered, name, chosen, verdict)
 
 
 def quantize(
@@ -255,6 +259,7 @@ def describe(
     _check_model(model)
     if weight_only(config):
         return plan_layers(config, separated(model), strict=strict)
+    backend = _that_simulates(backend, config)
     choose_backend(backend)  # refused before the work, not after it
     graph = _capture(model, example_inputs, None, share_weights=True)
     check_rules(config, with_low_bit(graph, model), strict=strict)
@@ -293,6 +298,15 @@ def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorit
     """The plan with its algorithms as part of it, and as objects."""
     algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"))
     return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
+
+
+#: Why "auto" takes the reference.
+_SIMULATED = '"auto" takes the reference, because the configuration simulates number formats: it computes them in fp32, slowly'
+
+
+def _that_simulates(backend: str, config: AnyConfig) -> str:
+    """The backend that is asked for; for "auto" the reference, if the configuration simulates formats, which no engine does."""
+    return REFERENCE if backend == "auto" and is_simulated(config) else backend
 
 
 #: A model that is one of these, or holds one, is quantized already.

@@ -710,11 +710,58 @@ def test_stored_operators_are_checked(method, tmp_path):
         check(fake_quantize, (*node.args[:3], "int9", method, 0), {})
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_an_engine_without_a_simulation_says_so(backend):
-    plan = describe(mlp(), FakeQuantConfig(weight="int4"), X, backend=backend)
-    assert not plan.quantized
-    assert plan["0"].reason == f"backend {backend!r} has no fake-quantization kernel for linear"
+@pytest.mark.parametrize("backend", [*ENGINES, *(["openvino"] if not available_backends()["openvino"] else [])])
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_engine_without_a_simulation_says_so(backend, strict):
+    config = FakeQuantConfig(weight="int4")
+    message = rf"Operator '0' \(linear, rule: global\): backend '{backend}' simulates no number formats.*reference"
+    for step in (describe, prepare, quantize):
+        with pytest.raises(nc.UnsupportedError, match=message):
+            step(mlp(), config, example_inputs=X, backend=backend, strict=strict)
+    with pytest.raises(nc.UnsupportedError, match=message):
+        nc.convert(prepare(mlp(), config, example_inputs=X), backend=backend)
+    with pytest.raises(nc.UnsupportedError, match=r"'0'.*embedding.*simulates no"):
+        table = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 16)).eval()
+        describe(table, FakeQuantConfig(weight="int4", white_list=[nn.Embedding]), torch.arange(4), backend=backend)
+    model, off = nn.Sequential(nn.Linear(64, 64)).eval(), FakeQuantConfig(weight="fp32")
+    float_model = quantize(model, off, example_inputs=X, backend=backend, measure=False)
+    assert (float_model(X) - model(X)).abs().max() < 1e-5, "nothing is to be simulated"
+
+
+def simulated_configs():
+    yield nc.MXQuantConfig()
+    yield FakeQuantConfig(weight=group("int4", 32), input="int8")
+    yield nc.StaticQuantConfig().set_local("2", FakeQuantConfig(weight="fp8_e4m3"))
+    yield nc.DynamicQuantConfig(white_list=["0"]) + FakeQuantConfig(weight="int4", white_list=["2"])
+    yield FakeQuantConfig(weight="int4").set_local("0", nc.StaticQuantConfig())
+
+
+@pytest.mark.parametrize("config", list(simulated_configs()), ids=str)
+def test_auto_simulates(config, tmp_path):
+    """In one step, in three, from a dictionary, from a plan; and the report says who computes, and why."""
+    model = mlp()
+    auto, named = (quantize(mlp(), config, lambda p: p(X), example_inputs=X, **options) for options in ({}, {"backend": "reference"}))
+    assert auto.backend == "reference"
+    assert torch.equal(auto(X), named(X))
+    assert not torch.equal(auto(X), model(X))
+    assert 'auto" takes the reference, because the configuration simulates number formats' in str(auto.report())
+    assert "simulated: " in str(auto.report())
+    assert not named.chosen
+    prepared = prepare(mlp(), config.to_dict(), example_inputs=X)
+    prepared(X)
+    assert torch.equal(nc.convert(prepared, backend="auto")(X), named(X))
+    assert describe(mlp(), config, X).backend == "reference"
+    auto.save(tmp_path)
+    expected = named(X)
+    assert (load(tmp_path)(X) - expected).abs().max() < 0.01 * expected.abs().max()
+    for engine in ENGINES:
+        with pytest.raises(nc.UnsupportedError, match="simulates no number formats"):
+            quantize(mlp(), config, lambda p: p(X), example_inputs=X, backend=engine)
+
+
+def test_a_configuration_that_simulates_nothing_runs_on_an_engine():
+    for config in (nc.StaticQuantConfig().set_local("0", FakeQuantConfig(weight="fp32", input="fp32", output="fp32", bias="fp32")),):
+        assert describe(mlp(), config, X).backend != "reference"
 
 
 @pytest.mark.parametrize("backend", ENGINES)

@@ -305,7 +305,7 @@ def _remark(backend: str) -> str:
     from nc.backends import cpu
 
     if backend == "reference":
-        return "fp32 simulation of the integers: for checking, not for speed; auto never uses it"
+        return "fp32 simulation of the integers: for checking, not for speed; auto uses it for simulated formats only"
     if backend in ("ipex", "native", "openvino") and not cpu.accumulates_wide():
         why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
         return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"

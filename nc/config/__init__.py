@@ -1,6 +1,6 @@
 """What the user asks for."""
 
-from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, outer_field, parts_of
+from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, is_simulated, outer_field, parts_of
 from nc.config.fake_quant import FakeQuantConfig
 from nc.config.neural_compressor import (
     AutoRoundConfig,
@@ -61,6 +61,7 @@ __all__ = [
     "get_default_sq_config",
     "get_default_static_config",
     "get_default_teq_config",
+    "is_simulated",
     "outer_field",
     "parts_of",
     "weight_format",

@@ -312,6 +312,12 @@ def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def is_simulated(config: AnyConfig) -> bool:
+    """Whether a part or a rule of a configuration asks for formats that are simulated."""
+    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
+    return any(each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values()) for each in every)
+
+
 def config_from(value: object) -> AnyConfig:
     """A configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's form {"static_quant": {…}}.
 

@@ -144,8 +144,14 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
 def _simulated(
     base: Mapping[str, Any], op: Operator, values: Mapping[str, Any], row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
 ) -> Decision:
-    """The decision for an operator whose formats are simulated."""
-    if row is None or not row.supports("fake_quant"):
+    """The decision for an operator whose formats are simulated.
+
+    Raises:
+        UnsupportedError: the backend simulates nothing.
+        ConfigError: values contradict each other.
+    """
+    can = row is not None and row.supports("fake_quant")
+    if not can and op.kind not in WEIGHTED | SIMULATED_ONLY:
         return Decision(**base, why=op.why or _no_kernel(op.kind, OpSpec(fake=FakeSpec()), capabilities))
     try:
         fake = fake_spec(values, op.kind, sizes.node(op))
@@ -154,6 +160,8 @@ def _simulated(
         raise ConfigError(msg) from error
     if not fake.roles:
         return Decision(**base, why=op.why or Cause.ASKED(dtype="fp32"))
+    if not can:
+        raise _not_simulated(op.name, op.kind, base["decided"], capabilities)
     return Decision(**base, spec=OpSpec(fake=fake))
 
 
@@ -232,6 +240,8 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
         row = capabilities.row(d.kind)
         if not d.spec.quantized:
             decisions.append(d)
+        elif d.spec.mode == "fake_quant" and (row is None or not row.supports("fake_quant")):
+            raise _not_simulated(d.operator, d.kind, d.decided, capabilities)
         elif row is None or not row.supports(d.spec.mode) or (row.symmetric and not _are_codes_of_kernel(d.spec, row)):
             low = d.fallback == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
@@ -247,6 +257,14 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Mat
         return _no_kernel(op.kind, spec, capabilities)
     _check_dtypes(op.name, spec, row, match.rule, capabilities)
     return None
+
+
+def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilities) -> UnsupportedError:
+    """The error for a backend that would compute an operator in fp32 though formats were to be simulated."""
+    return UnsupportedError(
+        f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number formats. Leave backend out, "
+        'or say backend="reference", which does.'
+    )
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:
