@@ -73,6 +73,7 @@ def load(
     model: torch.nn.Module | None = None,
     backend: str = "auto",
     verify: str = "raise",
+    verify_sizes: bool = True,
     isolate: str = "auto",
     compile: bool = False,  # noqa: A002
 ) -> Any:
@@ -96,12 +97,13 @@ def load(
         backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and computes
             this model correctly. The report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
+        verify_sizes: as in `convert`.
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
 
     Returns:
         A `QuantizedModel`; for a model with low-bit weights a module of the user's class, whose layers `backend` computes and for which
-        `verify`, `isolate` and `compile` have no effect.
+        `verify`, `verify_sizes`, `isolate` and `compile` have no effect.
 
     Raises:
         StateError: torch's default device is not the CPU.
@@ -139,7 +141,8 @@ def load(
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
-            return narrowed, lower(engine, narrowed, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
+            options = engine_options(engine, verify_sizes=verify_sizes, isolate=isolate, compile=compile)
+            return narrowed, lower(engine, narrowed, verify=verify, **options)
 
         def check() -> None:
             with folder.malformed(directory / folder.MODEL):

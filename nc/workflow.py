@@ -132,6 +132,7 @@ def convert(
     *,
     backend: str | None = None,
     verify: str = "raise",
+    verify_sizes: bool = True,
     isolate: str = "auto",
     compile: bool = False,  # noqa: A002
     measure: bool = True,
@@ -147,7 +148,10 @@ def convert(
         inplace: for scripts written for Neural Compressor; it has no effect.
         backend: another backend than in `prepare`. With "auto" (here or in `prepare`), the next engine is used if one cannot compute
             this model, and the report says why.
-        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
+        verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off". Backend "native" compares
+            each kernel by itself, given its own inputs; the others compare outputs.
+        verify_sizes: backend "native": compare the kernels for new input sizes too, in the first call with these sizes, which takes longer
+            by one call of the reference. Kernels that are wrong are not used, with an `NCWarning`. Not with verify="off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
         measure: time the engine and the captured fp32 model on the example inputs, for about a second. The report begins with
@@ -181,7 +185,8 @@ def convert(
         return set_backend(model.quantized(progress), name)
     if isinstance(model, PreparedMixed):
         prepared = model.calibrated(progress)
-        return convert(prepared, backend=backend, verify=verify, isolate=isolate, compile=compile, measure=measure)
+        options: dict[str, Any] = {"verify_sizes": verify_sizes, "isolate": isolate, "compile": compile}
+        return convert(prepared, backend=backend, verify=verify, measure=measure, **options)
     kind = _kind_of(model.graph)
     asked, first, before = model.asked, model.backend, model.failed
     if backend is not None:
@@ -190,7 +195,8 @@ def convert(
     def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
         engine.start()
         graph = model.quantized_graph(engine.capabilities())
-        return graph, lower(engine, graph, verify=verify, **engine_options(engine, isolate=isolate, compile=compile))
+        options = engine_options(engine, verify_sizes=verify_sizes, isolate=isolate, compile=compile)
+        return graph, lower(engine, graph, verify=verify, **options)
 
     engine_name = _that_simulates(asked, model.quant_config)
     (graph, lowered), name, failed = first_that_can(engine_name, first, attempt, before, kind)

@@ -781,6 +781,38 @@ MUTATIONS = (
         "            for (; p + 1 < stop; p++)                                          \\\n                tile(j, p, 0, 1, 1, bits);",
         ("low_bit_c",),
     ),
+    Mutation(
+        "wrong-kernels",
+        "a wrong kernel is an error, whatever the outputs say",
+        "proof/kernels.py",
+        "    wrong = largest > MOST_QUANTA or mean > MOST_QUANTA_ON_THE_MEAN\n",
+        "    wrong = False\n",
+        ("kernel_checks",),
+    ),
+    Mutation(
+        "wrong-on-the-mean",
+        "a kernel whose codes are all a little off is wrong",
+        "proof/kernels.py",
+        "    wrong = largest > MOST_QUANTA or mean > MOST_QUANTA_ON_THE_MEAN\n",
+        "    wrong = largest > MOST_QUANTA\n",
+        ("kernel_checks",),
+    ),
+    Mutation(
+        "plans-for-new-sizes",
+        "plans for new sizes are compared",
+        "backends/native/plans/checks.py",
+        "        if judge is None or (self.first is not None and not judge.new_sizes):\n",
+        "        if judge is None or self.first is not None:\n",
+        ("kernel_checks",),
+    ),
+    Mutation(
+        "wrong-sizes-are-known",
+        "a plan that was found wrong is not taken when it is made again",
+        "backends/native/plans/checks.py",
+        "        return self._known[key]\n",
+        '        return ""\n',
+        ("kernel_checks",),
+    ),
 )
 
 

@@ -17,8 +17,8 @@ from nc.backends.reference import ReferenceBackend
 from nc.graph.fx_utils import copy_module
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.parity.compare import VERDICTS
-from nc.parity.intermediates import name_of, places_of, points_at, with_outputs
-from nc.parity.rounding_bounds import slack_of
+from nc.proof.intermediates import name_of, places_of, points_at, with_outputs
+from nc.proof.rounding_bounds import slack_of
 
 ENGINES = [name for name in ("ipex", "native") if not available_backends()[name]]
 

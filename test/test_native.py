@@ -393,7 +393,7 @@ class Halves:
     def why_not(self, module):
         return self.why
 
-    def build(self, lowered, example):
+    def build(self, lowered, example, judge=None):
         self.built += 1
         running = execute.PYTHON.build(lowered, example)
         call = running.call

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from nc.errors import ConfigError, NCWarning, VerificationError
+from nc.errors import ConfigError, VerificationError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
+from nc.proof.kernels import KernelCheck
+from nc.warn import warn
 
 #: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
 #: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and
@@ -84,8 +85,32 @@ def verify_outputs(
         text = _disagreement(engine, None if first is None else first(), sqnr, required)
         if verify == "raise":
             raise VerificationError(text)
-        warnings.warn(text, NCWarning, stacklevel=8)
+        warn(text)
     return sqnr
+
+
+def verify_kernels(check: KernelCheck | None, verify: str, engine: str) -> None:
+    """Judge the comparison of an engine's kernels for the example.
+
+    Args:
+        check: what it found; None: there was none.
+        verify: as for `verify_outputs`.
+        engine: how it is called in messages.
+
+    Raises:
+        VerificationError: a kernel computes something else.
+    """
+    faults = () if check is None else check.faults
+    if verify == "off" or not faults:
+        return
+    text = (
+        f"{engine} computes something else than the quantized graph in {len(faults)} places, although its outputs are close. The first is "
+        f'{faults[0]}; give it fp32: {_rule(faults[0].operator)}. verify="warn" keeps the model all the same; backend="reference" computes '
+        "the graph itself."
+    )
+    if verify == "raise":
+        raise VerificationError(text)
+    warn(text)
 
 
 def agreement_db(graph: QDQGraph, outputs: Sequence[Any], reference: Callable[[], Sequence[Any]] | None = None) -> float | None:
@@ -128,13 +153,17 @@ def _disagreement(engine: str, found: Search | None, sqnr: float, required: floa
     )
 
 
+def _rule(operator: str) -> str:
+    """What to write so that an operator stays fp32."""
+    return f'set_local({operator!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))'
+
+
 def _where(found: Search) -> str:
     """A sentence for the message."""
     failed = f" (not compared, because the engine fails for a part of the graph that ends there: {', '.join(map(repr, found.failed))})"
     noted = failed if found.failed else ""
     if found.operator:
-        rule = f'set_local({found.operator!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))'
-        return f"The first operator that differs is {found.operator!r}{noted}; give it fp32: {rule}. "
+        return f"The first operator that differs is {found.operator!r}{noted}; give it fp32: {_rule(found.operator)}. "
     if found.failed:
         return f"No operator that was compared differs{noted}. "
     return "No single operator differs; the error accumulates. "

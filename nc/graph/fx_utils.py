@@ -40,6 +40,21 @@ def take_over(new: fx.Node, old: fx.Node) -> None:
     new.meta.update({key: value for key, value in old.meta.items() if key != "kind"})
 
 
+#: Names of the nodes of a QDQ graph whose values a node of the lowered graph gives; where several say so of one name, the last one does.
+GIVES = "gives"
+
+
+def note_values(module: fx.GraphModule) -> None:
+    """Let every node of a graph that is about to be lowered say that it gives its own value."""
+    for node in module.graph.nodes:
+        node.meta[GIVES] = (node.name,)
+
+
+def give_values_of(new: fx.Node, *old: fx.Node) -> None:
+    """Let a node say that it gives the values of others, in their place; of none: that it gives no value of the QDQ graph."""
+    new.meta[GIVES] = tuple(name for node in old for name in node.meta.get(GIVES, ()))
+
+
 def inline(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
     """Let nodes of `nc` operators, but for those to `keep`, call the functions that compute them: compilers do not look into operators."""
     for node in module.graph.nodes:

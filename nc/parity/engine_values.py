@@ -20,7 +20,7 @@ from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import options, returned
 from nc.ops import quantize_per_tensor
-from nc.parity.intermediates import outputs_of, with_outputs
+from nc.proof.intermediates import outputs_of, with_outputs
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 

@@ -46,7 +46,7 @@ class NativeBackend:
 
     name = NAME
     packs_weights = True
-    options: Mapping[str, Option] = {"compile": Option((False, True))}
+    options: Mapping[str, Option] = {"compile": Option((False, True)), "verify_sizes": Option((True, False), protects=True)}
     exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
 
     def why_unavailable(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from nc.graph.catalogue import PRODUCTS, input_node, is_float_tensor, kind_of_node
+from nc.graph.fx_utils import give_values_of
 from nc.ops import from_bf16, to_bf16
 
 
@@ -17,6 +18,7 @@ def compute_in_bf16(module: fx.GraphModule) -> None:
             if source.target is from_bf16:
                 node.replace_input_with(source, input_node(source))
         (result,) = node.users
+        give_values_of(node, result)
         result.replace_all_uses_with(node)
         module.graph.erase_node(result)
         node.meta["bf16"] = True

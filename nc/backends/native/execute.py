@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.fuse import packed
+from nc.backends.native.judge import Judge
 from nc.backends.native.plans.model import planned, why_not
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
@@ -22,8 +23,10 @@ from nc.backends.profiling.profile import Profile, Step
 from nc.backends.torchscript import script
 from nc.errors import BackendError
 from nc.global_lock import LOCK
+from nc.graph.fx_utils import GIVES, run_with
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import from_bf16, to_bf16
+from nc.proof.kernels import KernelCheck
 
 _SPELLING: dict[Callable[..., object], str] = {
     quantize: "self._codes(torch.quantize_per_tensor({}, {}, {}, torch.quint8))",
@@ -62,6 +65,9 @@ class Running:
         products: whether it runs the graph with kernels for products of two activations.
         multiplied: names of the products that such kernels compute.
         forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes the lowered graph again.
+        values: flat tensors → its outputs and the values inside of one call, by the nodes of the QDQ graph that they stand for; None where
+            it compares itself.
+        checked: what the comparison of its kernels with the QDQ graph found for the example; None where there was none.
     """
 
     call: Call
@@ -73,6 +79,8 @@ class Running:
     products: bool = False
     multiplied: Callable[[], Collection[str]] = tuple
     forget: Callable[[Callable[[], fx.GraphModule]], None] = lambda _: None
+    values: Callable[[Sequence[torch.Tensor], Collection[str]], tuple[Sequence[Any], Mapping[str, torch.Tensor]]] | None = None
+    checked: KernelCheck | None = None
 
 
 class Executor(Protocol):
@@ -85,12 +93,13 @@ class Executor(Protocol):
     def why_not(self, module: fx.GraphModule) -> str:
         """Why it can't run this graph here, as far as that is known without building; "" when it may."""
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """What runs the graph.
 
         Args:
             lowered: gives the graph, which stays as it is.
             example: flat inputs.
+            judge: for executors that compare what they make themselves; the others are compared by `executable`.
 
         Raises:
             BackendError: it can't run this graph.
@@ -107,18 +116,29 @@ class PlanExecutor:
         """No oneDNN library to call, or operators that work in place."""
         return why_not(module)
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """See `Executor.build`."""
         rest = [each for each in EXECUTORS if each is not self]
-        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0])
+        model = planned(lowered(self.products), lambda: executable(lowered, example, executors=rest)[0], judge)
         model.check(example)
 
         def details() -> Mapping[str, str]:
             unplanned = model.unplanned()
-            return {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
+            known = {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
+            return known | sizes_compared(model.checks.others, model.checks.wrong)
 
-        ways = model.weight_bytes, model.profile, model.steps, model.kernels
-        return Running(model, *ways, details, products=True, multiplied=model.multiplied, forget=model.forget)
+        return Running(
+            model,
+            weight_bytes=model.weight_bytes,
+            profile=model.profile,
+            steps=model.steps,
+            kernels=model.kernels,
+            details=details,
+            products=True,
+            multiplied=model.multiplied,
+            forget=model.forget,
+            checked=model.checks.first,
+        )
 
 
 class TorchScriptExecutor:
@@ -131,7 +151,7 @@ class TorchScriptExecutor:
         """PyTorch deprecates it."""
         return "" if hasattr(torch.jit, "script") else f"torch {torch.__version__} has no TorchScript"
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """See `Executor.build`."""
         module = packed(lowered(self.products), example)
         with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
@@ -161,7 +181,7 @@ class PythonExecutor:
         """It runs every graph."""
         return ""
 
-    def build(self, lowered: Lowered, example: Sequence[torch.Tensor]) -> Running:
+    def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
         """The graph itself."""
         module = packed(lowered(self.products), example)
         return _of_nodes(module, module)
@@ -170,19 +190,17 @@ class PythonExecutor:
 PYTHON = PythonExecutor()
 #: In the order in which they are tried. Python is not among them: it runs what none of them can.
 EXECUTORS: tuple[Executor, ...] = (PlanExecutor(), TorchScriptExecutor())
-#: Outputs for the example → what is wrong with them; "" when nothing is.
-Judge = Callable[[Sequence[Any]], str]
 
 
 def executable(
-    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge = lambda _: "", executors: Sequence[Executor] | None = None
+    lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None, executors: Sequence[Executor] | None = None
 ) -> tuple[Running, Sequence[Any], str]:
     """What runs the graph: the first executor whose outputs for the example are right.
 
     Args:
         lowered: gives the graph.
         example: flat inputs.
-        judge: what is wrong with outputs.
+        judge: what they are compared with; None: they are right.
         executors: those to try; None: all.
 
     Returns:
@@ -193,9 +211,8 @@ def executable(
         why = executor.why_not(lowered(executor.products))
         if not why:
             try:
-                running = executor.build(lowered, example)
-                outputs = called(running, example)
-                found = judge(outputs)
+                running, outputs = _judged(executor.build(lowered, example, judge), example, judge)
+                found = _why_wrong(running, outputs, judge)
             except BackendError as error:
                 why = str(error).splitlines()[0]
             except RuntimeError as error:
@@ -205,8 +222,32 @@ def executable(
                     return running, outputs, f"{executor.name}: {'; '.join(passed_over)}" if passed_over else ""
                 why = f"{executor.name} {found}"
         passed_over.append(why)
-    running = PYTHON.build(lowered, example)
-    return running, called(running, example), f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+    running, outputs = _judged(PYTHON.build(lowered, example), example, judge)
+    return running, outputs, f"{PYTHON.name}: {'; '.join(passed_over) or 'there is no other executor'}"
+
+
+def _judged(running: Running, example: Sequence[torch.Tensor], judge: Judge | None) -> tuple[Running, Sequence[Any]]:
+    """What runs a graph, with a comparison of its kernels for the example; and its outputs for it."""
+    outputs = called(running, example)
+    if judge is None or running.values is None:
+        return running, outputs
+    check = judge.kernels(example, *running.values(example, judge.names))
+    return dataclasses.replace(running, checked=check), outputs
+
+
+def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) -> str:
+    """Why what runs a graph is not taken; "" where it computes what the QDQ graph computes."""
+    why = "" if judge is None else judge.why_unlike(outputs)
+    faults = () if running.checked is None else running.checked.faults
+    return why or (f"computes something else at {faults[0]}" if faults else "")
+
+
+def sizes_compared(others: int, wrong: int) -> dict[str, str]:
+    """What a report says of comparisons for other sizes than the example's; nothing where there were none."""
+    if not others:
+        return {}
+    found = f"{wrong} of them wrong: torch's operators compute those" if wrong else "none wrong"
+    return {"sizes compared": f"{others} beside the example's, {found}"}
 
 
 def called(running: Running, example: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -233,7 +274,25 @@ def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
         lambda: sum(t.numel() * t.element_size() for t in module.buffers()),
         functools.partial(profile_nodes, module, call, CONVERTERS),
         functools.partial(node_steps, module, CONVERTERS),
+        values=functools.partial(_values, module),
     )
+
+
+def _values(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], names: Collection[str]
+) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
+    """The outputs of a lowered graph, and copies of those values inside that stand for nodes of these names."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(node: fx.Node, value: Any, _: Mapping[fx.Node, Any]) -> Any:
+        """Copy a value: a later operator may write into its memory."""
+        stands_for = [name for name in node.meta.get(GIVES, ()) if name in names]
+        if stands_for and isinstance(value, torch.Tensor):
+            found.update(dict.fromkeys(stands_for, value.clone()))
+        return value
+
+    outputs = run_with(module, [tensor.clone() for tensor in inputs], note)
+    return outputs, found
 
 
 def _kind(value: object) -> object:

@@ -11,7 +11,7 @@ from torch import fx
 from nc.backends.native.fuse import constant, operators_of, reads_codes, weight_of
 from nc.backends.native.regions import is_sum, only_user
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_operator, constant_value, take_over
+from nc.graph.fx_utils import call_operator, constant_value, give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Binary, Dequantize, Weighted, set_argument
@@ -37,6 +37,7 @@ def fold_factors(module: fx.GraphModule) -> None:
                 break
             node.meta["operators"] = [*operators_of(node), *operators_of(user)]
             node.meta["val"] = user.meta["val"]
+            give_values_of(node, user)
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)
 
@@ -59,6 +60,8 @@ def sum_first(module: fx.GraphModule) -> None:
             total = module.graph.call_function(_aten.add.Tensor, (node, moved))
             result = module.graph.call_function(_aten.permute.default, (total, dims))
         take_over(total, add)
+        give_values_of(total)
+        give_values_of(result, add)
         moved.meta["val"] = total.meta["val"] = node.meta["val"]
         result.meta["val"] = add.meta["val"]
         add.replace_all_uses_with(result)

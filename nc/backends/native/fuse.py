@@ -13,7 +13,7 @@ from nc.backends.native.grouped import join, joined
 from nc.backends.native.operators import prepack
 from nc.backends.native.regions import ACTIVATIONS, Region, is_sum, region_of
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import constant_of, constant_value, copy_module, drop_unused, run_with
+from nc.graph.fx_utils import constant_of, constant_value, copy_module, drop_unused, give_values_of, run_with
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor
 
@@ -121,7 +121,9 @@ def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, conv
     """Let a call take the place of nodes, and of the conversions behind the last one if it gives what those give."""
     last = nodes[-1]
     call.meta.update(val=last.meta.get("val"), operators=[name for node in nodes for name in operators_of(node)])
-    for old in list(last.users) if converted else [last]:
+    replaced = list(last.users) if converted else [last]
+    give_values_of(call, *replaced)
+    for old in replaced:
         old.replace_all_uses_with(call)
         if converted:
             module.graph.erase_node(old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,27 @@ from nc.backends.base import EngineModel, EngineReport, OpRun
 from nc.backends.dynamic import packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
-from nc.backends.native.execute import PYTHON, Judge, Lowered, Running, called, executable
+from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable
 from nc.backends.native.fuse import is_kernel, packed
+from nc.backends.native.judge import Judge
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
-from nc.backends.verify import agreement_db, check_option, first_disagreement, reference_outputs, required_db, verify_outputs
-from nc.graph.fx_utils import copy_module
+from nc.backends.verify import check_option, first_disagreement, verify_kernels, verify_outputs
+from nc.graph.fx_utils import copy_module, note_values
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
 from nc.plan import Decision
 
 
-def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> EngineModel:  # noqa: A002
+def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, compile: bool = False) -> EngineModel:  # noqa: A002
     """An engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
+        verify_sizes: compare plans for new sizes too, when they are made; not with verify="off".
         compile: let `torch.compile` fuse what is fp32 between the kernels.
 
     Raises:
@@ -46,8 +48,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
         return _lowered(graph.module, graph.example, products)
 
     lowered = functools.cache(again)
-    expected = functools.cache(functools.partial(reference_outputs, graph))
-    judge = (lambda _: "") if verify == "off" else functools.partial(_why_unlike, graph, expected)
+    judge = None if verify == "off" else Judge(graph, new_sizes=verify_sizes)
     running, outputs, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -64,7 +65,10 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
         return _running(lambda products: _lowered(part, inputs, products)[0], inputs, compile)[1]
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
-    sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, expected)
+    sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected)
+    verify_kernels(running.checked, verify, "The native backend")
+    kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
+    kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
     dynamic = packed_bytes(graph.module)
 
     running.forget(lambda: again(running.products)[0])
@@ -83,7 +87,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
             sqnr_db=sqnr,
-            details=({"run by": run_by} if run_by else {}) | dict(running.details()),
+            details=({"run by": run_by} if run_by else {}) | dict(running.details()) | kernels_compared,
         )
 
     # of compiled code nothing says which part of it computes which operator
@@ -91,17 +95,10 @@ def lower(graph: QDQGraph, *, verify: str = "raise", compile: bool = False) -> E
     return EngineModel(run=run, report=report, profile=profile, steps=steps, verified=verify != "off")
 
 
-def _why_unlike(graph: QDQGraph, expected: Callable[[], Sequence[Any]], outputs: Sequence[Any]) -> str:
-    """Why outputs for the example are not what the graph computes; "" when they are."""
-    found, required = agreement_db(graph, outputs, expected), required_db(graph)
-    if found is None:
-        return "gives outputs of other shapes"
-    return f"computes something else: {found:.1f} dB, expected at least {required:.0f}" if found < required else ""
-
-
 def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool) -> tuple[fx.GraphModule, Outcome]:
     """The graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
     module, _ = copy_module(part, lazy=True)
+    note_values(module)
     return module, run_passes(module, (*kernels(example, products=products), *finish()))
 
 
@@ -109,7 +106,7 @@ def _running(
     lowered: Lowered,
     example: Sequence[torch.Tensor],
     compile: bool,  # noqa: A002
-    judge: Judge = lambda _: "",
+    judge: Judge | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
     """What runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
     if not compile:

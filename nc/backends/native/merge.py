@@ -11,7 +11,7 @@ from torch import fx
 from nc.backends.native.fuse import constant, reads_codes, weight_of
 from nc.backends.native.regions import Region, region_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
-from nc.graph.fx_utils import call_operator, constant_of
+from nc.graph.fx_utils import call_operator, constant_of, give_values_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Dequantize, Linear
 from nc.ops import dequantize_per_channel, quantize_per_tensor, to_bf16
@@ -58,7 +58,9 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
         slices = [graph.call_function(_aten.slice.Tensor, (value, -1, *between)) for between in itertools.pairwise(ends)]
     for (node, _), part in zip(members, slices, strict=True):
         part.meta["val"] = node.meta.get("val")
-        for old in [node] if dtype is torch.float32 else list(node.users):
+        replaced = [node] if dtype is torch.float32 else list(node.users)
+        give_values_of(part, *replaced)
+        for old in replaced:
             old.replace_all_uses_with(part)
             graph.erase_node(old)
         if dtype is not torch.float32:

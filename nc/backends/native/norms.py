@@ -20,7 +20,7 @@ from torch import fx
 from nc.backends.native.fuse import constant
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.graph.fx_utils import constant_value, take_over
+from nc.graph.fx_utils import constant_value, give_values_of, take_over
 from nc.graph.tensor_meta import TENSORS, Traced
 from nc.graph.views import Binary
 
@@ -189,9 +189,11 @@ def _replace(module: fx.GraphModule, norm: Norm) -> None:
         call.meta["operators"] = [node.meta["operator"] for node in reversed(norm.nodes) if "operator" in node.meta]
         result = call
         if moves:
+            give_values_of(call)
             call.meta["val"] = moved.meta["val"]
             result = module.graph.call_function(_aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))]))
             result.meta["val"] = last.meta["val"]
+            give_values_of(result, last)
     last.replace_all_uses_with(result)
     for node in reversed(norm.nodes):
         module.graph.erase_node(node)

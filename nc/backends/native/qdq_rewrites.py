@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import JOINS, MOVES, first_input, is_float_tensor, joined_inputs, op_name, schema_arguments
-from nc.graph.fx_utils import call_operator
+from nc.graph.fx_utils import call_operator, give_values_of
 from nc.graph.placement import works_in_place
 from nc.graph.views import Dequantize, Quantize, options
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
@@ -78,6 +78,7 @@ def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
         if op_name(node) in _PADS:
             zero = float(Quantize.of(codes).numbers[1]) if qparams else 0.0
             node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
+        give_values_of(node, *node.users)
         for user in list(node.users):
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)
@@ -110,6 +111,7 @@ def pool_codes(module: fx.GraphModule) -> None:
             (Dequantize.of(source).codes, *sizes, a["ceil_mode"]),
             {},
         )
+        give_values_of(node, *users)
         for user in users:
             user.replace_all_uses_with(node)
             module.graph.erase_node(user)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, FunctionCall, Part, Plan, Ref, Slot, map_refs, references
+from nc.backends.native.plans.entries import (
+    AtenCall,
+    Block,
+    Call,
+    Constant,
+    FunctionCall,
+    Part,
+    Plan,
+    Ref,
+    Slot,
+    Watched,
+    map_refs,
+    references,
+)
 from nc.errors import BackendError
 from nc.onednn.api import Handle
 from nc.onednn.descriptions import SCRATCHPAD, Desc
@@ -78,6 +91,10 @@ class Context:
         tensors = self._given(inputs)
         for part in self._parts:
             part(tensors)
+        return self._results(tensors)
+
+    def _results(self, tensors: Sequence[Any]) -> list[Any]:
+        """The outputs, once all parts have run."""
         # a caller may change what it gets, but not the plan
         return [v.clone() if own else _filled(v, tensors) for v, own in zip(self._outputs, self._own, strict=True)]
 
@@ -91,6 +108,24 @@ class Context:
             part(tensors)
             times.append(1e3 * (time.perf_counter() - start))
         return times
+
+    def watch(self, inputs: Sequence[torch.Tensor], watched: Iterable[Watched]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Run once; calls must not go `together`.
+
+        Returns:
+            The outputs, and copies of the tensors that were watched, by the names that they stand for.
+        """
+        tensors = self._given(inputs)
+        found: dict[str, torch.Tensor] = {}
+        done = 0
+        for each in sorted(watched, key=lambda w: w.behind):
+            for part in self._parts[done : each.behind]:
+                part(tensors)
+            done = max(done, each.behind)
+            found |= dict.fromkeys(each.names, _filled(self._tensor(each.ref), tensors).clone())
+        for part in self._parts[done:]:
+            part(tensors)
+        return self._results(tensors), found
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """All tensors of a call by their number; those that operators will make are None yet."""

@@ -146,6 +146,21 @@ class Plan:
     scratchpad: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """A tensor of a plan that stands for values of the graph that was lowered.
+
+    Attributes:
+        names: nodes of that graph.
+        behind: number of the entries behind which the tensor holds them; later ones may write there.
+        ref: the tensor.
+    """
+
+    names: tuple[str, ...]
+    behind: int
+    ref: Ref
+
+
 def references(entry: Entry) -> list[Ref]:
     """All references of an entry, in any order."""
     if isinstance(entry, Call):

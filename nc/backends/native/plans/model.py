@@ -15,6 +15,7 @@ from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
 from nc.backends.native.plans import attention, elementwise, int8_attention, low_bit, masks, others, products, steps
+from nc.backends.native.plans.checks import PlanChecks, PlanJudge
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
 from nc.backends.native.plans.recorder import Handler, Recorder
@@ -66,6 +67,9 @@ class _Memory(threading.local):
 class PlannedModel:
     """Runs a lowered graph by plans; safe to call from several threads.
 
+    Attributes:
+        checks: comparisons of its plans with the quantized graph.
+
     Args:
         module: lowered graph, with weights as they are.
         source: of oneDNN.
@@ -74,6 +78,8 @@ class PlannedModel:
         handlers: what makes calls of nodes, by target; a node without one stays a call of torch's operator. None: those of int8 graphs.
         later: whether a node with this target waits for its readers.
         follow: changes of the module's constants are seen, also by what is computed from them alone.
+        judge: compares each plan with the quantized graph when it is made, the first one and, where it says so, those for new sizes.
+            A plan that computes something else is not used. None: nothing is compared.
     """
 
     def __init__(
@@ -85,10 +91,12 @@ class PlannedModel:
         handlers: Mapping[Any, Handler] | None = None,
         later: Mapping[Any, Callable[[fx.Node], bool]] = _LATER,
         follow: bool = False,
+        judge: PlanJudge | None = None,
     ) -> None:
         self._recorder = functools.partial(Recorder, handlers=_HANDLERS if handlers is None else handlers, later=later, follow=follow)
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
+        self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
         self._weights = Weights()
         self._plans: dict[_Key, Plan | str] = {}
         self._used: dict[_Key, int] = {}
@@ -205,12 +213,22 @@ class PlannedModel:
             return Context(plan, self._source.maker, self._runner, arena, together=False)
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
-        """A new plan, or why there is none."""
+        """A new plan, or why there is none.
+
+        Raises:
+            VerificationError: neither the plan nor what takes its place computes what the quantized graph computes for these sizes.
+        """
         recorder = self._recorder(self._module, self._source.maker, self._weights)
         try:
-            return recorder.record(inputs)
+            plan = recorder.record(inputs)
         except BackendError as error:
             return str(error)
+
+        def look(names: frozenset[str]) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
+            watched = [each for each in recorder.watched() if not names.isdisjoint(each.names)]
+            return self._separate(plan).watch([tensor.clone() for tensor in inputs], watched)
+
+        return self.checks.why_wrong(_key(inputs), inputs, look) or plan
 
     def _keep(self, key: _Key, plan: Plan | str) -> None:
         """Keep a new plan; the caller holds the lock."""
@@ -275,10 +293,10 @@ def why_not(module: fx.GraphModule) -> str:
     return ""
 
 
-def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise]) -> PlannedModel:
+def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: PlanJudge | None = None) -> PlannedModel:
     """What runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
-    return PlannedModel(module, source, runner(source.maker.library)[0], otherwise)
+    return PlannedModel(module, source, runner(source.maker.library)[0], otherwise, judge=judge)
 
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,20 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.arena import aligned, solve
-from nc.backends.native.plans.entries import AtenCall, Block, Call, Constant, Entry, FunctionCall, Part, Plan, Ref, Slot, references
+from nc.backends.native.plans.entries import (
+    AtenCall,
+    Block,
+    Call,
+    Constant,
+    Entry,
+    FunctionCall,
+    Part,
+    Plan,
+    Ref,
+    Slot,
+    Watched,
+    references,
+)
 from nc.backends.native.plans.values import (
     Codes,
     Later,
@@ -37,6 +50,7 @@ from nc.backends.profiling.onednn_verbose import Kernel
 from nc.backends.profiling.profile import Step
 from nc.errors import BackendError
 from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
+from nc.graph.fx_utils import GIVES
 from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
 from nc.onednn.api import Unimplemented
@@ -68,7 +82,7 @@ class _State:
     """How far a recording is.
 
     Attributes:
-        entries, blocks, begins, waiting: how many there are.
+        entries, blocks, begins, waiting, results: how many there are.
         held: bytes that calls which wait keep.
         times_made: how often calls that waited were made.
         weights: see `Weights.made`.
@@ -78,6 +92,7 @@ class _State:
     blocks: int
     begins: int
     waiting: int
+    results: int
     held: int
     times_made: int
     weights: int
@@ -121,6 +136,8 @@ class Recorder:
         self._restored: fx.GraphModule | None = None
         #: Nodes that are computed in each call, even if they read no input.
         self._each_time: set[fx.Node] = set()
+        #: Results of nodes, with the number of entries that compute them.
+        self._results: list[tuple[fx.Node, Any, int]] = []
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Plan:
         """The plan for inputs of these sizes.
@@ -150,6 +167,15 @@ class Recorder:
         outputs = [self._output(value) for value in self._arguments(returned(self.module))]
         return self._plan([value.root for value in given], outputs)
 
+    def watched(self) -> list[Watched]:
+        """Those results that stand for values of the graph that was lowered."""
+        found = [(node.meta.get(GIVES, ()), value, behind) for node, value, behind in self._results if isinstance(value, Traced)]
+        return [Watched(names, behind, self._place(value)) for names, value, behind in found if names]
+
+    def _place(self, value: Traced) -> Ref:
+        """Where a tensor lies; unlike `_ref` it does not keep its memory."""
+        return Constant(value.tensor) if value.root is None else Part(value.root, self._offset(value), value.desc)
+
     def read(self, value: Any) -> Traced | None:
         """A tensor argument of a handler, computed if it waits; None where there is none."""
         if isinstance(value, Later):
@@ -173,7 +199,7 @@ class Recorder:
         return None
 
     def _state(self) -> _State:
-        counts = len(self._entries), len(self._blocks), len(self._begins), len(self._waiting)
+        counts = len(self._entries), len(self._blocks), len(self._begins), len(self._waiting), len(self._results)
         return _State(*counts, self._held, self._times_made, self.weights.made())
 
     def _restore(self, state: _State) -> None:
@@ -181,6 +207,7 @@ class Recorder:
         del self._entries[state.entries :]
         del self._blocks[state.blocks :]
         del self._begins[state.begins :]
+        del self._results[state.results :]
         if self._times_made == state.times_made:
             del self._waiting[state.waiting :]
             self._held = state.held
@@ -311,6 +338,12 @@ class Recorder:
         return self._now(node, args, kwargs)
 
     def _now(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a node, noted for `watched`."""
+        result = self._computed_by(node, args, kwargs)
+        self._results.append((node, result, len(self._entries)))
+        return result
+
+    def _computed_by(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
         if handler is not None and (node in self._each_time or reads_inputs((args, kwargs))):

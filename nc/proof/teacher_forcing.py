@@ -16,7 +16,7 @@ from nc.graph.fx_utils import run_with
 from nc.graph.placement import works_in_place
 from nc.graph.views import Quantize
 from nc.ops import quantize_per_tensor
-from nc.parity.rounding_bounds import position, slack_of
+from nc.proof.rounding_bounds import position, slack_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Local:
     Attributes:
         value: of codes the real number that is to be rounded, `x / scale + zero_point`, clamped, as float64; else the tensor itself.
         slack: how far each element may be off, in the units of `value`, because of ties between this point and those above;
-            see `nc.parity.rounding_bounds`. None where there are none.
+            see `nc.proof.rounding_bounds`. None where there are none.
     """
 
     value: torch.Tensor

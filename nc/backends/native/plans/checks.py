@@ -1,0 +1,92 @@
+"""Compare each plan with the quantized graph when it is made, and remember which sizes were compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nc.errors import VerificationError
+from nc.proof.kernels import Fault, KernelCheck
+from nc.warn import warn
+
+#: Sizes of which it is remembered that they were compared: plans that were given up are made again without.
+_MOST_SIZES = 4096
+
+#: Names of values → the outputs of one call of a plan, and the values inside of it by these names.
+Look = Callable[[frozenset[str]], tuple[Sequence[Any], Mapping[str, torch.Tensor]]]
+
+
+class PlanJudge(Protocol):
+    """What compares plans with the graph that was lowered; see `nc.backends.native.judge`."""
+
+    names: frozenset[str]
+    new_sizes: bool
+
+    def kernels(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor]) -> KernelCheck:
+        """Compare the values inside of one call."""
+
+    def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
+        """Why outputs are not what the graph computes; "" where they are."""
+
+
+class PlanChecks:
+    """The comparisons of one model's plans.
+
+    Args:
+        judge: compares them; None: nothing is compared.
+        otherwise: flat tensors → flat outputs, for sizes whose plan is wrong.
+
+    Attributes:
+        first: what the comparison of the first plan, that for the example, found; None where there was none.
+        others: number of other sizes that were compared.
+        wrong: number of those whose plan is wrong.
+    """
+
+    def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
+        self._judge, self._otherwise = judge, otherwise
+        self._known: dict[Hashable, str] = {}
+        self.first: KernelCheck | None = None
+        self.others = self.wrong = 0
+
+    def why_wrong(self, key: Hashable, inputs: Sequence[torch.Tensor], look: Look) -> str:
+        """Why the plan for these inputs must not be used; "" where it may be.
+
+        Raises:
+            VerificationError: neither the plan nor what takes its place computes what the quantized graph computes for new sizes.
+        """
+        judge = self._judge
+        if judge is None or (self.first is not None and not judge.new_sizes):
+            return ""
+        if key not in self._known:
+            check = judge.kernels(inputs, *look(judge.names))
+            if self.first is None:
+                self.first = check
+            else:
+                self.others += 1
+                self.wrong += bool(check.faults)
+                if check.faults:
+                    self._warn_of(check.faults[0], inputs, judge)
+            self._remember(key, _text(check))
+        return self._known[key]
+
+    def _remember(self, key: Hashable, why: str) -> None:
+        self._known[key] = why
+        if len(self._known) > _MOST_SIZES:
+            del self._known[next(iter(self._known))]
+
+    def _warn_of(self, fault: Fault, inputs: Sequence[torch.Tensor], judge: PlanJudge) -> None:
+        """Say that the plan for new sizes is not used, once what takes its place is known to be right."""
+        sizes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+        what = f"Kernels for inputs of sizes {sizes} compute something else than the quantized graph, the first time at {fault}"
+        with torch.no_grad():
+            why = judge.why_unlike_for(inputs, self._otherwise(*(tensor.clone() for tensor in inputs)))
+        if why:
+            msg = f"{what}. What would take their place {why}."
+            raise VerificationError(msg)
+        warn(f"{what}. torch's own operators, which agree with it, compute these sizes; they are slower.")
+
+
+def _text(check: KernelCheck) -> str:
+    return f"computes something else than the quantized graph, the first time at {check.faults[0]}" if check.faults else ""
