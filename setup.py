@@ -99,6 +99,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["nc", "nc.*"]),
     package_data={"nc": ["py.typed", "c_code/*.c", "c_code/*.h"]},
+    entry_points={"console_scripts": ["nc-quant = nc.__main__:run"]},
     python_requires=">=3.10,<3.14",
     install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],
     extras_require={

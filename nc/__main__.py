@@ -1,18 +1,24 @@
-"""`python -m nc`."""
+"""`python -m nc`, and the command `nc-quant`."""
 
 import sys
 
 from nc.installation import why_not_ours
 
 
-def _run() -> None:
+def run(name: str = "nc-quant") -> None:
+    """Run the command line.
+
+    Args:
+        name: what the user typed, for messages.
+    """
     why = why_not_ours()
     if why:
         print(f"nc: error: {why}", file=sys.stderr)
         sys.exit(2)
     from nc.cli.main import main
 
-    main(prog_name="python -m nc")
+    main(prog_name=name)
 
 
-_run()
+if __name__ == "__main__":
+    run("python -m nc")

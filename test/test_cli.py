@@ -1,8 +1,10 @@
 """`python -m nc`: what each command prints, and one clear line with exit code 2 for what can't be done."""
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -23,6 +25,7 @@ from nc.cli import inputs
 from nc.cli.main import main
 from nc.storage import store
 
+SETUP = pathlib.Path(__file__).parents[1] / "setup.py"
 MODELS = """
 import torch
 
@@ -226,7 +229,7 @@ def test_quantize_writes_nothing_but_the_artefact(run, folder):
     [
         ("MODELS", "Expected PKG.MODULE:FACTORY"),
         ("no_such_module:mlp", "there is no module 'no_such_module'"),
-        ("MODELS:mpl", "has no 'mpl'; it has Two, broken, mlp, text"),
+        ("MODELS:mpl", "has no 'mpl'; did you mean mlp?"),
         ("MODELS:broken", "ValueError: the weights are gone; --debug shows the traceback"),
         ("MODELS:text", "to return a torch.nn.Module, but got str"),
     ],
@@ -536,6 +539,98 @@ def test_a_path_with_brackets_is_printed_as_it_is(run, folder):
     result = run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", "[red]a[0]", "--backend", "reference")
     assert result.stdout.splitlines()[-1] == "saved to [red]a[0]"
     assert run("doctor", "[red]a[0]").stdout.count("[red]a[0] fits this CPU") == 1
+
+
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_inspect_keeps_to_the_width_it_is_given(run, monkeypatch, columns):
+    assert quantize(run).exit_code == 0
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = run("inspect", "out").stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("inspect", "out").stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    letters = [sorted("".join(text.split()).replace("-", "").replace("─", "")) for text in (whole, "".join(lines))]
+    assert letters[0] == letters[1], "nothing is cut off"
+    if columns == 300:
+        assert "\n".join(lines) == whole.rstrip("\n")
+
+
+@pytest.mark.parametrize("command", [["inspect", "out"], ["inspect", "out", "--json"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_error(run, command):
+    if "out" in command:
+        assert quantize(run).exit_code == 0
+    with subprocess.Popen([sys.executable, "-m", "nc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == ""
+    assert process.returncode in (1, 141)
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_json_holds_what_is_printed(run, monkeypatch, command):
+    assert quantize(run).exit_code == 0
+    words = [command, "out", *(["--rounds", "2", "--backend", "reference"] if command == "bench" else [])]
+    shown, facts = run(*words), json.loads(run(*words, "--json").stdout)
+    assert shown.exit_code == 0
+    if command == "bench":
+        assert facts["example_inputs"] == [[1, 8]]
+        assert (facts["rounds"], facts["threads"]) == (2, torch.get_num_threads())
+        assert facts["median_ms"]["engine"]["milliseconds"] > 0
+        return
+    assert {name: found["can_run"] for name, found in facts["backends"].items()} == {n: not why for n, why in available_backends().items()}
+    assert facts["machine"]["torch"] == importlib.metadata.version("torch")
+    assert facts["healthy"] is True
+    unchanged = {"folder": "out", "fits": True, "needs": [], "missing": [], "changes": [], "low_bit_layers": 0, "quantized_layers": 2}
+    assert facts["artefact"] == unchanged
+    assert all(choice["why"] in shown.stdout for choice in facts["auto"].values())
+    monkeypatch.setattr("nc.backends.cpu.missing", lambda _: ("avx512_vnni",))
+    lacking = run(*words, "--json")
+    assert lacking.exit_code == 1
+    assert json.loads(lacking.stdout)["artefact"]["missing"] == ["avx512_vnni"]
+
+
+def test_more_threads_than_cores_are_warned_of(run):
+    assert quantize(run).exit_code == 0
+    before = torch.get_num_threads()
+    try:
+        many = run("bench", "out", "--rounds", "1", "--threads", "99", "--backend", "reference")
+        one = run("bench", "out", "--rounds", "1", "--threads", "1", "--backend", "reference")
+    finally:
+        torch.set_num_threads(before)
+    assert many.exit_code == 0
+    assert f"nc: warning: 99 threads share {len(os.sched_getaffinity(0))} cores" in many.stderr
+    assert one.stderr == ""
+
+
+def test_the_names_of_what_a_module_can_make_are_offered(run):
+    assert "has no 'mpl'; did you mean mlp?" in refused(quantize(run, "mpl"))
+    assert "has no 'resnet99'; it has Two, broken, mlp, text" in refused(quantize(run, "resnet99"))
+
+
+@pytest.mark.parametrize("out", ["/proc/nc-out", "/proc/a/b"])
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="no file system that refuses")
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(run, monkeypatch, out):
+    monkeypatch.setattr(inputs, "make_model", lambda _: pytest.fail("the work has begun"))
+    line = refused(run("quantize", "MODELS:mlp", "--calib", "one.npz", "--out", out, "--backend", "reference"))
+    assert line.startswith(f"nc: error: {out} cannot be written: no folder can be made in /proc")
+
+
+def test_a_failure_to_write_names_the_folder_of_the_user(run, folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/.out.123.tmp")
+
+    monkeypatch.setattr("nc.artefact.save", full)
+    assert refused(quantize(run)).endswith("error: out cannot be written: No space left on device.")
+    assert not list(folder.glob(".nc-*"))
+
+
+def test_the_command_of_the_package_is_the_same_command_line():
+    (entry,) = [line for line in SETUP.read_text().splitlines() if "console_scripts" in line]
+    assert "nc-quant = nc.__main__:run" in entry
+    named = "import sys; sys.argv[0] = '/bin/nc-quant'; from nc.__main__ import run; run()"
+    done = subprocess.run([sys.executable, "-c", named, "inspect", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("Usage: nc-quant inspect [OPTIONS] DIR")
+    assert done.returncode == 0
 
 
 def test_the_module_runs_as_a_process():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import json
-import os
 import re
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,11 +66,27 @@ def read_npz(path: Path) -> Arrays:
 
 
 def check_can_be_made(folder: Path) -> None:
-    """Raise RequestError if a folder does not exist and cannot be made."""
-    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        msg = f"{folder} cannot be written: {existing} is {'not writable' if existing.is_dir() else 'a file'}."
+    """Raise RequestError if a folder cannot be made, or replaced. A folder is written beside its place, so one is made there for a try."""
+    existing = next(p for p in folder.resolve().parents if p.exists())
+    if not existing.is_dir():
+        msg = f"{folder} cannot be written: {existing} is a file."
         raise RequestError(msg)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".nc-", dir=existing):
+            pass
+    except OSError as error:
+        msg = f"{folder} cannot be written: no folder can be made in {existing} ({error.strerror or error})."
+        raise RequestError(msg) from error
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say of a folder that can't be written its own name: the error has that of a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        msg = f"{folder} cannot be written: {error.strerror or error}."
+        raise RequestError(msg) from error
 
 
 def _to_fp32(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -172,8 +189,10 @@ def _what_failed(error: Exception, module_name: str, attribute: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and module_name.split(".")[0] == error.name.split(".")[0]:
         return f"there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
     if isinstance(error, AttributeError) and error.name in attribute.split("."):
-        public = [name for name in dir(error.obj) if not name.startswith("_")]
-        return f"{module_name} has no {attribute!r}; it has {', '.join(public[:20]) or 'no names'}"
+        callables = [name for name in dir(error.obj) if not name.startswith("_") and callable(getattr(error.obj, name, None))]
+        near = difflib.get_close_matches(error.name, callables, n=5)
+        has = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(callables[:20]) or 'nothing to call'}"
+        return f"{module_name} has no {attribute!r}; {has}"
     return f"{type(error).__name__}: {error}"
 
 

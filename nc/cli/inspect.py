@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from nc.lowbit.artefact import FORMAT as LOW_BIT
 from nc.plan import Plan, format_table
@@ -19,11 +22,13 @@ from nc.storage import store
 _KINDS = {"example": "example inputs", "expected": "example outputs"}
 
 
-def show(folder: Path, *, as_json: bool) -> None:
+def show(folder: Path, console: Console, *, limited: bool, as_json: bool) -> None:
     """Print the contents of an artefact.
 
     Args:
         folder: where it lies.
+        console: has the width.
+        limited: whether cells that make lines wider take several lines.
         as_json: plain values instead of a table.
 
     Raises:
@@ -39,9 +44,24 @@ def show(folder: Path, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(contents, indent=2))
         return
-    click.echo(f"{format_table(rows)}\n")
-    for name, text in lines.items():
-        click.echo(f"{name:16}{text}")
+    table = format_table(rows)
+    facts = "\n".join(f"{name:16}{text}" for name, text in lines.items())
+    if not limited or max(map(len, f"{table}\n{facts}".splitlines())) <= console.width:
+        click.echo(f"{table}\n\n{facts}")
+        return
+    console.print(_broken(*rows[0], rows=rows[1:]))
+    console.print()
+    console.print(_broken("", "", rows=[(name, str(text)) for name, text in lines.items()], header=False))
+
+
+def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True) -> Table:
+    """A table whose cells take several lines where it is too wide."""
+    table = Table(box=None, pad_edge=False, show_header=header)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:

@@ -1,7 +1,8 @@
-"""`python -m nc quantize | inspect | bench | doctor`.
+"""`python -m nc quantize | inspect | bench | doctor`, also as `nc-quant`.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit code 2 means that the command failed, and one
-line says why. Exit code 1 means that `doctor` found a problem.
+line says why. Exit code 1 means that `doctor` found a problem. If nobody reads stdout any more (`| head`), a command ends as others do
+that a closed pipe stops.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import json
 import os
 import platform
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from nc.errors import NCError, NCWarning
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PIPE_WIDTH = 160
+#: What a shell says of a command that a closed pipe stopped: 128 and the number of the signal.
+_CLOSED_PIPE = 128 + signal.SIGPIPE
 _PACKAGES = ("torch", "intel-extension-for-pytorch", "openvino", "transformers", "torchvision", "safetensors", "numpy")
 
 
@@ -42,6 +47,10 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             with _our_warnings():
                 function(*args, **kwargs)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _leave_stdout()
+            sys.exit(_CLOSED_PIPE)
         except (NCError, OSError) as error:
             if debug:
                 traceback.print_exc()
@@ -49,6 +58,12 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             sys.exit(2)
 
     return run
+
+
+def _leave_stdout() -> None:
+    """Let nothing more be written to a closed pipe: Python would complain of it at exit."""
+    with contextlib.suppress(OSError):  # no real file, in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -186,7 +201,8 @@ def quantize(
         step = progress.add_task("convert", total=1)
         q_model = nc.convert(prepared, verify=verify, measure=measure)
         progress.update(step, completed=1)
-        save(q_model, out)
+        with inputs.writing(out):
+            save(q_model, out)
     click.echo(str(q_model.report()))
     click.echo(f"saved to {out}")
 
@@ -199,7 +215,8 @@ def inspect(folder: Path, as_json: bool) -> None:
     """Show the contents of the artefact in DIR. Needs no engine and runs nothing."""
     from nc.cli.inspect import show
 
-    show(folder, as_json=as_json)
+    console = _console()
+    show(folder, console, limited=console.is_terminal or "COLUMNS" in os.environ, as_json=as_json)
 
 
 @main.command()
@@ -207,8 +224,9 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
 @click.option("--backend", default="auto", show_default=True, help="auto, ipex, native, openvino or reference.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_command
-def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
+def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json: bool) -> None:
     """Time the artefact in DIR on the example inputs in it.
 
     The second row is the quantized graph in eager PyTorch, which simulates int8 in fp32. It is NOT the fp32
@@ -222,6 +240,7 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
     from nc.quantized import QuantizedModel
 
     if threads is not None:
+        _warn_of_too_many(threads)
         torch.set_num_threads(threads)
     with _progress() as progress:
         step = progress.add_task("load", total=1)
@@ -246,59 +265,104 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str) -> None:
         with torch.no_grad():
             timer = interleaved(candidates, rounds)
             times = list(progress.track(timer, total=rounds, description="time"))
+    if as_json:
+        click.echo(json.dumps(_timings(median(times), names, example, rounds), indent=2))
+        return
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in example)
     click.echo(f"example inputs {shapes}; {torch.get_num_threads()} threads; median of {rounds} rounds")
     for name, milliseconds in median(times).items():
         click.echo(f"{milliseconds:10.2f} ms  {names[name]}")
 
 
+def _warn_of_too_many(threads: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if threads > cores:
+        warnings.warn(f"{threads} threads share {cores} cores, which is slower than {cores} threads, by far.", NCWarning, stacklevel=2)
+
+
+def _timings(times: dict[str, float], names: dict[str, str], example: Sequence[Any], rounds: int) -> dict[str, Any]:
+    """What bench prints, as plain values."""
+    import torch
+
+    return {
+        "example_inputs": [list(tensor.shape) for tensor in example],
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "median_ms": {name: {"milliseconds": value, "what": names[name]} for name, value in times.items()},
+    }
+
+
 @main.command()
 @click.argument("folder", metavar="[DIR]", type=_FOLDER, required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_command
-def doctor(folder: Path | None) -> None:
+def doctor(folder: Path | None, as_json: bool) -> None:
     """Show which backends can run on this machine, and what to install for the others.
 
     With DIR, also show whether this CPU has the features that the artefact needs, and which layers
     `load` quantizes again because 16-bit sums could overflow here.
     """
+    from nc.cli.doctor import of_artefact
+
+    facts = _health()
+    if folder is not None:
+        facts["artefact"] = of_artefact(folder)
+        facts["healthy"] &= facts["artefact"]["fits"]
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+    else:
+        _tell_health(facts)
+    if not facts["healthy"]:
+        sys.stdout.flush()
+        sys.exit(1)
+
+
+def _health() -> dict[str, Any]:
+    """What doctor finds on this machine, as plain values."""
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.backends.auto_order import CONVOLUTIONS, LINEARS
-    from nc.cli.doctor import tell_whether_it_runs_here
     from nc.errors import BackendUnavailableError
+
+    backends = {name: {"can_run": not why, "remark": why or _remark(name)} for name, why in available_backends().items()}
+    problems = [why for why in (installation.other_distribution(), installation.altered_files()) if why]
+    facts: dict[str, Any] = {"machine": dict(_machine()), "backends": backends, "problems": problems, "auto": {}, "no_engine": ""}
+    try:
+        for kind in (CONVOLUTIONS, LINEARS):
+            name = choose_backend("auto", kind).name
+            facts["auto"][kind] = {"backend": name, "why": why_chosen("auto", name, model=kind)}
+    except BackendUnavailableError as error:
+        facts["no_engine"] = str(error)
+    return {**facts, "healthy": not problems and not facts["no_engine"]}
+
+
+def _tell_health(facts: dict[str, Any]) -> None:
+    from nc.cli.doctor import tell
 
     console = _console()
     machine = Table("machine", "", box=None, pad_edge=False)
-    for row in _machine():
+    for row in facts["machine"].items():
         machine.add_row(*row)
     console.print(machine)
     console.print()
-
     table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
-    for name, why in available_backends().items():
-        table.add_row(name, "no" if why else "yes", why or _remark(name))
+    for name, found in facts["backends"].items():
+        table.add_row(name, "yes" if found["can_run"] else "no", found["remark"])
     console.print(table)
     console.print()
-
-    problems = [why for why in (installation.other_distribution(), installation.altered_files()) if why]
-    for why in problems:
+    for why in facts["problems"]:
         click.echo(why)
-    healthy = not problems
-    try:
-        chosen = {kind: choose_backend("auto", kind).name for kind in (CONVOLUTIONS, LINEARS)}
-        told = {kind: why_chosen("auto", name, model=kind) for kind, name in chosen.items()}
-        if len(set(told.values())) == 1:
-            click.echo(f'backend="auto" begins with {chosen[LINEARS]}. {told[LINEARS]}')
-        else:
-            for kind, name in chosen.items():
-                click.echo(f'backend="auto" begins with {name} for models that consist of {kind}. {told[kind]}')
-    except BackendUnavailableError as error:
-        healthy = False
-        click.echo(f'backend="auto" finds no engine. {error}')
-    if folder is not None:
+    auto = facts["auto"]
+    if facts["no_engine"]:
+        click.echo(f'backend="auto" finds no engine. {facts["no_engine"]}')
+    elif len({choice["why"] for choice in auto.values()}) == 1:
+        choice = next(iter(auto.values()))
+        click.echo(f'backend="auto" begins with {choice["backend"]}. {choice["why"]}')
+    else:
+        for kind, choice in auto.items():
+            click.echo(f'backend="auto" begins with {choice["backend"]} for models that consist of {kind}. {choice["why"]}')
+    if "artefact" in facts:
         click.echo()
-        healthy &= tell_whether_it_runs_here(folder, console)
-    if not healthy:
-        sys.exit(1)
+        tell(facts["artefact"], console)
 
 
 def _remark(backend: str) -> str:
