@@ -5,11 +5,9 @@ they are plain libraries that link to no Python, torch or oneDNN. Without a comp
 editable install, ``nc.c_code.build`` compiles at first use, where it can.
 """
 
-import ast
 import functools
-import os
 import re
-import shutil
+import runpy
 import subprocess
 import tempfile
 from pathlib import Path
@@ -30,14 +28,14 @@ C_CODE = Path("nc/c_code")
 @functools.cache
 def compiled() -> dict[str, bytes]:
     """Library of each C source, by file name; {} where one can't be compiled."""
-    flags = ast.literal_eval(re.search(r"^FLAGS = (\(.+\))$", (ROOT / C_CODE / "build.py").read_text(encoding="utf-8"), re.MULTILINE)[1])
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+    how = runpy.run_path(str(ROOT / C_CODE / "flags.py"))
+    compiler = how["compiler"]()
     libraries = {}
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted((ROOT / C_CODE).glob("*.c")):
             target = Path(folder) / f"{source.stem}.so"
             try:
-                subprocess.run([*compiler.split(), *flags, "-o", str(target), str(source)], check=True)
+                subprocess.run(how["command"](compiler, source, target), check=True)
             except (OSError, subprocess.CalledProcessError) as error:
                 print(f"{source.name} is not compiled: {error}. The wheel has its source, which is compiled at first use.")
                 return {}

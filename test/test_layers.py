@@ -83,7 +83,11 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.c_code": (("nc.c_code.cache", "nc.c_code.openmp"), ("nc.c_code.build",), ("nc.c_code",)),
+    "nc.c_code": (
+        ("nc.c_code.cache", "nc.c_code.flags", "nc.c_code.isas", "nc.c_code.openmp"),
+        ("nc.c_code.build",),
+        ("nc.c_code",),
+    ),
     "nc.generation": (
         ("nc.generation.memory", "nc.generation.snapshot", "nc.generation.step"),
         ("nc.generation.decoder",),

@@ -16,13 +16,13 @@ import nc
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.bag import BAG
-from nc.backends.low_bit.compiled import C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, ISAS, KERNELS
+from nc.backends.low_bit.compiled import C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS, NUMBERS
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.c_code import build
 from nc.nn import QuantLinear
 
 pytestmark = pytest.mark.skipif(C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")
-HERE = {name: number for name, (number, needed) in ISAS.items() if all(feature in cpu.features() for feature in needed)}
+HERE = {name: NUMBERS[name] for name in compiled.usable()}
 WEIGHTS = [
     (name, group, kind)
     for name in ("int4", "uint4", "int8", "uint8", "int3", "int6")
@@ -132,13 +132,13 @@ def test_the_code_of_avx_vnni_with_the_instruction_of_avx512(name, tmp_path, mon
     """AVX-VNNI and AVX512-VNNI encode the same instruction differently; all else of that code is tested where only the latter is there."""
     monkeypatch.setattr(build, "_compiler", lambda: "cc -DNC_TEST_EVEX")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "load", build.load.__wrapped__)
+    monkeypatch.setattr(compiled, "load", build.load)
     monkeypatch.setattr(compiled, "_code", compiled._code.__wrapped__)
     for kind in ("symmetric", "zero point"):
         packed = weight(form(name, 64, kind), 33, 192)
         for rows in (1, 6):
             x, bias = torch.randn(rows, 192), torch.zeros(33)
-            result = compiled.linear(x, compiled.pack(packed, ISAS["avx_vnni"][0]), packed, None, -1)
+            result = compiled.linear(x, compiled.pack(packed, NUMBERS["avx_vnni"]), packed, None, -1)
             values = rounded(x, -1)
             assert ((result.double() - values @ exact(packed).T).abs() <= bound(values, packed, bias)).all()
 
@@ -310,11 +310,11 @@ def test_what_it_cannot_do_is_data(kernel, args, reason):
 
 def test_the_user_s_limit_of_instruction_sets_holds(monkeypatch):
     monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
-    assert compiled.isa() == ISAS["avx2"][0]
+    assert compiled.isa() == NUMBERS["avx2"]
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni"))
-    assert compiled.isa() == ISAS["avx512_vnni"][0]
+    assert compiled.isa() == NUMBERS["avx512_vnni"]
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16"))
-    assert compiled.isa() == ISAS["avx512_bf16"][0]
+    assert compiled.isa() == NUMBERS["avx512_bf16"]
 
 
 @pytest.mark.usefixtures("without_c")
@@ -331,7 +331,7 @@ def test_without_a_compiler_others_compute_and_the_report_says_why():
 def test_a_compiler_that_fails_is_a_reason_too(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_compiler", lambda: "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "load", build.load.__wrapped__)
+    monkeypatch.setattr(compiled, "load", build.load)
     found = compiled._code.__wrapped__()
     assert "its C code can't be loaded: the C compiler 'false' fails on low_bit.c" in found
 

@@ -1,9 +1,11 @@
 """Plans of kept oneDNN primitives: memory, sizes, threads, and what a plan can't follow."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +38,7 @@ from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
 from nc.graph.schemas import writes_into
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn import providers
+from nc.onednn import elf, providers
 from nc.onednn.api import Unimplemented
 from nc.onednn.descriptions import DST, Desc
 from nc.onednn.providers import provider
@@ -764,6 +767,77 @@ def test_a_library_that_is_of_no_use_is_said(monkeypatch, value, why):
     assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
 
 
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """Look for oneDNN as a new process with an empty cache does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(providers.VARIABLE, raising=False)
+    providers._find.cache_clear()
+    yield tmp_path
+    providers._find.cache_clear()
+
+
+TABLES = {
+    "without a symbol": ({}, "has no symbol table"),
+    "without some": (lambda found: {name: at for name, at in found.items() if "memory" not in name}, "it lacks dnnl_memory"),
+    "at the begin of the file": (lambda found: dict.fromkeys(found, 64), "where it has no instructions"),
+    "in front of it": (lambda found: {**found, "dnnl_version": -4096}, "puts dnnl_version where it has no instructions"),
+    "far behind it": (lambda found: {**found, "dnnl_version": 2**50}, "puts dnnl_version where it has no instructions"),
+}
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize("table", TABLES)
+def test_a_release_of_torch_without_the_symbols_costs_speed_only(monkeypatch, table):
+    change, why = TABLES[table]
+    real = elf._functions
+    monkeypatch.setattr(elf, "_functions", lambda *args: change(real(*args)) if change else {})
+    monkeypatch.setattr(providers, "_SOURCES", providers._SOURCES[:1])
+    with pytest.raises(BackendUnavailableError, match=why):
+        provider()
+    x = torch.randn(2, 8)
+    q = quantized(nn.Linear(8, 4).eval(), x, None, "native")
+    assert why in q.report().details["run by"]
+    assert worst_sqnr_db([q.reference(x)], [q(x)]) > 60
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_the_symbols_the_next_library_is_asked(monkeypatch):
+    monkeypatch.setattr(elf, "_functions", lambda *_: {})
+    asked = []
+    monkeypatch.setattr(providers, "_SOURCES", (*providers._SOURCES[:1], ("another", lambda: asked.append(1) or {})))
+    with pytest.raises(BackendUnavailableError, match="torch: torch .* has no symbol table.*; another: it lacks dnnl_"):
+        provider()
+    assert asked
+
+
+@pytest.mark.parametrize("address", [64, -4096, 2**50])
+def test_kept_addresses_outside_the_code_are_read_again(anew, address):
+    first = provider()
+    (kept,) = (anew / "nc").glob("functions-*.json")
+    content = json.loads(kept.read_text())
+    content["functions"]["dnnl_version"] = address
+    kept.write_text(json.dumps(content))
+    providers._find.cache_clear()
+    assert provider().name == "torch"
+    assert provider().maker.library.addresses == first.maker.library.addresses
+    assert json.loads(kept.read_text())["functions"]["dnnl_version"] != address
+
+
+@pytest.mark.parametrize("damage", ["sections", "names", "short"])
+def test_a_damaged_library_is_a_reason(anew, tmp_path, damage):
+    found = elf.loaded("libtorch_cpu.so")
+    content = bytearray(Path(torch._C.__file__).read_bytes())
+    if damage == "sections":
+        content[40:48] = b"\xff" * 8
+    elif damage == "names":
+        content[58:62] = b"\xff" * 4
+    path = tmp_path / "damaged.so"
+    path.write_bytes(content[:200] if damage == "short" else content)
+    with pytest.raises(ValueError, match="its tables can't be read"):
+        elf.functions(dataclasses.replace(found, path=path), "dnnl_")
+
+
 def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
     real = providers.why_wrong
     monkeypatch.setattr(providers, "why_wrong", lambda maker: real(maker) or "its int8 matmul differs")
@@ -798,17 +872,14 @@ def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read
 def test_without_a_compiler_python_calls_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "none")
     monkeypatch.setattr(build, "_compiler", lambda: "")
-    build.load.cache_clear()
-    try:
-        found, why = runner(provider().maker.library)
-        assert isinstance(found, PythonRunner)
-        assert "no C compiler" in why
-        monkeypatch.setattr(build, "_compiler", lambda: "false")
-        found, why = runner(provider().maker.library)
-        assert isinstance(found, PythonRunner)
-        assert "the C compiler 'false' fails" in why
-    finally:
-        build.load.cache_clear()
+    found, why = runner(provider().maker.library)
+    assert isinstance(found, PythonRunner)
+    assert "no C compiler" in why
+    monkeypatch.setattr(build, "_compiler", lambda: "false")
+    found, why = runner(provider().maker.library)
+    assert isinstance(found, PythonRunner)
+    assert "the C compiler 'false' fails" in why
+    assert found.name == f"ctypes ({why})"
 
 
 @pytest.mark.parametrize("value", ["", "relative/cache"])

@@ -70,12 +70,15 @@ def test_without_a_compiler_the_wheel_is_for_all_platforms(wheel):
 
 
 def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):
-    shutil.copy(Path(build.__file__).parent / "runner.c", tmp_path)
+    for name in ("runner.c", "identity.h"):
+        shutil.copy(Path(build.__file__).parent / name, tmp_path)
     (tmp_path / "runner.so").write_bytes(b"not for this system")
     monkeypatch.setattr(build, "_HERE", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert build.load.__wrapped__("runner").nc_run
+    found = build.loaded("runner")
+    assert found.library.nc_run
+    assert found.passed_over == ("runner.so of the package: it is no library for 64 bits",)
     assert len(list((tmp_path / "cache" / "nc").glob("runner-*.so"))) == 1
     (tmp_path / "more.h").write_text("/* what a source may include */")
-    assert build.load.__wrapped__("runner").nc_run
+    assert build.load("runner").nc_run
     assert len(list((tmp_path / "cache" / "nc").glob("runner-*.so"))) == 2

@@ -69,11 +69,16 @@ _AT_START = _onednn_limit()
 
 
 @functools.cache
+def flags() -> frozenset[str]:
+    """All features of this CPU, as /proc/cpuinfo names them."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    return frozenset(next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), ()))
+
+
+@functools.cache
 def detected() -> tuple[str, ...]:
     """Names of the features that this CPU has, in the order of the table above."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    flags = set(next((line.split(":", 1)[1].split() for line in info.splitlines() if line.startswith("flags")), []))
-    return tuple(name for flag, name in _FLAGS.items() if flag in flags)
+    return tuple(name for flag, name in _FLAGS.items() if flag in flags())
 
 
 def limits() -> tuple[str, ...]:
@@ -85,6 +90,12 @@ def features() -> tuple[str, ...]:
     """Names of the features that this CPU has and oneDNN may use."""
     allowed = [_ONEDNN_LIMITS[limit.split("=", 1)[1].lower()] for limit in limits()]
     return tuple(name for name in detected() if all(name in names for names in allowed))
+
+
+def lacks(needed: Iterable[str]) -> tuple[str, ...]:
+    """What C code that was compiled for these flags of /proc/cpuinfo does not find here, or may not use."""
+    may = features()
+    return tuple(flag for flag in needed if (flag not in may if flag in _FLAGS else flag not in flags()))
 
 
 def accumulates_wide() -> bool:

@@ -349,3 +349,5 @@ int nc_attention(const int64_t *how, void *unused, int count, char *const *tenso
     in_parts(work, &job, worth, how[THREADS]);
     return 0;
 }
+
+int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI; }

@@ -29,7 +29,7 @@
 
 enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
-enum { AVX2 = 0, AVX_VNNI = 1, AVX512 = 2, AVX512_VNNI = 3, AVX512_BF16 = 4, AMX = 5 };
+enum { AVX2 = ISA_AVX2, AVX_VNNI = ISA_AVX_VNNI, AVX512 = ISA_AVX512, AVX512_VNNI = ISA_AVX512_VNNI, AVX512_BF16 = ISA_AVX512_BF16, AMX = ISA_AMX };
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -106,14 +106,15 @@ static void run(const struct job *job, part_t part, int64_t count, int64_t step,
 #define FOR_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define FOR_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
 #define FOR_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
-#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+/* NC_OLD_COMPILER: tests leave out what older compilers do not know */
+#if !defined(NC_OLD_COMPILER) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10)
 #define HAS_BF16 1
 #define FOR_BF16 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")))
 #else
 #define HAS_BF16 0
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#if !defined(NC_OLD_COMPILER) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAS_AVX_VNNI 1
 #else
 #define HAS_AVX_VNNI 0
@@ -1000,6 +1001,15 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     return NOT_HERE;
 }
 #endif
+
+int64_t nc_isas(void)
+{
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    return 1 << AVX2 | HAS_AVX_VNNI << AVX_VNNI | 1 << AVX512 | 1 << AVX512_VNNI | HAS_BF16 << AVX512_BF16 | HAS_AMX << AMX;
+#else
+    return 0;
+#endif
+}
 
 /* Whether this process may use AMX from now on. The operating system must be asked once; threads and forked processes may then, too. */
 int nc_low_bit_amx(void)

@@ -480,3 +480,5 @@ int nc_product_depthwise(const int64_t *how, void *unused, int count, char *cons
     in_parts(convolve, &job, 1 + work / 32768, how[THREADS]);
     return 0;
 }
+
+int64_t nc_isas(void) { return 1 << ISA_AVX2; }

@@ -10,10 +10,12 @@
 
 #include "openmp.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NC_NO_CLONES)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#define CLONES (1 << ISA_AVX512 | 1 << ISA_AVX2)
 #else
 #define FOR_EACH_CPU
+#define CLONES 0
 #endif
 
 /* Part of the functions above: between them, a call for each key would take as long as its work. */
@@ -547,3 +549,6 @@ int nc_step_set(void *place, void *address)
     *(void **)place = address;
     return 0;
 }
+
+/* Each function has code for any CPU besides. */
+int64_t nc_isas(void) { return CLONES; }

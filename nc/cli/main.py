@@ -386,15 +386,27 @@ def _onednn() -> str:
         found = provider()
     except BackendUnavailableError as error:
         return f"torch's operators: {error}"
-    run_by, why = runner(found.maker.library)
+    run_by, _ = runner(found.maker.library)
     others = f"; not {', '.join(found.passed_over)}" if found.passed_over else ""
-    return f"{found}, called by {run_by.name}{f' ({why})' if why else ''}{others}"
+    return f"{found}, called by {run_by.name}{others}"
+
+
+def _c_code(name: str) -> str:
+    """Which library of C code is taken, from where, and why not a better one; or why there is none."""
+    from nc.c_code import build
+    from nc.errors import BackendUnavailableError
+
+    try:
+        return str(build.loaded(name))
+    except BackendUnavailableError as error:
+        return f"none: {error}"
 
 
 def _machine() -> list[tuple[str, str]]:
     import torch
 
     from nc.backends import cpu
+    from nc.c_code import build
 
     rows = [
         ("CPU", cpu_model()),
@@ -404,6 +416,7 @@ def _machine() -> list[tuple[str, str]]:
         ("Python", platform.python_version()),
         (installation.DISTRIBUTION, __version__),
         ("oneDNN", _onednn()),
+        *((f"C code: {name}", _c_code(name)) for name in build.sources()),
     ]
     for package in _PACKAGES:
         try:

@@ -5,10 +5,11 @@ PyTorch's wheels link oneDNN into `libtorch_cpu.so` and hide its functions at li
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,36 +17,80 @@ import numpy as np
 from nc.c_code import cache
 
 _SYMTAB, _NOTE, _FUNCTION, _BUILD_ID = 2, 7, 2, 3
+_INSTRUCTIONS = 4  # flag of a section
 _SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("value", "<u8"), ("size", "<u8")])
 #: Written into the cache; a file of another version is not read.
 _VERSION = 1
 
 
-def loaded(name: str) -> tuple[Path, int] | None:
-    """File and base address of a library that this process has loaded; None where it has none of that file name."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Image:
+    """A library in the memory of this process.
+
+    Attributes:
+        path: its file.
+        base: the address that offsets in it count from.
+        code: addresses that hold its instructions.
+    """
+
+    path: Path
+    base: int
+    code: tuple[range, ...]
+
+    def executes(self, offset: int) -> bool:
+        """Whether instructions of the library lie there."""
+        return any(self.base + offset in code for code in self.code)
+
+
+def loaded(name: str) -> Image | None:
+    """A library that this process has loaded; None where it has none of that file name."""
+    found: Image | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(f"/{name}"):
-            address, _, offset, _, _, path = line.split(maxsplit=5)
-            return Path(path), int(address.split("-")[0], 16) - int(offset, 16)
-    return None
+        if not line.endswith(f"/{name}"):
+            continue
+        addresses, rights, offset, _, _, path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if found is None:
+            found = Image(Path(path), start - int(offset, 16), ())
+        if "x" in rights and Path(path) == found.path:
+            found = dataclasses.replace(found, code=(*found.code, range(start, end)))
+    return found
 
 
-def functions(path: Path, prefix: str) -> Mapping[str, int]:
-    """Offsets in the loaded library of all functions whose name begins with `prefix`; empty where the file has no symbol table.
+def functions(library: Image, prefix: str) -> Mapping[str, int]:
+    """Offsets in a loaded library of all functions whose name begins with `prefix`; empty where the file has no symbol table.
 
     Reading 100 MB of names takes 0.1 to 1.4 s, so the result is kept in the user's cache folder under the build id of the library.
+
+    Raises:
+        ValueError: the file is damaged, or its table names places that hold no instructions.
+        OSError: it can't be read.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as image:
-        sections = _sections(image)
-        identity = _build_id(image, sections)
-        kept = cache.folder() / f"functions-{prefix}{identity}.json" if identity else None
-        known = _read(kept, identity) if kept is not None else None
-        if known is None:
+    with library.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as image:
+        try:
+            sections = _sections(image)
+            identity = _build_id(image, sections)
+            kept = cache.folder() / f"functions-{prefix}{identity}.json" if identity else None
+            known = _read(kept, identity) if kept is not None else None
+            code = [range(address, address + size) for _, _, flags, address, _, size, *_ in sections if flags & _INSTRUCTIONS]
+            if known is not None and not _outside(library, code, known):
+                return known
             known = _functions(image, sections, prefix.encode())
-            if kept is not None and known:
-                content = {"version": _VERSION, "build_id": identity, "functions": known}
-                cache.write(kept, json.dumps(content).encode())
+        except (struct.error, IndexError, OverflowError) as error:
+            msg = f"its tables can't be read: {error}"
+            raise ValueError(msg) from error
+    if outside := _outside(library, code, known):
+        msg = f"its symbol table puts {outside} where it has no instructions"
+        raise ValueError(msg)
+    if kept is not None and known:
+        content = {"version": _VERSION, "build_id": identity, "functions": known}
+        cache.write(kept, json.dumps(content).encode())
     return known
+
+
+def _outside(library: Image, code: Sequence[range], found: Mapping[str, int]) -> str:
+    """The first function that lies in none of the sections with instructions, or in memory that can't be executed; "" for none."""
+    return next((name for name, at in found.items() if not (any(at in section for section in code) and library.executes(at))), "")
 
 
 def _sections(image: mmap.mmap) -> list[tuple[int, ...]]:
@@ -95,10 +140,8 @@ def _names(text: bytes, prefix: bytes) -> Iterator[tuple[int, str]]:
 
 def _read(path: Path, identity: str) -> dict[str, int] | None:
     """What `functions` wrote; None where there is nothing, or nothing that can be trusted."""
-    if not cache.trusted(path):
-        return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(cache.read(path))
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or (content.get("version"), content.get("build_id")) != (_VERSION, identity):

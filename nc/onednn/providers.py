@@ -85,13 +85,12 @@ def _find(named: str) -> Provider | str:
 def _hidden() -> Mapping[str, int]:
     """The functions inside torch's own library."""
     try:
-        found = elf.loaded("libtorch_cpu.so")
-        if found is None:
+        library = elf.loaded("libtorch_cpu.so")
+        if library is None:
             msg = "libtorch_cpu.so is not loaded"
             raise BackendUnavailableError(msg)
-        path, base = found
-        addresses = {name: base + offset for name, offset in elf.functions(path, "dnnl_").items()}
-    except OSError as error:
+        addresses = {name: library.base + offset for name, offset in elf.functions(library, "dnnl_").items()}
+    except (OSError, ValueError) as error:
         msg = f"torch's library can't be read: {error}"
         raise BackendUnavailableError(msg) from error
     if not addresses:

@@ -131,7 +131,7 @@ class CompiledRunner:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonRunner:
-    """Call by call."""
+    """Call by call. `name` says why, where it does not run by choice."""
 
     library: Library
     name: str = "ctypes"
@@ -179,7 +179,7 @@ def runner(library: Library) -> tuple[Runner, str]:
     try:
         function = load("runner").nc_run
     except BackendUnavailableError as error:
-        return PythonRunner(library), str(error)
+        return PythonRunner(library, f"ctypes ({error})"), str(error)
     pointer, number = ctypes.c_void_p, ctypes.c_long
     function.restype, function.argtypes = number, (pointer, pointer, number, pointer, pointer, number)
     return CompiledRunner(library, function), ""

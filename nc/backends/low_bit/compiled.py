@@ -16,8 +16,9 @@ import torch
 from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
-from nc.c_code import openmp
+from nc.c_code import isas, openmp
 from nc.c_code.build import load
+from nc.c_code.isas import ISAS, NUMBERS
 from nc.errors import BackendError, BackendUnavailableError
 from nc.numerics.groups import about_middle
 from nc.numerics.low_bit import BLOCK
@@ -29,15 +30,6 @@ _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 BF16 = -2
 #: Outputs of a panel, and what K is padded to where one group covers a row.
 PANEL, STEP = 16, 32
-#: Instruction sets of the C code, the best one first: number there, features of the CPU that it needs.
-ISAS = {
-    "amx": (5, ("avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8")),
-    "avx512_bf16": (4, ("avx512f", "avx512_vnni", "avx512_bf16")),
-    "avx512_vnni": (3, ("avx512f", "avx512_vnni")),
-    "avx512": (2, ("avx512f",)),
-    "avx_vnni": (1, ("avx_vnni",)),
-    "avx2": (0, ()),
-}
 #: Of packed weights: what is read from there limits the speed.
 _MEMORY = LargePages()
 _ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
@@ -46,16 +38,31 @@ _ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without 
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    return found if isinstance(found, str) else ""
+    if isinstance(found, str):
+        return found
+    return "" if usable() else f"its C code was compiled for {', '.join(found.isas) or 'no instruction set'}, of which this CPU has none"
+
+
+def usable() -> tuple[str, ...]:
+    """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
+    code = _code()
+    found = () if isinstance(code, str) else code.isas
+    return tuple(name for name in reversed(ISAS) if name in found and not cpu.lacks(ISAS[name]))
+
+
+def _why_no_bf16() -> str:
+    """Why the code for AVX512-BF16 can't be used here; "" when it can."""
+    why = why_unavailable()
+    return why or ("" if "avx512_bf16" in usable() else "its C code was compiled without AVX512-BF16, which takes GCC 10 or clang 9")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, its address for lists of calls, and whether it may use AMX."""
+    """The compiled function, its address for lists of calls, and instruction sets that it has code for and may use."""
 
     function: Callable[..., int]
     step: int
-    amx: bool
+    isas: tuple[str, ...]
 
 
 @functools.cache
@@ -71,7 +78,8 @@ def _code() -> _Code | str:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
     assert step is not None
-    return _Code(function, step, bool(library.nc_low_bit_amx()))
+    allowed = [name for name in isas.compiled(library) if name != "amx" or library.nc_low_bit_amx()]
+    return _Code(function, step, tuple(allowed))
 
 
 def address() -> int:
@@ -89,10 +97,8 @@ def block_of(kernel: LowBitKernel) -> int | None:
 
 
 def isa() -> int:
-    """The best instruction set that this CPU has, and the user and the operating system allow."""
-    code = _code()
-    amx = isinstance(code, _Code) and code.amx
-    return next(n for name, (n, needed) in ISAS.items() if all(f in cpu.features() for f in needed) and (amx or name != "amx"))
+    """The best instruction set that this CPU has, the user and the operating system allow, and the C code was compiled for."""
+    return NUMBERS[usable()[0]]
 
 
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
@@ -228,13 +234,16 @@ C_BF16 = dataclasses.replace(
     floats=(),
     activations=("bf16",),
     isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
+    unavailable=_why_no_bf16,
     max_rows=2048,
 )
-C_BF16_FEW_ROWS = dataclasses.replace(C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, max_rows=64)
+C_BF16_FEW_ROWS = dataclasses.replace(
+    C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, unavailable=_why_no_bf16, max_rows=64
+)
 C_BF16_IN_FP32 = dataclasses.replace(
     C_FP32,
     name="c bf16 in fp32",
     activations=("bf16",),
-    unavailable=lambda: "this CPU has instructions for bf16" if not cpu.missing(C_BF16.isa) else why_unavailable(),
+    unavailable=lambda: "this CPU has instructions for bf16" if not (cpu.missing(C_BF16.isa) or _why_no_bf16()) else why_unavailable(),
 )
 KERNELS = (C_INT8, C_INT8_BLOCK32, C_FP32, C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32)

@@ -22,6 +22,7 @@ from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, Traced
 from nc.c_code import openmp
 from nc.c_code.build import load_on_threads
+from nc.c_code.isas import ISAS, compiled
 from nc.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
 from nc.onednn.runner import Function, call_once
 
@@ -83,6 +84,8 @@ def _functions() -> Mapping[str, Function] | str:
     library = load_on_threads("products")
     if isinstance(library, str):
         return library
+    if "avx2" not in compiled(library):
+        return "its C code was compiled without AVX2"
     names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
     addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
     return {name: functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
@@ -91,8 +94,8 @@ def _functions() -> Mapping[str, Function] | str:
 def why_unavailable() -> str:
     """Why these functions are not used here; "" when they are."""
     features = cpu.features()
-    if "avx2" not in features:
-        return "this CPU has no AVX2"
+    if missing := cpu.lacks(ISAS["avx2"]):
+        return f"this CPU has no {', '.join(missing)}"
     other = next((name for name in _OTHERS if name in features), "")
     if other:
         return f"oneDNN has kernels for {other}"

@@ -12,7 +12,7 @@ from torch import fx
 
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Traced
-from nc.c_code.build import load_on_threads
+from nc.c_code.build import load_on_threads, loaded
 from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
 
@@ -53,6 +53,14 @@ def why_unavailable() -> str:
     """Why there are no such functions here; "" when there are."""
     found = _functions()
     return found if isinstance(found, str) else ""
+
+
+def remark() -> str:
+    """What a report says where these functions are missing, or slower than they can be; "" else."""
+    if why := why_unavailable():
+        return f"operators between products by torch: {why}"
+    found = loaded("steps")
+    return "" if found.isas else f"operators between products without AVX2 or AVX-512, for which {found.compiler} makes no code here"
 
 
 def function(name: str) -> Function:

@@ -26,6 +26,7 @@ from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.c_code import openmp
 from nc.c_code.build import load_on_threads
+from nc.c_code.isas import ISAS, compiled
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.onednn.descriptions import contiguous_strides
 from nc.onednn.runner import Function
@@ -33,7 +34,7 @@ from nc.onednn.runner import Function
 #: In profiles.
 NAME = "int8_attention"
 #: A feature of the CPUs that it is for: those with it have AVX-512 F, BW and VL.
-_FEATURE = "avx512_vnni"
+_ISA = "avx512_vnni"
 #: As in the C code: rows of scores at once, the widest head, and numbers of what follows a product.
 _ROWS, _WIDEST, _HOW = 4, 512, ("add", "mul")
 #: Of the longest scores: keys and values of a head should stay in the second cache.
@@ -76,6 +77,8 @@ def _function() -> Function | str:
     library = load_on_threads("attention")
     if isinstance(library, str):
         return library
+    if _ISA not in compiled(library):
+        return f"its C code was compiled without {_ISA}"
     address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
     assert address is not None
     return functions.of_address(NAME, address)
@@ -83,8 +86,8 @@ def _function() -> Function | str:
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
-    if _FEATURE not in cpu.features():
-        return f"the CPU has no {_FEATURE}"
+    if missing := cpu.lacks(ISAS[_ISA]):
+        return f"the CPU has no {', '.join(missing)}"
     if functions.why_unavailable():
         return functions.why_unavailable()
     found = _function()

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, elementwise, int8_attention, low_bit, masks, others, products, steps
+from nc.backends.native.plans import attention, elementwise, functions, int8_attention, low_bit, masks, others, products, steps
 from nc.backends.native.plans.checks import PlanChecks, PlanJudge
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
@@ -187,7 +187,7 @@ class PlannedModel:
 
     def how(self) -> str:
         """Who calls what, in words."""
-        return f"{self._source}, called by {self._runner.name}"
+        return "; ".join(filter(None, (f"{self._source}, called by {self._runner.name}", functions.remark())))
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
