@@ -264,7 +264,7 @@ def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
     monkeypatch.setattr(cpu, "features", lambda: ("avx2", feature))
     assert feature in avx2.why_unavailable()
     monkeypatch.setattr(cpu, "features", lambda: ())
-    assert avx2.why_unavailable() == "this CPU has no AVX2"
+    assert avx2.why_unavailable() == "this CPU has no avx2"
 
 
 def test_without_a_compiler_onednn_computes(without_vnni, monkeypatch):

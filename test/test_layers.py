@@ -84,7 +84,7 @@ LEVELS = (
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
     "nc.c_code": (
-        ("nc.c_code.cache", "nc.c_code.flags", "nc.c_code.isas", "nc.c_code.openmp"),
+        ("nc.c_code.cache", "nc.c_code.failures", "nc.c_code.flags", "nc.c_code.isas", "nc.c_code.openmp"),
         ("nc.c_code.build",),
         ("nc.c_code",),
     ),

@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
@@ -33,6 +34,7 @@ enum {
     OTHERS                /* for each: ADD or MUL, strides of batch, head, row and column */
 };
 enum { OTHER = 5 };
+_Static_assert(MOST_WIDE % 16 == 0, "rows of q are read 16 codes at a time");
 
 struct job {
     const int64_t *how;
@@ -64,6 +66,13 @@ static struct room room_of(char *memory, const int64_t *how)
     room.sums = room.scores + ROWS_AT_ONCE * keys;
     room.codes = (uint8_t *)(room.sums + ROWS_AT_ONCE * wide);
     return room;
+}
+
+/* Bytes of it. */
+static int64_t bytes_of_room(const int64_t *how)
+{
+    const int64_t keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
+    return keys * (up(how[WIDTH], 4) + wide + 4 + ROWS_AT_ONCE * (4 + 1)) + ROWS_AT_ONCE * wide * 4;
 }
 
 /* Which of 16 numbers there are where `left` are left. */
@@ -338,8 +347,15 @@ FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 /* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32 */
 int nc_attention(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    EXPECT(how[0] >= OTHERS && how[1 + BEFORE] >= 0 && how[1 + BEHIND] >= 0, OTHER_NUMBERS);
+    const int64_t others = how[1 + BEFORE] + how[1 + BEHIND];
+    TAKES(OTHERS + others * OTHER, 5 + others, 5 + others);
     struct job job = {.how = how, .tensors = tensors};
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT(how[KEYS] > 0 && how[WIDTH] > 0 && how[WIDTH] <= MOST_WIDE && how[WIDE] > 0 && how[PARTS] > 0, OTHER_SIZE);
+    EXPECT(bytes_of_room(how) <= how[BYTES], OTHER_SIZE);
+    for (int64_t i = 0; i < others; i++)
+        EXPECT(how[OTHERS + i * OTHER] == ADD || how[OTHERS + i * OTHER] == MUL, OTHER_OPERATION);
     for (int i = 0; i < 4; i++) {
         const uint32_t bits = (uint32_t)how[FACTORS + i];
         memcpy(&job.factors[i], &bits, 4);

@@ -18,7 +18,7 @@ from nc.c_code import cache, flags, isas, openmp
 from nc.errors import BackendUnavailableError
 
 _HERE = Path(__file__).parent
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 #: Files of a source that the cache keeps: several checkouts and compilers share it.
 _MOST_KEPT = 8
 

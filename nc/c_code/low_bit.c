@@ -15,10 +15,12 @@
  */
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #define PANEL 16
@@ -27,7 +29,6 @@
 #define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
 #define X_AT_ONCE (1 << 19)   /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
 
-enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
 enum { AVX2 = ISA_AVX2, AVX_VNNI = ISA_AVX_VNNI, AVX512 = ISA_AVX512, AVX512_VNNI = ISA_AVX512_VNNI, AVX512_BF16 = ISA_AVX512_BF16, AMX = ISA_AMX };
 
@@ -53,7 +54,7 @@ struct job {
     /* forms int8 and digits */
     int64_t block, blocks; /* elements of a block, blocks in a row */
     int per_token;         /* one scale for all blocks of a row */
-    int *unfit;            /* set where x can't be split */
+    _Atomic int *unfit;    /* set where x can't be split, by any thread */
     int8_t *codes;         /* [rows, digits, padded], or for tiles [rows / 16, digits, padded / 64, 16, 64]; one digit in the int8 form; or bf16,
                               or fp32, see tile_rows */
     int64_t plane, row;    /* bytes of a digit of a row, and of a row */
@@ -251,7 +252,7 @@ static void split_rows(const struct job *j, int64_t start, int64_t stop)
             int exponent;
             float amax = largest(x, padded);
             if (!(amax == amax)) { /* what three digits can't hold */
-                *j->unfit = 1;
+                atomic_store_explicit(j->unfit, 1, memory_order_relaxed);
                 return;
             }
             frexpf(amax, &exponent);
@@ -898,6 +899,19 @@ DEFINE_FP32_256(tiles_fp32_8_256, 8)
 
 /* ---- the call ---- */
 
+/* What a caller must see to. */
+static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t block)
+{
+    const int64_t outputs = shape[0], inputs = shape[1], padded = shape[2], group = shape[3], bits = shape[4], isa = shape[6];
+    EXPECT(shape[7] >= FP32 && shape[7] <= BF16, OTHER_DTYPE);
+    EXPECT(isa >= AVX2 && isa <= AMX && nc_isas() >> isa & 1, NOT_HERE);
+    EXPECT((bits == 4 || bits == 8) && outputs > 0 && inputs > 0 && padded >= inputs && padded % 32 == 0, OTHER_SIZE);
+    EXPECT(group > 0 && group % 32 == 0 && padded % group == 0, OTHER_SIZE);
+    EXPECT(rows >= 0 && stride >= (block == -1 || block > 0 ? inputs : padded), OTHER_SIZE);
+    EXPECT(block >= -2 && block % 32 <= 0 && block <= (HAS_AMX ? CHUNK : 4096) && (block <= 0 || group % block == 0), OTHER_SIZE);
+    return OK;
+}
+
 static part_t choose(const struct weight *w, int int8, int64_t isa)
 {
     const int four = w->bits == 4;
@@ -925,12 +939,14 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
  *   the table only); then the instruction set, one that the CPU has,
  *   and the type of the scales
  * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row. -2: as 0, and all are bf16
- * Returns OK, NO_MEMORY or NOT_HERE.
+ * Returns what calls.h lists.
  */
 int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
                       const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
 {
-    int unfit = 0;
+    _Atomic int unfit = 0;
+    const int wrong = check(shape, rows, stride, block);
+    EXPECT(!wrong, wrong);
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
     /* tiles pay from some rows on; for fewer rows than those of bf16, the digits take less time */
@@ -1022,9 +1038,10 @@ int nc_low_bit_amx(void)
 }
 
 /* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, table, bias */
-int nc_low_bit_step(const int64_t *how, void *unused, int count, void *const *tensors)
+int nc_low_bit_step(const int64_t *how, void *unused, int count, char *const *tensors)
 {
-    (void)unused, (void)count;
-    return nc_low_bit_linear(tensors[1], how[0], how[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6], tensors[7], tensors[0],
-                             how[2], how[3]);
+    TAKES(4, 8, 8);
+    (void)unused;
+    return nc_low_bit_linear((const float *)tensors[1], how[0], how[1], (const int64_t *)tensors[2], (const uint8_t *)tensors[3], tensors[4],
+                             (const float *)tensors[5], (const float *)tensors[6], (const float *)tensors[7], (float *)tensors[0], how[2], how[3]);
 }

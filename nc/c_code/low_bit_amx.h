@@ -10,6 +10,8 @@
 #define CHUNK 512            /* input channels that are unpacked at once; no block is longer */
 #define FOR_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16")))
 
+_Static_assert(CHUNK % 64 == 0 && AMX_ROWS_AT_ONCE % TILE == 0, "pieces and tiles are whole");
+
 /* Compilers don't know that loads of tiles read memory: what was written before this is in it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 

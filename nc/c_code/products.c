@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #define AVX2 __attribute__((target("avx2,fma")))
@@ -31,6 +32,7 @@ enum { IMAGES = SHAPES, IN_H, IN_W, OUT_H, OUT_W, WINDOW_H, WINDOW_W, STEP_H, ST
 enum { NOTHING_ADDED, CODES_IN_PLACE, FP32_IN_PLACE, FP32_OTHER };
 enum { CODES, FP32, INT8 }; /* INT8: the zero point is 128 more than that of the codes, which are made as uint8 */
 enum { IDENTITY, RELU, LEAKY_RELU, CLIP, HARDSWISH, SWISH, GELU_TANH, GELU_ERF };
+_Static_assert(BLOCK % ROWS == 0, "tiles are whole, but for the last rows");
 
 struct job {
     const int64_t *how;
@@ -43,6 +45,15 @@ struct job {
     float alpha, beta, added_scale, added_zero_point, inverse, zero_point;
     int64_t by_panels; /* threads share panels, else rows */
 };
+
+/* What both kinds have in common. */
+static int check(const int64_t *how)
+{
+    EXPECT(how[THREADS] > 0 && how[OUTPUTS] > 0, OTHER_SIZE);
+    EXPECT(how[ADDED] >= NOTHING_ADDED && how[ADDED] <= FP32_OTHER && how[WRITTEN] >= CODES && how[WRITTEN] <= INT8, OTHER_OPERATION);
+    EXPECT(how[OPERATION] >= IDENTITY && how[OPERATION] <= GELU_ERF, OTHER_OPERATION);
+    return OK;
+}
 
 static struct job job_of(const int64_t *how, int count, char *const *tensors)
 {
@@ -307,6 +318,11 @@ static void multiply_part(void *data, int64_t part, int64_t parts)
  */
 int nc_product(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(COUNT + 1, 6, 7);
+    const int wrong = check(how);
+    EXPECT(!wrong, wrong);
+    EXPECT(how[ADDED] != FP32_OTHER || count == 7, OTHER_TENSORS);
+    EXPECT(how[INPUTS] > 0 && how[INPUTS] % 4 == 0, OTHER_SIZE);
     struct job job = job_of(how, count, tensors);
     const int64_t rows = how[COUNT], tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how);
     /* as much work as some thousand products is done before other threads wake up */
@@ -358,8 +374,10 @@ static void pack_part(void *data, int64_t part, int64_t parts)
  */
 int nc_product_pack(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(3, 3, 3);
     struct packing job = {how, tensors};
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT(how[1] > 0 && how[1] % 4 == 0, OTHER_SIZE);
     in_parts(pack_part, &job, 1 + how[0] * how[1] / 65536, how[2]);
     return 0;
 }
@@ -474,6 +492,12 @@ static void convolve(void *data, int64_t part, int64_t parts)
  */
 int nc_product_depthwise(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(PAD_W + 1, 7, 7);
+    const int wrong = check(how);
+    EXPECT(!wrong, wrong);
+    EXPECT(how[ADDED] != FP32_OTHER, OTHER_OPERATION);
+    EXPECT(how[OUTPUTS] >= PANEL && (how[ADDED] == NOTHING_ADDED || how[OUTPUTS] % PANEL == 0), OTHER_SIZE);
+    EXPECT(how[WINDOW_H] > 0 && how[WINDOW_W] > 0 && how[WINDOW_H] <= TAPS && how[WINDOW_H] * how[WINDOW_W] <= TAPS, OTHER_SIZE);
     struct job job = job_of(how, count, tensors);
     const int64_t pixels = how[IMAGES] * how[OUT_H] * how[OUT_W], work = pixels * how[OUTPUTS] * how[WINDOW_H] * how[WINDOW_W];
     (void)unused;

@@ -19,15 +19,17 @@ struct place {
     long offset;
 };
 
-/* Returns 0, or -1 - index of the place, or 1 + index of the call that failed. */
+/* Returns 0, or -1 - index of the place that failed, or of a call 1 + its index, and what it returned in the bits from 32 on. */
 long nc_run(void *stream, const struct place *places, long n_places, char *const *bases, const struct call *calls, long n_calls)
 {
     for (long i = 0; i < n_places; i++)
         if (places[i].set(places[i].memory, bases[places[i].base] + places[i].offset))
             return -1 - i;
-    for (long i = 0; i < n_calls; i++)
-        if (calls[i].execute(calls[i].what, stream, (int)calls[i].count, calls[i].arguments))
-            return 1 + i;
+    for (long i = 0; i < n_calls; i++) {
+        const int status = calls[i].execute(calls[i].what, stream, (int)calls[i].count, calls[i].arguments);
+        if (status)
+            return (long)(unsigned)status << 32 | (1 + i);
+    }
     return 0;
 }
 

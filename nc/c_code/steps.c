@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NC_NO_CLONES)
@@ -23,7 +24,13 @@
 
 enum { F32, BF16, BOOL, I64, U8, S8 };
 enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN, NOT, SELECT };
-enum { ROW = 512, OTHER_INDEX = 1, NO_MEMORY = 2 };
+enum { OPERATORS = SELECT + 1 };
+enum { ROW = 512, MOST_DIMS = 8 };
+
+/* What `load` reads, what `store` writes, and what `store_codes` does. */
+INLINE int is_read(int64_t dtype) { return dtype >= F32 && dtype <= I64; }
+INLINE int is_written(int64_t dtype) { return dtype >= F32 && dtype <= BOOL; }
+INLINE int is_code(int64_t dtype) { return dtype == U8 || dtype == S8; }
 
 INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : dtype == I64 ? 8 : 1; }
 
@@ -107,18 +114,18 @@ INLINE void store_codes(char *to, struct codes codes, int64_t n, const float *re
 /* e^x within 2 units in the last place: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
 INLINE float exponential(float x)
 {
-    float limited = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    float limited = x > -87.0f ? x < 88.0f ? x : 88.0f : -87.0f; /* also where x is no number, which has no integer */
     float n = rintf(limited * 1.44269504088896341f);
     float r = limited - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
-    int32_t bits;
+    uint32_t bits;
     float power;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    bits = ((int32_t)n + 127) << 23;
+    bits = (uint32_t)((int32_t)n + 127) << 23;
     memcpy(&power, &bits, 4);
     p = (p * r * r + r + 1.0f) * power;
     return x > 88.0f ? (x > 88.722839f ? INFINITY : expf(x)) : x < -87.0f ? (x < -104.0f ? 0.0f : expf(x)) : x != x ? x : p;
@@ -165,10 +172,18 @@ FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float 
  */
 int nc_step_map(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    EXPECT(how[0] >= 2 && how[2] >= 1 && how[2] <= MOST_DIMS, OTHER_SIZE);
+    TAKES(2 + how[1] + count * (how[1] + 1), 2, 4);
     const int64_t op = how[0], d = how[1], *sizes = how + 2, n = sizes[d - 1];
-    int64_t rows = 1, index[8] = {0};
+    int64_t rows = 1, index[MOST_DIMS] = {0};
     float buffers[4][ROW];
     (void)unused;
+    EXPECT(op >= 0 && op < OPERATORS, OTHER_OPERATION);
+    EXPECT(count >= 2 + (op >= ADD && op <= DIV) + 2 * (op == SELECT), OTHER_TENSORS);
+    for (int t = 0; t < count; t++) {
+        const int64_t dtype = sizes[d + t * (d + 1)];
+        EXPECT(t ? is_read(dtype) : is_written(dtype), OTHER_DTYPE);
+    }
     for (int64_t i = 0; i < d - 1; i++)
         rows *= sizes[i];
     for (int64_t row = 0; row < rows; row++) {
@@ -224,9 +239,11 @@ FOR_EACH_CPU static float sum_of(const float *x, int64_t n)
 /* Means of rows. how: dtypes of y and x, rows, elements of a row, stride of rows; tensors: y, without gaps; x */
 int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(5, 2, 2);
     const int64_t n = how[3];
     float buffer[ROW];
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT(is_written(how[0]) && is_read(how[1]), OTHER_DTYPE);
     for (int64_t row = 0; row < how[2]; row++) {
         float sum = 0;
         for (int64_t start = 0; start < n; start += ROW) {
@@ -305,8 +322,10 @@ static void norm_rows(void *data, int64_t part, int64_t parts)
  */
 int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(9, 4, 4);
     struct norm job = {.how = how, .tensors = tensors, .codes = codes_of(how[0], how + 7)};
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT((is_written(how[0]) || is_code(how[0])) && is_read(how[1]), OTHER_DTYPE);
     memcpy(&job.epsilon, how + 4, 4);
     in_parts(norm_rows, &job, 1 + how[2] * how[3] / 32768, how[6]);
     return 0;
@@ -320,8 +339,10 @@ int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tenso
  */
 int nc_step_place(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(8, 3, 3);
     const int64_t *indices = (const int64_t *)tensors[2];
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT(how[0] >= 0, OTHER_SIZE);
     for (int64_t row = 0; row < how[1]; row++) {
         const int64_t place = indices[how[7] ? 0 : row];
         char *y = tensors[0] + row * how[2], *x = tensors[1] + row * how[3];
@@ -360,7 +381,7 @@ INLINE void scale(float *y, float by, int64_t n)
         y[i] *= by;
 }
 
-enum { B, H, GROUP, KEYS, WIDTH, VALUE_WIDTH, MASK, DTYPES, Q = DTYPES + 5, K = Q + 2, V = K + 3, Y = V + 3, M = Y + 2 };
+enum { B, H, GROUP, KEYS, WIDTH, VALUE_WIDTH, MASK, DTYPES, Q = DTYPES + 5, K = Q + 2, V = K + 3, Y = V + 3, M = Y + 2, A_FACTOR = M + 3, A_THREADS };
 enum { NO_MASK, BOOL_MASK, FLOAT_MASK };
 
 struct attention {
@@ -440,13 +461,19 @@ static void attend_all(void *data, int64_t part, int64_t parts)
  */
 int nc_step_attention(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(A_THREADS + 1, 4, 5);
     struct attention job = {how, tensors, 0};
-    const int64_t *after = how + M + 3, tasks = how[B] * how[H];
+    const int64_t tasks = how[B] * how[H];
     /* as much work as a few thousand products is done before other threads wake up */
     const int64_t worth = 1 + tasks * how[KEYS] * how[WIDTH] / 65536;
-    (void)unused, (void)count;
-    memcpy(&job.factor, after, 4);
-    in_parts(attend_all, &job, worth < tasks ? worth : tasks, after[1]);
+    (void)unused;
+    EXPECT(how[MASK] >= NO_MASK && how[MASK] <= FLOAT_MASK, OTHER_OPERATION);
+    EXPECT(how[MASK] == NO_MASK || count == 5, OTHER_TENSORS);
+    EXPECT(how[WIDTH] <= ROW && how[VALUE_WIDTH] <= ROW && how[GROUP] > 0, OTHER_SIZE);
+    for (int i = 0; i < 5; i++)
+        EXPECT(i == 3 ? is_written(how[DTYPES + i]) : is_read(how[DTYPES + i]), OTHER_DTYPE);
+    memcpy(&job.factor, how + A_FACTOR, 4);
+    in_parts(attend_all, &job, worth < tasks ? worth : tasks, how[A_THREADS]);
     return 0;
 }
 
@@ -493,8 +520,11 @@ static void rotate_rows(void *data, int64_t part, int64_t parts)
  */
 int nc_step_rotary(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(R_SIN + 3, 4, 4);
     struct rotation job = {how, tensors, codes_of(how[TO], how + R_CODES)};
-    (void)unused, (void)count;
+    (void)unused;
+    EXPECT(how[TO] == F32 || is_code(how[TO]), OTHER_DTYPE);
+    EXPECT(how[HALF] >= 0 && 2 * how[HALF] <= ROW, OTHER_SIZE);
     in_parts(rotate_rows, &job, 1 + how[SIZES] * how[SIZES + 1] * how[SIZES + 2] * how[HALF] / 8192, how[R_THREADS]);
     return 0;
 }
@@ -537,8 +567,9 @@ static void quantize_images(void *data, int64_t part, int64_t parts)
  */
 int nc_step_image(const int64_t *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(5, 2, 2);
     struct image job = {.how = how, .x = (const float *)tensors[1], .y = tensors[0], .codes = codes_of(U8, how + 2)};
-    (void)unused, (void)count;
+    (void)unused;
     in_parts(quantize_images, &job, 1 + how[0] * how[1] / 8192, how[4]);
     return 0;
 }

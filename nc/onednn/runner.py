@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from nc.c_code import failures
 from nc.c_code.build import load
 from nc.errors import BackendError, BackendUnavailableError
 from nc.onednn.api import Handle, Library
@@ -66,7 +67,7 @@ class CallList:
             numbers: its first argument.
             tensors: for each tensor None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
         """
-        how = (ctypes.c_int64 * len(numbers))(*numbers)
+        how = _numbers(numbers)
         addresses = (ctypes.c_void_p * len(tensors))(*(at if base is None else None for base, at in tensors))
         self._keep.append((how, addresses))
         self.calls.append((function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors)))
@@ -147,8 +148,8 @@ class PythonRunner:
                 if put(memory, given[base] + offset):
                     return -1 - index
             for index, (call, *given_to) in enumerate(prepared):
-                if call(*given_to):
-                    return 1 + index
+                if status := call(*given_to):
+                    return failure(index, status)
             return 0 if calls else 1  # which also keeps all that the addresses point to
 
         return run
@@ -158,6 +159,35 @@ def _typed(library: Library, name: str, kind: Callable[[int], Callable[..., int]
     return kind(library.addresses[f"dnnl_{name}"])
 
 
+def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Numbers as functions in C take them: behind their count."""
+    return (ctypes.c_int64 * (1 + len(numbers)))(len(numbers), *numbers)
+
+
+def failure(index: int, status: int) -> int:
+    """What a run returns where the call with this index returned a status: see runner.c."""
+    return status << 32 | 1 + index
+
+
+def failed_call(failed: int) -> tuple[int, int]:
+    """Index and status of the call that failed, out of what a run returned."""
+    return (failed & 0xFFFFFFFF) - 1, failed >> 32
+
+
+def function_error(function: Function, status: int, operator: str = "") -> Exception:
+    """What to raise where a function in C returned a status.
+
+    Args:
+        function: which.
+        status: not 0.
+        operator: of the model, that it computes.
+    """
+    where = f"{operator}: " if operator else ""
+    if status == failures.INDEX and function.failure:
+        return IndexError(where + function.failure)
+    return BackendError(f"{where}nc's C function {function.name!r} failed: {failures.words(status)}")
+
+
 def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
     """Call a function once; addresses are read from the tensors.
 
@@ -165,13 +195,10 @@ def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torc
         BackendError: the call failed.
         IndexError: it failed for what its `failure` says.
     """
-    how, addresses = (ctypes.c_int64 * len(numbers))(*numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    failed = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
-    if failed and function.failure:
-        raise IndexError(function.failure)
-    if failed:
-        msg = f"a function in C failed with {failed}"
-        raise BackendError(msg)
+    how, addresses = _numbers(numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    status = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
+    if status:
+        raise function_error(function, status)
 
 
 def runner(library: Library) -> tuple[Runner, str]:

@@ -18,6 +18,7 @@ from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.c_code import isas, openmp
 from nc.c_code.build import load
+from nc.c_code.failures import words
 from nc.c_code.isas import ISAS, NUMBERS
 from nc.errors import BackendError, BackendUnavailableError
 from nc.numerics.groups import about_middle
@@ -32,7 +33,6 @@ BF16 = -2
 PANEL, STEP = 16, 32
 #: Of packed weights: what is read from there limits the speed.
 _MEMORY = LargePages()
-_ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
 
 
 def why_unavailable() -> str:
@@ -187,7 +187,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         openmp.threads(),
     )
     if failed:
-        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."
+        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {words(failed)}."
         raise BackendError(msg)
     return result
 

@@ -27,7 +27,7 @@ from nc.errors import BackendError
 from nc.onednn.api import Handle
 from nc.onednn.descriptions import SCRATCHPAD, Desc
 from nc.onednn.primitives import Maker
-from nc.onednn.runner import CallList, Runner
+from nc.onednn.runner import CallList, Runner, failed_call, function_error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,13 +211,14 @@ class Context:
 
 
 def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
-    """What to raise when a list of calls has failed: at the call `failed - 1`, or at the address `-1 - failed`."""
+    """What to raise for what a run returned, see runner.c."""
     if failed < 0:
         return BackendError(f"a kernel failed: setting address {-failed}")
-    entry = entries[failed - 1]
-    if isinstance(entry, FunctionCall) and entry.function.failure:
-        return IndexError(f"{next(iter(entry.step.operators), entry.step.name)}: {entry.function.failure}")
-    return BackendError(f"a kernel failed: {entry.step.name}, call {failed} of {len(entries)}")
+    index, status = failed_call(failed)
+    entry = entries[index]
+    if isinstance(entry, FunctionCall):
+        return function_error(entry.function, status, next(iter(entry.step.operators), entry.step.name))
+    return BackendError(f"a kernel failed: {entry.step.name}, call {index + 1} of {len(entries)}, with oneDNN's status {status}")
 
 
 def _refs(plan: Plan) -> list[Ref]:
