@@ -13,6 +13,7 @@ from torch import fx
 
 from nc.algorithms.base import Algorithm, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
+from nc.backends.profiling.own_model import OwnModel
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
@@ -45,6 +46,7 @@ class PreparedModel(torch.nn.Module):
         asked: the `backend` argument of `prepare`, perhaps "auto".
         failed: engines that "auto" passed over, because they lack what the configuration asks for, and why.
         quant_config: the configuration.
+        own: the user's module, while it exists, and its example arguments, for the verdict on speed.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class PreparedModel(torch.nn.Module):
         *,
         asked: str = "",
         failed: Mapping[str, str] | None = None,
+        own: OwnModel | None = None,
     ) -> None:
         super().__init__()
         self._algorithms = tuple(algorithms)
@@ -69,6 +72,7 @@ class PreparedModel(torch.nn.Module):
         self.backend = backend
         self.asked = asked or backend
         self.failed = dict(failed or {})
+        self.own = own
         self.quant_config = quant_config
         self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
         needs = all_needs(self._algorithms, graph.module, plan)

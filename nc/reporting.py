@@ -127,7 +127,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        verdict = None if self.verdict is None else {**dataclasses.asdict(self.verdict), "ratio": self.verdict.ratio}
+        verdict = None if self.verdict is None else self.verdict.to_dict()
         return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
 
     def summary(self) -> str:

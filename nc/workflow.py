@@ -18,6 +18,7 @@ from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
+from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.backends.verify import check_option
@@ -122,7 +123,8 @@ def prepare(
     plan, algorithms = _with_algorithms(plan, config)
     if inplace:
         model.eval()
-    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=asked, failed=failed)
+    own = None if isinstance(model, ExportedModel) else OwnModel(model, *as_call(example_inputs))
+    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=asked, failed=failed, own=own)
 
 
 def convert(
@@ -200,9 +202,11 @@ def convert(
 
     engine_name = _that_simulates(asked, model.quant_config)
     (graph, lowered), name, failed = first_that_can(engine_name, first, attempt, before, kind)
-    verdict = speed_verdict(model.graph.module, graph, lowered) if measure and name != REFERENCE else None
     chosen = why_chosen(asked, name, failed, kind) if engine_name == asked else _SIMULATED
-    return QuantizedModel(graph, lowered, name, chosen, verdict)
+    q_model = QuantizedModel(graph, lowered, name, chosen)
+    if measure and name != REFERENCE:
+        q_model.verdict = speed_verdict(model.graph.module, graph, lowered, own=model.own, quantized=q_model)
+    return q_model
 
 
 def quantize(

@@ -636,6 +636,22 @@ MUTATIONS = (
         ("verdict",),
     ),
     Mutation(
+        "verdict-doubt",
+        "a busy machine gives no verdict",
+        "backends/profiling/latency.py",
+        "    if load.disturbed():\n        return load.disturbed()\n",
+        "",
+        ("verdict",),
+    ),
+    Mutation(
+        "verdict-rounds",
+        "the ratio is the median of the rounds' own ratios",
+        "backends/profiling/latency.py",
+        "ratio=statistics.median(ratios)",
+        "ratio=statistics.mean(ratios)",
+        ("verdict",),
+    ),
+    Mutation(
         "report-count",
         "the report counts as int8 what ran int8",
         "reporting.py",

@@ -255,8 +255,10 @@ INSIDE = {
             "nc.backends.verify",
             "nc.backends.profiling.onednn_verbose",
             "nc.backends.profiling.bandwidth",
-            "nc.backends.profiling.latency",
+            "nc.backends.profiling.load",
+            "nc.backends.profiling.own_model",
         ),
+        ("nc.backends.profiling.latency",),
         ("nc.backends.low_bit.kernel", "nc.backends.low_bit.large_pages"),
         (
             "nc.backends.low_bit",

@@ -1,8 +1,11 @@
 """The verdict: how fast against fp32, what costs more than it gains, and which rule excludes that. No test here reads a real clock."""
 
 import dataclasses
+import gc
 import itertools
 import json
+import time
+import weakref
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ import nc
 from nc import StaticQuantConfig, available_backends, convert, load, quantize
 from nc.backends.base import EngineModel
 from nc.backends.profiling import verdict
+from nc.backends.profiling.latency import compare, doubt
+from nc.backends.profiling.load import Load, Watch
+from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.profile import Step
 from nc.backends.profiling.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
 from nc.backends.reference import ReferenceBackend
@@ -47,6 +53,79 @@ def test_ratio_and_words():
         "which operators cost more than they gain was not measured; report(profile_inputs=...) shows the time of each",
     ]
     assert str(dataclasses.replace(fast, engine_ms=8.99)).startswith("1.00 times as fast as fp32")
+
+
+def test_microseconds():
+    small = Verdict(fp32_ms=0.0137, engine_ms=0.0285, calls=600, threads=1, costs=())
+    assert str(small).startswith("SLOWER than fp32: it takes 2.08 times as long, 28.5 us against 13.7 us (example inputs, 1 thread, ")
+
+
+def test_spread_doubt_and_what_was_timed():
+    found = Verdict(
+        fp32_ms=9.0,
+        engine_ms=4.0,
+        calls=40,
+        threads=1,
+        rounds=20,
+        round_ratio=2.2,
+        interval=(2.1, 2.3),
+        quartiles=(2.0, 2.4),
+        timed="a copy",
+    )
+    assert found.certain
+    assert str(found) == (
+        "2.20 times as fast as fp32: 4.00 ms against 9.00 ms "
+        "(example inputs, 1 thread, median of 40 calls each; in half of 20 rounds 2.00 to 2.40; fp32 is a copy)"
+    )
+    doubtful = dataclasses.replace(found, doubt="the moon is full")
+    assert not doubtful.certain
+    assert str(doubtful).startswith("cannot tell whether it is faster than fp32: the moon is full. Measured: 4.00 ms against 9.00 ms")
+    assert json.loads(json.dumps(doubtful.to_dict())) == {
+        **{f.name: None for f in dataclasses.fields(Verdict)},
+        **{"fp32_ms": 9.0, "engine_ms": 4.0, "calls": 40, "threads": 1, "rounds": 20, "round_ratio": 2.2, "ratio": 2.2, "losses": []},
+        **{
+            "interval": [2.1, 2.3],
+            "quartiles": [2.0, 2.4],
+            "doubt": "the moon is full",
+            "certain": False,
+            "exclude": [],
+            "timed": "a copy",
+        },
+    }
+
+
+QUIET = Load(seconds=1.0, share=1.0, switches=2.0, runnable=1, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("interval", "quartiles", "load", "why"),
+    [
+        ((2.1, 2.3), (2.0, 2.4), QUIET, ""),
+        ((0.4, 0.5), (0.4, 0.5), QUIET, ""),
+        (None, None, QUIET, "no time for more calls"),
+        ((0.9, 1.1), (0.9, 1.2), QUIET, "smaller than the spread"),
+        ((2.0, 4.0), (2.0, 3.1), QUIET, "differ too much"),
+        ((2.1, 2.3), (2.0, 2.4), dataclasses.replace(QUIET, share=0.5), "got 50 % of a core"),
+        ((2.1, 2.3), (2.0, 2.4), dataclasses.replace(QUIET, switches=90.0), "90 times per second"),
+        ((99.0, 99.1), (99.0, 99.1), dataclasses.replace(QUIET, runnable=5), "5 threads want its 2 cores"),
+    ],
+)
+def test_doubts(interval, quartiles, load, why):
+    found = doubt(interval, quartiles, load)
+    assert why in found
+    assert bool(found) is bool(why)
+
+
+def test_in_doubt_nothing_is_said_of_operators():
+    found = judged(dataclasses.replace(CALL, doubt="busy"), [cost("fc", 50, 20)], PLAN)
+    assert (found.losses, found.exclude) == ((), ())
+    assert "\n" not in str(found)
+
+
+@pytest.mark.parametrize(("times", "lost"), [((50, 50, 50, 50, 50), True), ((10, 50, 50, 50, 50), True), ((10, 10, 50, 50, 50), False)])
+def test_a_loss_is_beyond_the_spread_of_single_runs(times, lost):
+    runs = [[cost("fc", ms, 20), cost("head", 1, 2)] for ms in times]
+    assert bool(judged(CALL, [cost("fc", 50, 20), cost("head", 1, 2)], PLAN, runs).losses) is lost
 
 
 def test_conversions_count_for_the_operator_that_they_serve():
@@ -156,6 +235,16 @@ class Machine:
         return call
 
 
+class Quiet:
+    """A machine that does nothing else."""
+
+    def look(self):
+        pass
+
+    def load(self):
+        return QUIET
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Makes a measurement in which one call of fp32, of the engine, and of either's steps takes so many seconds."""
@@ -170,7 +259,7 @@ def machine(monkeypatch):
         steps_of_fp32 = [Step(name="x", operators=("fc1",), ms=1.0)]
         monkeypatch.setattr(verdict, "node_steps", made.takes("fp32 steps", fp32, steps_of_fp32))
         lowered = EngineModel(run=made.takes("engine", engine), report=None, steps=in_steps and made.takes("engine steps", in_steps, steps))
-        return measure(prepared.graph.module, q.graph, lowered, seconds, made.clock), made
+        return measure(prepared.graph.module, q.graph, lowered, seconds, made.clock, watch=Quiet()), made
 
     return run
 
@@ -190,11 +279,12 @@ def test_they_take_turns_and_the_first_round_warms_up(machine):
     assert found.ratio == pytest.approx(2)
 
 
-def test_small_models_take_no_second(machine):
-    found, made = machine(1e-4, 1e-4, 1e-4)
-    assert found.calls == 20
+def test_small_models_are_called_often_and_take_no_second(machine):
+    found, made = machine(2e-5, 1e-5, 1e-5)
+    assert (found.rounds, found.calls, found.ratio) == (60, 600, pytest.approx(2))
+    assert made.calls.count("fp32") == made.calls.count("engine") == 601
     assert made.calls.count("engine steps") == made.calls.count("fp32 steps") == 5
-    assert made.now < 0.01
+    assert made.now < 0.1
 
 
 @pytest.mark.parametrize("call", [0.001, 0.03, 0.1, 0.2, 0.3, 0.49, 0.6])
@@ -209,6 +299,7 @@ def test_a_slow_model_is_called_once_each(machine):
     assert made.calls == ["fp32", "engine"]
     assert (found.calls, found.costs, found.ratio) == (1, None, 1.5)
     assert "only one call each" in str(found)
+    assert "no time for more calls" in found.doubt
 
 
 def test_what_costs_more_is_found(machine):
@@ -218,6 +309,87 @@ def test_what_costs_more_is_found(machine):
         OpCost(operators=("fc2",), engine_ms=1.0, fp32_ms=0.0),
     )
     assert "every int8 operator costs more than it gains" in str(found)
+
+
+def test_one_slow_moment_does_not_decide():
+    """The ratio is the median over rounds of both times; a round in which the machine does something else is one of many."""
+    made, turns = Machine(), itertools.count()
+
+    def sometimes():
+        made.now += 1.0 if next(turns) % 7 == 3 else 0.002
+
+    found = compare(made.takes("slow", 0.004), sometimes, 20.0, made.clock, Quiet())
+    assert found.ratio == pytest.approx(2)
+    assert found.interval == pytest.approx((2, 2))
+    assert found.doubt == ""
+
+
+def test_times_that_vary_tell_nothing():
+    made, turns = Machine(), itertools.count()
+
+    def varies():
+        made.now += (0.001, 0.004)[next(turns) // 2 % 2]
+
+    assert "differ too much" in compare(made.takes("slow", 0.004), varies, 1.0, made.clock, Quiet()).doubt
+
+
+def test_other_work_is_seen():
+    """A thread that sleeps gets no CPU time; one that computes alone does."""
+    watch = Watch()
+    time.sleep(0.05)
+    assert "got" in watch.load().disturbed()
+
+
+# ---- the user's own module ----
+
+
+def own_verdict(own, calls):
+    prepared = prepared_for(MLP(), ROWS)
+    q = convert(prepared)
+    lowered = EngineModel(run=lambda _: calls.append("engine"), report=None, steps=None)
+    return measure(prepared.graph.module, q.graph, lowered, 0.0, own=own, quantized=lambda *a, **k: calls.append((a, k)), watch=Quiet())
+
+
+def test_what_the_user_calls_is_timed():
+    model, calls = MLP().train(), []
+    modes, x = [], ROWS.clone()
+    model.register_forward_pre_hook(lambda m, args: modes.append((m.training, torch.is_grad_enabled(), args[0] is x)))
+    found = own_verdict(OwnModel(model, (x,), {}), calls)
+    assert found.timed == ""
+    assert calls == [((x,), {})]
+    assert set(modes) == {(False, False, False)}  # eval mode, no gradients, inputs of its own
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        (lambda: OwnModel(MLP(), (ROWS,), {}), "your model does not exist any more"),
+        (lambda: OwnModel(KEPT, (ROWS, ROWS), {}), "your model fails on the example inputs: TypeError"),
+        (lambda: OwnModel(KEPT, (), {"x": [object()]}), "calls change its inputs, which hold a object"),
+    ],
+)
+def test_else_the_captured_graph_is_timed_and_the_verdict_says_so(own, why):
+    calls = []
+    found = own_verdict(own(), calls)
+    assert found.timed == f"the captured graph: {why}"
+    assert f"; fp32 is the captured graph: {why})" in str(found)
+    assert calls == ["engine"]
+
+
+KEPT = MLP().eval()
+
+
+def test_the_module_is_not_kept(engine):
+    model = MLP().eval()
+    prepared = nc.prepare(model, StaticQuantConfig(), example_inputs=ROWS, backend="engine")
+    prepared(ROWS)
+    assert convert(prepared).verdict.timed == ""
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert "does not exist" in convert(prepared).verdict.timed
 
 
 # ---- convert, report, load ----
@@ -246,7 +418,7 @@ def test_the_report_begins_with_it(engine):
 
 
 def test_off_by_argument(engine, monkeypatch):
-    monkeypatch.setattr("nc.backends.profiling.verdict.interleaved", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("nc.backends.profiling.latency.interleaved", lambda *_, **__: pytest.fail("measured"))
     quantities = {"example_inputs": ROWS, "backend": "engine"}
     made = [
         convert(prepared_for(MLP(), ROWS, backend="engine"), measure=False),

@@ -89,6 +89,8 @@ class Signature:
         out_spec: structure of the outputs.
         reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in this order.
         conditions: on the sizes of the flat inputs. For others the model would take another path through its Python code.
+        plain: the number of captured arguments, where each is one value and calls may give them by position; else -1. Calls are bound
+            without looking into structures then, which takes longer than a small model.
     """
 
     parameters: tuple[Parameter, ...]
@@ -97,6 +99,14 @@ class Signature:
     out_spec: pytree.TreeSpec
     reads: tuple[ValueRead, ...] = ()
     conditions: tuple[SizeCondition, ...] = ()
+    plain: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Decide which calls are plain."""
+        count = sum(p.captured for p in self.parameters)
+        first = self.parameters[:count]
+        is_plain = all(p.captured and p.positional and not p.variadic for p in first) and all(c.is_leaf() for c in children(self.in_spec))
+        object.__setattr__(self, "plain", count if is_plain and len(self.leaves) == count else -1)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors that the graph reads, in its order.
@@ -105,13 +115,7 @@ class Signature:
             InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured, or the
                 model would take another path through its Python code for these sizes than for the example.
         """
-        values = self._by_name(args, kwargs)
-        flat, spec = pytree.tree_flatten(values)
-        if spec != self.in_spec:
-            values = _fitted(values, self.in_spec)
-            flat, spec = pytree.tree_flatten(values)
-        if spec != self.in_spec:
-            self._explain_structure(values)
+        flat = args if self._is_plain(args, kwargs) else self._flattened(args, kwargs)
         sizes: dict[str, int] = {}
         tensors = []
         for leaf, value in zip(self.leaves, flat, strict=True):
@@ -122,6 +126,21 @@ class Signature:
         if self.conditions:
             self._check_sizes(flat)
         return tensors
+
+    def _is_plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the arguments of a call are the flat inputs."""
+        return len(args) == self.plain and not kwargs and all(type(value) is torch.Tensor for value in args)
+
+    def _flattened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """The arguments in the order of `leaves`."""
+        values = self._by_name(args, kwargs)
+        flat, spec = pytree.tree_flatten(values)
+        if spec != self.in_spec:
+            values = _fitted(values, self.in_spec)
+            flat, spec = pytree.tree_flatten(values)
+        if spec != self.in_spec:
+            self._explain_structure(values)
+        return flat
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
         """The user's output structure around flat outputs.
@@ -139,7 +158,7 @@ class Signature:
                     "rewrite that place with torch.where."
                 )
                 raise InputError(msg)
-        return pytree.tree_unflatten(list(outputs[:own]), self.out_spec)
+        return outputs[0] if own == 1 and self.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs[:own]), self.out_spec)
 
     def without_conditions(self, example: Sequence[torch.Tensor]) -> Signature:
         """The contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.
@@ -299,7 +318,7 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
     if not isinstance(value, torch.Tensor):
         msg = f"Argument {leaf.path!r}: expected a tensor, but got {type(value).__name__}."
         raise InputError(msg)
-    if value.device.type != "cpu":
+    if not value.is_cpu:
         msg = f"Argument {leaf.path!r} is on device {value.device}; expected the CPU. Call .cpu() on it."
         raise InputError(msg)
     if value.is_nested or value.layout is not torch.strided:

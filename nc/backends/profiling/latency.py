@@ -5,24 +5,33 @@ Published figures come from `benchmarks/`, which runs every engine in its own pr
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nc.backends.profiling.load import Load, Watch
 
 #: Milliseconds of one round, by candidate.
 Round = dict[str, float]
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3, clock: Callable[[], float] = time.perf_counter
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+    repeats: int = 1,
 ) -> Iterator[Round]:
-    """Time the candidates one call each per round, so that a slow moment of the machine hits all of them.
+    """Time the candidates in turns, so that a slow moment of the machine hits all of them.
 
     Args:
         candidates: what to call, by name.
         rounds: how many rounds to yield.
         warm_up: calls of each candidate before the first round; fusers compile in the first three.
         clock: gives the time in seconds.
+        repeats: calls of each candidate per round; the milliseconds are those of one.
 
     Example:
         >>> rounds = list(interleaved({"a": lambda: sum(range(9)), "b": lambda: sum(range(99))}, rounds=5))
@@ -36,8 +45,9 @@ def interleaved(
         times = {}
         for name, call in candidates.items():
             start = clock()
-            call()
-            times[name] = 1e3 * (clock() - start)
+            for _ in range(repeats):
+                call()
+            times[name] = 1e3 * (clock() - start) / repeats
         yield times
 
 
@@ -49,3 +59,104 @@ def median(rounds: Sequence[Round]) -> Round:
 def ratio(rounds: Sequence[Round], slow: str, fast: str) -> float:
     """How many times faster `fast` is than `slow`: the median of the rounds' own ratios."""
     return statistics.median(r[slow] / r[fast] for r in rounds)
+
+
+#: Upper over lower quartile of the rounds' ratios from which on they say nothing.
+MOST_SPREAD = 1.5
+#: A round takes at least so many seconds for each candidate, in at most so many calls: clocks and caches disturb shorter ones.
+_ROUND, _MOST_REPEATS = 2e-4, 50
+_MOST_ROUNDS, _LEAST_ROUNDS = 60, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """How much faster one callable is than another.
+
+    Attributes:
+        times: milliseconds of one call of each, the medians.
+        ratio: of their times: the median of the rounds' own ratios, slow over fast.
+        interval: in which the median of more rounds would be, in 95 of 100 cases; None with fewer than three rounds.
+        quartiles: of the rounds' ratios; None likewise.
+        rounds: how many were counted.
+        repeats: calls of each in a round.
+        load: of the machine.
+        doubt: why nobody can tell which one is faster; "" if the measurement tells.
+    """
+
+    times: Round
+    ratio: float
+    interval: tuple[float, float] | None
+    quartiles: tuple[float, float] | None
+    rounds: int
+    repeats: int
+    load: Load
+    doubt: str
+
+
+def compare(
+    slow: Callable[[], object],
+    fast: Callable[[], object],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Time two callables in turns.
+
+    Args:
+        slow: the one that is to be beaten.
+        fast: the other one.
+        seconds: for all, except that each is called once in any case.
+        clock: gives the time in seconds.
+        watch: looks at the machine.
+    """
+    start, watch = clock(), watch or Watch()
+    candidates = {"slow": slow, "fast": fast}
+    (first,) = interleaved(candidates, 1, warm_up=0, clock=clock)  # warms up, and says how often calls fit in a round
+    repeats = min(_MOST_REPEATS, max(1, math.ceil(1e3 * _ROUND / max(1e-6, *first.values()))))
+    counted: list[Round] = []
+    if clock() - start < seconds:
+        for times in interleaved(candidates, _MOST_ROUNDS, warm_up=0, clock=clock, repeats=repeats):
+            counted.append(times)
+            watch.look()
+            if clock() - start >= seconds:
+                break
+    found = counted or [first]
+    ratios = sorted(times["slow"] / max(times["fast"], 1e-9) for times in found)
+    enough = len(counted) >= _LEAST_ROUNDS
+    interval = _interval_of_median(ratios) if enough else None
+    quartiles = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]) if enough else None
+    load = watch.load()
+    return Comparison(
+        times=median(found),
+        ratio=statistics.median(ratios),
+        interval=interval,
+        quartiles=quartiles,
+        rounds=len(found),
+        repeats=repeats if counted else 1,
+        load=load,
+        doubt=doubt(interval, quartiles, load),
+    )
+
+
+def doubt(interval: tuple[float, float] | None, quartiles: tuple[float, float] | None, load: Load) -> str:
+    """Why a measurement does not tell which one is faster; "" if it does. Arguments are those of `Comparison`."""
+    if interval is None or quartiles is None:
+        return "there was no time for more calls, so that nobody knows how much they differ"
+    if load.disturbed():
+        return load.disturbed()
+    if quartiles[1] > MOST_SPREAD * quartiles[0]:
+        return f"the ratios of single rounds differ too much, by a factor of {quartiles[1] / quartiles[0]:.1f} between the quartiles"
+    if interval[0] <= 1 <= interval[1]:
+        return f"the difference is smaller than the spread, {interval[0]:.2f} to {interval[1]:.2f} times as fast"
+    return ""
+
+
+def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """The order statistics between which the median is, with 95 % confidence; sorted values."""
+    outside = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
+    return values[outside], values[-1 - outside]
+
+
+def milliseconds(ms: float) -> str:
+    """A time for people."""
+    return f"{ms:.2f} ms" if ms >= 0.1 else f"{1e3 * ms:.1f} us"

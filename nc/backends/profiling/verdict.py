@@ -1,18 +1,26 @@
-"""Measure whether the engine is faster than fp32 here, and which operators are slower. On the example inputs, within about a second."""
+"""Measure whether the quantized model is faster than the user's here, and which operators are slower.
+
+On the example inputs, within about a second. On a machine that computes something else meanwhile it says that it cannot tell.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends.base import EngineModel
-from nc.backends.profiling.latency import Round, interleaved, median
+from nc.backends.profiling.latency import Comparison, compare, milliseconds
+from nc.backends.profiling.load import Watch
 from nc.backends.profiling.nodes import node_steps
+from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.profile import Step
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
@@ -21,7 +29,7 @@ from nc.plan import Plan
 
 #: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart.
 SECONDS = 1.0
-_MOST_CALLS, _MOST_STEPS = 20, 5
+_MOST_STEPS = 5
 #: Steps are called one by one from Python. A loss counts from a tenth of the fp32 time, and from a hundredth of the whole fp32 call.
 _TENTH, _HUNDREDTH = 0.1, 0.01
 _SHOWN, _NAMES = 5, 3
@@ -44,21 +52,28 @@ class OpCost:
     def __str__(self) -> str:
         """The names and both times."""
         more = " + …" if len(self.operators) > _NAMES else ""
-        return f"{' + '.join(self.operators[:_NAMES])}{more} ({self.engine_ms:.2f} ms, fp32 {self.fp32_ms:.2f} ms)"
+        times = f"{milliseconds(self.engine_ms)}, fp32 {milliseconds(self.fp32_ms)}"
+        return f"{' + '.join(self.operators[:_NAMES])}{more} ({times})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The engine against fp32, on this machine and the example inputs.
+    """The quantized model against the user's, on this machine and the example inputs.
 
     Attributes:
-        fp32_ms: milliseconds of one call of the captured fp32 model in eager PyTorch, the median.
-        engine_ms: milliseconds of one call of the engine, the median.
+        fp32_ms: milliseconds of one call of the user's module, the median.
+        engine_ms: milliseconds of one call of the quantized model, the median.
         calls: how many calls of each were counted. They took turns.
         threads: of torch.
         costs: int8 operators with their times in both; None when the engine could not be taken apart, or not within the time.
-        losses: those of `costs` that are slower than in fp32, the largest loss first.
+        losses: those of `costs` that are slower than in fp32 by more than the spread, the largest loss first.
         exclude: arguments for `config.exclude` that leave the losses in fp32, as Python source.
+        rounds: the calls are spread over so many rounds.
+        round_ratio: median of the rounds' own ratios of both times; None where they were not compared round by round.
+        interval: in which that median would be, in 95 of 100 such measurements; None with fewer than three rounds.
+        quartiles: of the rounds' ratios; None likewise.
+        doubt: why the measurement does not tell which one is faster; "" if it tells.
+        timed: what was timed instead of the user's module, and why; "" if that was timed.
     """
 
     fp32_ms: float
@@ -68,17 +83,37 @@ class Verdict:
     costs: tuple[OpCost, ...] | None = None
     losses: tuple[OpCost, ...] = ()
     exclude: tuple[str, ...] = ()
+    rounds: int = 0
+    round_ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    quartiles: tuple[float, float] | None = None
+    doubt: str = ""
+    timed: str = ""
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as fp32 the engine is; below 1 it is slower."""
-        return self.fp32_ms / self.engine_ms
+        """How many times as fast as fp32 the quantized model is; below 1 it is slower."""
+        return self.fp32_ms / self.engine_ms if self.round_ratio is None else self.round_ratio
+
+    @property
+    def certain(self) -> bool:
+        """Whether the measurement tells which one is faster."""
+        return not self.doubt
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "ratio": self.ratio, "certain": self.certain}
 
     def __str__(self) -> str:
         """The verdict in one line, and in two more what costs more than it gains."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         calls = f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
-        times = f"{self.engine_ms:.2f} ms against {self.fp32_ms:.2f} ms (example inputs, {threads}, {calls})"
+        spread = f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}" if self.quartiles else ""
+        instead = f"; fp32 is {self.timed}" if self.timed else ""
+        what = f"(example inputs, {threads}, {calls}{spread}{instead})"
+        times = f"{milliseconds(self.engine_ms)} against {milliseconds(self.fp32_ms)} {what}"
+        if self.doubt:
+            return f"cannot tell whether it is faster than fp32: {self.doubt}. Measured: {times}"
         if round(self.ratio, 2) >= 1:
             first = f"{self.ratio:.2f} times as fast as fp32: {times}"
         else:
@@ -104,11 +139,20 @@ class Verdict:
 
 @torch.no_grad()
 def measure(
-    fp32: fx.GraphModule, graph: QDQGraph, engine: EngineModel, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter
+    fp32: fx.GraphModule,
+    graph: QDQGraph,
+    engine: EngineModel,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    own: OwnModel | None = None,
+    quantized: Callable[..., object] | None = None,
+    watch: Watch | None = None,
 ) -> Verdict:
-    """Time the engine and the captured fp32 model in turns, with torch's current number of threads.
+    """Time the quantized model and the user's in turns, both as the user calls them, with torch's current number of threads.
 
-    Attention of the fp32 graph is put back into one call first, as models have it: capture takes it apart.
+    Where there is no module of the user's, the captured graph is timed. Its attention is put back into one call first, as models have it:
+    capture takes it apart.
 
     Args:
         fp32: the captured model.
@@ -116,6 +160,9 @@ def measure(
         engine: what it was lowered to.
         seconds: for all; None: `SECONDS`. One call of each is always made.
         clock: gives the time in seconds.
+        own: the user's module.
+        quantized: what the user calls, with the arguments of `own`; None: the engine alone is timed.
+        watch: looks at the machine.
     """
     from nc.backends.native.attention import recompose
 
@@ -124,25 +171,38 @@ def measure(
     recompose(module)
     module.recompile()
     example = graph.example
-    start = clock()
+    start, watch = clock(), watch or Watch()
     with torch.autocast("cpu", enabled=False):
-        rounds: list[Round] = []
-        candidates = {"fp32": lambda: module(*example), "engine": lambda: engine.run(example)}
-        for times in interleaved(candidates, _MOST_CALLS + 1, warm_up=0, clock=clock):
-            rounds.append(times)
-            if clock() - start >= seconds / 2:
-                break
-        counted = rounds[1:] or rounds  # the first round warms up
+        with own.called() if own is not None else contextlib.nullcontext((None, "")) as (call, why):
+            slow = call or (lambda: module(*example))
+            fast = functools.partial(quantized, *own.args, **own.kwargs) if own and call and quantized else lambda: engine.run(example)
+            found = compare(slow, fast, seconds / 2, clock, watch)
         parts: list[tuple[Sequence[Step], Sequence[Step]]] = []
-        round_s = sum(counted[-1].values()) / 1e3
+        round_s = sum(found.times.values()) / 1e3
         while engine.steps is not None and len(parts) < _MOST_STEPS and clock() - start + round_s <= seconds:
             parts.append((node_steps(module, frozenset(), example), engine.steps(example)))
-    middle = median(counted)
-    found = Verdict(fp32_ms=middle["fp32"], engine_ms=middle["engine"], calls=len(counted), threads=torch.get_num_threads())
+    verdict = verdict_of(found, f"the captured graph: {why}" if why else "")
     if not parts:
-        return found
+        return verdict
+    runs = [operator_costs(*part, graph.plan) for part in parts]
     costs = operator_costs(fastest([p[0] for p in parts]), fastest([p[1] for p in parts]), graph.plan)
-    return judged(found, costs, graph.plan)
+    return judged(verdict, costs, graph.plan, runs)
+
+
+def verdict_of(found: Comparison, timed: str = "") -> Verdict:
+    """A verdict on whole calls."""
+    return Verdict(
+        fp32_ms=found.times["slow"],
+        engine_ms=found.times["fast"],
+        calls=found.rounds * found.repeats,
+        threads=torch.get_num_threads(),
+        rounds=found.rounds,
+        round_ratio=found.ratio,
+        interval=found.interval,
+        quartiles=found.quartiles,
+        doubt=found.doubt,
+        timed=timed,
+    )
 
 
 def fastest(runs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
@@ -175,13 +235,26 @@ def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> 
     )
 
 
-def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan) -> Verdict:
-    """The verdict with what the times of its operators say."""
+def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence[Sequence[OpCost]] = ()) -> Verdict:
+    """The verdict with what the times of its operators say. In doubt about whole calls nothing is said of their parts.
+
+    Args:
+        verdict: of whole calls.
+        costs: the operators' times.
+        plan: says which operators are int8.
+        runs: the times in single runs; an operator loses only if it does in all but a quarter of them.
+    """
     least = _HUNDREDTH * verdict.fp32_ms
-    losses = [c for c in costs if c.engine_ms - c.fp32_ms > max(least, _TENTH * c.fp32_ms)]
+    losses = [c for c in costs if verdict.certain and c.engine_ms - c.fp32_ms > max(least, _TENTH * c.fp32_ms) and _loses(c, runs)]
     losses.sort(key=lambda c: c.fp32_ms - c.engine_ms)
     names = [name for cost in losses for name in cost.operators]
     return dataclasses.replace(verdict, costs=tuple(costs), losses=tuple(losses), exclude=_keys(names, plan))
+
+
+def _loses(cost: OpCost, runs: Sequence[Sequence[OpCost]]) -> bool:
+    """Whether the loss of some operators is beyond the spread of single runs."""
+    differences = sorted(c.engine_ms - c.fp32_ms for run in runs for c in run if c.operators == cost.operators)
+    return not differences or differences[len(differences) // 4] > 0
 
 
 def _keys(names: Sequence[str], plan: Plan) -> tuple[str, ...]:
