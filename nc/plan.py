@@ -30,6 +30,7 @@ class Decision:
         decided: which rule decided.
         why: why it stays fp32; None when it is quantized.
         fallback: its precision if the backend has no int8 kernel for it, "fp32" or "bf16".
+        keep_inaccurate: as dynamic operator it stays int8 however inaccurate its own result is on the example inputs.
         fields: for each field of its configuration the name, the value as text, and the rule that gives it ("default" if no rule does).
         weights: names and shapes of the weights that it reads.
         multiply_adds: how many it does on the example inputs; None if that is not known.
@@ -42,6 +43,7 @@ class Decision:
     decided: Rule = NO_RULE
     why: Reason | None = None
     fallback: str = "fp32"
+    keep_inaccurate: bool = False
     fields: tuple[tuple[str, str, str], ...] = ()
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     multiply_adds: int | None = None

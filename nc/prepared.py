@@ -17,6 +17,7 @@ from nc.backends.profiling.own_model import OwnModel
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
+from nc.calibration.local_error import LEAST_DB, local_errors
 from nc.calibration.observe import observed_module, observer_key, watches_for
 from nc.calibration.qparams import find_qparams
 from nc.calibration.statistics import Collected, Samples, Statistics
@@ -24,15 +25,16 @@ from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
 from nc.errors import CalibrationError, InputError, NCError, StateError
+from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
 from nc.graph.placement import Edge, place
-from nc.graph.qdq import QDQGraph, expected_outputs, insert_qdq
+from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
 from nc.graph.signature import call_error
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Plan
 from nc.planning.rules import fit
-from nc.spec import FLOAT, Capabilities
+from nc.spec import BF16, FLOAT, Capabilities
 from nc.spec.reasons import Cause
 
 
@@ -157,7 +159,7 @@ class PreparedModel(torch.nn.Module):
         if self.observers and not any(seen.batches for seen in found.seen.values()):
             msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
             raise StateError(msg)
-        plan = self._executed(fit(self.plan, capabilities), found)
+        plan, inaccurate = self._accurate(self._executed(fit(self.plan, capabilities), found))
         example, applied = self.graph.example, list(self._applied)
         context = Context(self.graph.module, plan, found)
         applied += run(self._algorithms, Stage.STATISTICS, context, example)
@@ -176,10 +178,10 @@ class PreparedModel(torch.nn.Module):
             signature=self.graph.signature,
             plan=context.plan,
             example=example,
-            notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN)},
+            notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN) or d.stays_for(Cause.INACCURATE)},
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             sqnr_vs_fp32_db=sqnr_vs_fp32_db,
-            health=examine(context.plan, context.edges, context.qparams, context.found, context.findings),
+            health=examine(context.plan, context.edges, context.qparams, context.found, (*context.findings, *inaccurate)),
             applied=tuple(applied),
             expected=expected_outputs(outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())),
         )
@@ -209,6 +211,28 @@ class PreparedModel(torch.nn.Module):
                 dataclasses.replace(d, spec=FLOAT, why=Cause.NEVER_RAN()) if d.operator in missing else d for d in plan.decisions
             )
             plan = dataclasses.replace(plan, decisions=decisions)
+
+    def _accurate(self, plan: Plan) -> tuple[Plan, list[Finding]]:
+        """The plan without dynamic operators whose own result is hardly more than noise, and findings on those that are to stay int8."""
+        dynamic = {d.operator for d in plan.quantized if d.spec.mode == "dynamic"}
+        if not dynamic:
+            return plan, []
+        alone = tuple(d if d.operator in dynamic else dataclasses.replace(d, spec=FLOAT) for d in plan.decisions)
+        quantized = insert_qdq(self.graph.module, [], {}, dataclasses.replace(plan, decisions=alone))
+        errors = local_errors(self.graph.module, quantized, dynamic, self.graph.example)
+        decisions, findings = [], []
+        for d in plan.decisions:
+            db = errors.get(d.operator, LEAST_DB)
+            if db >= LEAST_DB:
+                decisions.append(d)
+            elif d.keep_inaccurate:
+                decisions.append(d)
+                text = f"its int8 result has {db:.1f} dB against fp32 on the example inputs: keep_inaccurate=False leaves it in fp32"
+                findings.append(Finding("inaccurate", d.operator, min(10 ** (-db / 10), 1.0), text))
+            else:
+                spec = BF16 if d.fallback == "bf16" and d.kind in PRODUCTS else FLOAT
+                decisions.append(dataclasses.replace(d, spec=spec, why=Cause.INACCURATE(db=f"{db:.1f}")))
+        return dataclasses.replace(plan, decisions=tuple(decisions)), findings
 
 
 def _check_weights(graph: Graph, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from torch import fx, nn
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig
 from nc.backends.dynamic import replace_dynamic
+from nc.backends.native.recurrent import replace_recurrent
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
@@ -129,6 +130,7 @@ def test_what_computes_an_operator_in_another_way_has_not_its_kind(every_kind):
     module = every_kind.graph.module
     lowered, _ = copy_module(module)
     replace_dynamic(lowered)
+    replace_recurrent(lowered)
     lost = {name for name, kind in kinds(module).items() if kind != kinds(lowered).get(name)}
     assert lost == {"lstm", "gru"}
     assert {op_name(n) for n in lowered.graph.nodes if kind_of_node(n)} == {"conv1d", "conv_transpose1d", "linear", "bmm", "add"}

@@ -148,22 +148,28 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def recurrent(cell, x, hx, params, has_biases, layers, bidirectional, batch_first, quant_min, quant_max, dtype):
+def recurrent(cell, x, hx, params, has_biases, layers, bidirectional, batch_first, quant_min, quant_max, dtype, per_token=False, relu=None):
     """Step by step, as `torch.nn.LSTM` documents it, with the input of a layer and each hidden state quantized by their own ranges."""
+
+    def rounded(values):
+        return dynamic(values.astype(np.float32), per_token, quant_min, quant_max, False) if values.any() else values
+
     steps = (x.swapaxes(0, 1) if batch_first else x).astype(np.float64)
     states = [hx] if isinstance(hx, np.ndarray) else hx
-    each, at, last = 4 if has_biases else 2, 0, []
+    each, at, last = len(params) // (layers * (1 + bidirectional)), 0, []
     for _ in range(layers):
         sides = []
         for direction in range(1 + bidirectional):
-            w, u, b, c = [*(p.astype(np.float64) for p in params[at : at + each]), 0.0, 0.0][:4]
+            w, u, *others = (p.astype(np.float64) for p in params[at : at + each])
+            b, c = others[:2] if has_biases else (0.0, 0.0)
             at += each
             state = [s[len(last)].astype(np.float64) for s in states]
-            read = dynamic(steps, False, quant_min, quant_max, False)
+            read = rounded(steps)
             outputs = [None] * len(steps)
             for t in reversed(range(len(steps))) if direction else range(len(steps)):
-                hidden = dynamic(state[0].astype(np.float32), False, quant_min, quant_max, False) if state[0].any() else state[0]
-                state = cell(read[t] @ w.T + b, hidden @ u.T + c, state)
+                state = cell(read[t] @ w.T + b, rounded(state[0]) @ u.T + c, state)
+                if len(others) % 2:
+                    state[0] = rounded(state[0]) @ others[-1].T
                 outputs[t] = state[0]
             sides.append(np.stack(outputs))
             last.append(state)
@@ -181,6 +187,14 @@ def gru_cell(a, b, state):
     (r, z, n), (hr, hz, hn) = np.split(a, 3, -1), np.split(b, 3, -1)
     update = sigmoid(z + hz)
     return [(1 - update) * np.tanh(n + sigmoid(r + hr) * hn) + update * state[0]]
+
+
+def tanh_cell(a, b, state):
+    return [np.tanh(a + b)]
+
+
+def relu_cell(a, b, state):
+    return [np.maximum(a + b, 0)]
 
 
 # ---- samples ----
@@ -241,7 +255,7 @@ def layers_of(cls, **options):
     layer = cls(6, 8, **options)
     params = [p.detach() for p in layer.parameters()]
     directions = layer.num_layers * (1 + layer.bidirectional)
-    hx = [torch.randn(directions, 4, 8) for _ in range(2 if cls is nn.LSTM else 1)]
+    hx = [torch.randn(directions, 4, layer.proj_size or 8), torch.randn(directions, 4, 8)][: 2 if cls is nn.LSTM else 1]
     flags = layer.bias, layer.num_layers, layer.bidirectional, layer.batch_first
     return (hx if cls is nn.LSTM else hx[0]), params, *flags, 0, 255, torch.uint8
 
@@ -334,6 +348,21 @@ SAMPLES = {
             lambda *a: recurrent(lstm_cell, *a),
             (torch.randn(4, 5, 6), *layers_of(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True)),
             {0: 0, 1: 1, 2: 1},
+            1e-5,
+        ),
+        Sample(
+            lambda *a: recurrent(lstm_cell, *a),
+            (torch.randn(5, 4, 6), *layers_of(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3), True),
+            {0: 1, 1: 1, 2: 1},
+            1e-5,
+        ),
+    ],
+    "rnn_dynamic.default": lambda: [
+        Sample(lambda *a: recurrent(tanh_cell, *a), (torch.randn(5, 4, 6), *layers_of(nn.RNN), True, False), {0: 1, 1: 1}, 1e-5),
+        Sample(
+            lambda *a: recurrent(relu_cell, *a),
+            (torch.randn(4, 5, 6), *layers_of(nn.RNN, bidirectional=True, batch_first=True), False, True),
+            {0: 0, 1: 1},
             1e-5,
         ),
     ],

@@ -5,13 +5,19 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, convert, load, prepare
+from nc.backends import cpu
+from nc.backends.native import recurrent
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.numerics.metrics import sqnr_db
+from nc.ops import RECURRENT
+from nc.spec.reasons import Cause
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
 LAYERS = [
@@ -140,3 +146,342 @@ def test_packed_sequences_are_an_error_that_says_what_to_do(enforce_sorted, stat
 
     with pytest.raises(CaptureError, match="padded sequences"):
         nc.describe(Packed().eval(), DynamicQuantConfig(), (torch.randn(3, 5, 8), torch.tensor([5, 3, 2])))
+
+
+# ---- int8, a range for each row of each step ----
+
+CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
+
+
+class Steps(nn.Module):
+    """A loop over a cell, with a head."""
+
+    def __init__(self, cls, steps=3, **options):
+        super().__init__()
+        self.cell, self.head, self.steps = cls(8, 24, **options), nn.Linear(24, 4), steps
+
+    def forward(self, x):
+        h = torch.zeros(x.shape[0], 24)
+        state = (h, h) if isinstance(self.cell, nn.LSTMCell) else h
+        for step in range(self.steps):
+            state = self.cell(x[:, step], state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+def converted(model, inputs, config=None, backend="native", **options):
+    prepared = prepare(model.eval(), config or DynamicQuantConfig(), example_inputs=inputs, backend=backend)
+    return convert(prepared, measure=False, **options)
+
+
+def float64_layers(layer, x, states, weight_of):
+    """All outputs and last states of a recurrent layer in float64, each product's input rounded row by row."""
+    steps = (x.transpose(0, 1) if layer.batch_first else x).double()
+    last = []
+
+    def rounded(values):
+        low, high = values.amin(-1, keepdim=True).clamp_max(0), values.amax(-1, keepdim=True).clamp_min(0)
+        scale = torch.where(high - low < 2.0**-100, 1.0, (high - low) / 255).float().double()
+        zero = (-torch.round(low / ((high - low) / 255).clamp_min(2.0**-110))).clamp(0, 255)
+        return ((values.float() / scale.float()).round().double() + zero).clamp(0, 255).sub(zero) * scale
+
+    for index in range(layer.num_layers):
+        sides = []
+        for direction in range(1 + layer.bidirectional):
+            name = f"l{index}" + "_reverse" * direction
+            w, u = weight_of(f"weight_ih_{name}"), weight_of(f"weight_hh_{name}")
+            b, d = (getattr(layer, f"bias_{k}_{name}").double() if layer.bias else 0.0 for k in ("ih", "hh"))
+            state = [s[len(last)].double() for s in states]
+            outputs = []
+            for step in reversed(steps) if direction else steps:
+                gates, hidden = rounded(step) @ w.T + b, rounded(state[0]) @ u.T + d
+                if isinstance(layer, nn.LSTM):
+                    i, f, g, o = (gates + hidden).chunk(4, -1)
+                    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+                    h = o.sigmoid() * c.tanh()
+                    state = [rounded(h) @ weight_of(f"weight_hr_{name}").T if layer.proj_size else h, c]
+                elif isinstance(layer, nn.GRU):
+                    (r, z, n), (hr, hz, hn) = gates.chunk(3, -1), hidden.chunk(3, -1)
+                    z, n = (z + hz).sigmoid(), (n + (r + hr).sigmoid() * hn).tanh()
+                    state = [(1 - z) * n + z * state[0]]
+                else:
+                    state = [(gates + hidden).relu() if layer.nonlinearity == "relu" else (gates + hidden).tanh()]
+                outputs.append(state[0])
+            sides.append(torch.stack(outputs[::-1] if direction else outputs))
+            last.append(state)
+        steps = torch.cat(sides, -1)
+    return [steps.transpose(0, 1) if layer.batch_first else steps, *(torch.stack(s) for s in zip(*last, strict=True))]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(("cls", "options"), LAYERS, ids=str)
+def test_layers_with_ranges_per_row_against_float64(backend, cls, options):
+    model = Layer(cls, **options)
+    inputs = model.inputs(5, 7, states=True)
+    with torch.no_grad():
+        q = converted(model, inputs, backend=backend)
+
+        def weight(name):
+            values = getattr(model.rnn, name).double()
+            scale = (values.abs().amax(1, keepdim=True) / 127).float().double()
+            return (values / scale).round() * scale
+
+        for rows, steps in ((5, 7), (1, 1), (9, 3)):
+            more = model.inputs(rows, steps, states=True)
+            expected = float64_layers(model.rnn, more[0], more[1:], weight)
+            # a value between two codes can go either way
+            assert worst_db(expected, [t.double() for t in tree_leaves(q(*more))]) > 45
+        assert worst_db(model(*inputs), q(*inputs)) > 25
+    decision = q.graph.plan["rnn"]
+    assert str(decision.spec.activation.granularity) == "per_token"
+    if backend == "native":
+        assert [(op.operator, op.asked, op.ran) for op in q.report().ops] == [("rnn", "int8", "int8")]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(("cls", "options"), LAYERS, ids=str)
+def test_a_row_depends_on_no_other_row(backend, cls, options):
+    """Rows of very different size, each of them also alone; of the engine bit for bit."""
+    model = Layer(cls, **options)
+    with torch.no_grad():
+        q = converted(model, model.inputs(2, 5, states=True), backend=backend)
+        x, *states = model.inputs(9, 6, states=True)
+        axis = 0 if model.rnn.batch_first else 1
+        sizes = torch.logspace(-4, 4, 9)
+        x = x * (sizes[:, None, None] if axis == 0 else sizes[:, None])
+        together = tree_leaves(q(x, *states))
+        for row in range(9):
+            alone = tree_leaves(q(x.narrow(axis, row, 1), *(s[:, row : row + 1] for s in states)))
+            for i, (one, all_) in enumerate(zip(alone, together, strict=True)):
+                mine = all_.narrow(axis if i == 0 else 1, row, 1)
+                assert torch.equal(one, mine) if backend == "native" else sqnr_db(mine, one) > 40
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_one_range_for_all_rows_can_be_asked_for_and_the_report_says_what_that_means(cls):
+    model = Layer(cls)
+    with torch.no_grad():
+        q = converted(model, model.inputs(2, 5), DynamicQuantConfig(act_granularity="per_tensor"))
+        x = torch.randn(6, 2, 8) * torch.tensor([1.0, 1e3])[:, None]
+        alone, together = q(x[:, :1])[0], q(x)[0][:, :1]
+    assert sqnr_db(alone, together) < 30
+    assert [(f.kind, f.operator) for f in q.graph.health] == [("shared_range", "rnn")]
+    assert "the other rows" in str(q.report())
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    for cls in (nn.LSTM, nn.GRU, nn.RNN):
+        model = Layer(cls, batch_first=True)
+        with torch.no_grad():
+            q = converted(model, model.inputs(3, 6))
+            x = torch.randn(5, 6, 8)
+            clean = q(x)[0]
+            for value in (torch.nan, torch.inf, -torch.inf):
+                x[2, 3, 1] = value
+                y = q(x)[0]
+                assert torch.equal(y[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+                assert torch.equal(y[2, :3], clean[2, :3])
+                assert y[2, 3:].isnan().all()
+                assert q.reference(x)[0][2, 3:].isnan().all()
+
+
+def test_large_and_tiny_values():
+    for cls in (nn.LSTM, nn.GRU, nn.RNN):
+        model = Layer(cls)
+        with torch.no_grad():
+            q = converted(model, model.inputs(3, 6))
+            for size in (0.0, 1e-38, 1e-20, 1e4, 1e20, 3e38):
+                x = torch.randn(4, 3, 8).clamp(-1, 1) * size
+                assert sqnr_db(q.reference(x)[0], q(x)[0]) > 60
+
+
+def test_no_rows_and_no_steps():
+    model = Layer(nn.LSTM, batch_first=True)
+    with torch.no_grad():
+        q = converted(model, model.inputs(3, 6))
+        assert [t.shape for t in tree_leaves(q(torch.randn(0, 6, 8)))] == [(0, 6, 16), (1, 0, 16), (1, 0, 16)]
+        with pytest.raises(InputError):  # as torch does
+            q(torch.randn(3, 0, 8))
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.sampled_from(["lstm", "gru", "rnn", "rnn_relu"]),
+    st.booleans(),
+)
+def test_the_c_code_of_either_instruction_set_computes_the_reference(features, hidden, rows, steps, kind, vnni):
+    name = kind.partition("_")[0]
+    outputs = {"lstm": 4, "gru": 3, "rnn": 1}[name] * hidden
+    codes = [torch.randint(-127, 128, (outputs, k), dtype=torch.int8) for k in (features, hidden)]
+    scales = [torch.rand(outputs) * 0.01 + 1e-4 for _ in codes]
+    biases = [torch.randn(outputs) for _ in codes]
+    x, hx = torch.randn(steps, rows, features), [torch.randn(1, rows, hidden) for _ in range(2 if name == "lstm" else 1)]
+    packed = [part for c, s, b in zip(codes, scales, biases, strict=True) for part in (*recurrent.pack(c, s), b)] + [None] * 4
+    features_of_cpu = ("avx2", "avx512_vnni") if vnni and "avx512_vnni" in cpu.features() else ("avx2",)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent.cpu, "features", lambda: features_of_cpu)
+        got = recurrent.layers(x, hx, packed, kind, 1, False, False, features)
+    params = [c * s[:, None] for c, s in zip(codes, scales, strict=True)] + biases
+    options = (True, 1, False, False, 0, 255, torch.uint8, True, *([kind == "rnn_relu"] if name == "rnn" else []))
+    expected = RECURRENT[name](x, hx if name == "lstm" else hx[0], params, *options)
+    assert worst_db(expected, got) > (30 if steps > 1 else 100)  # after the first step a value between two codes can go either way
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_computes_the_same(threads):
+    model = Layer(nn.LSTM, bidirectional=True, num_layers=2)
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        q, inputs = converted(model, model.inputs(3, 6)), model.inputs(7, 5)
+        torch.set_num_threads(1)
+        expected = tree_leaves(q(*inputs))
+        torch.set_num_threads(threads)
+        try:
+            assert all(map(torch.equal, expected, tree_leaves(q(*inputs))))
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_sizes_that_the_weights_do_not_fit_are_refused():
+    packed = [*recurrent.pack(torch.ones(12, 5, dtype=torch.int8), torch.ones(12)), None]
+    packed += [*recurrent.pack(torch.ones(12, 4, dtype=torch.int8), torch.ones(12)), None] + [None] * 4
+    x, h = torch.randn(2, 3, 5), torch.randn(1, 3, 4)
+    assert len(recurrent.layers(x, [h], packed, "gru", 1, False, False, 5)) == 2
+    for wrong in ((x[..., :4], h), (x, h[:, :2]), (x, h[..., :3]), (x.double(), h), (x[0], h)):
+        with pytest.raises(ValueError, match="can't take"):
+            recurrent.layers(wrong[0], [wrong[1]], packed, "gru", 1, False, False, 5)
+
+
+# ---- cells ----
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("cls", CELLS)
+def test_cells_are_lines_of_plan_and_report(cls, bias, backend, tmp_path):
+    model, x = Steps(cls, bias=bias), torch.randn(5, 3, 8)
+    with torch.no_grad():
+        q = converted(model, x, backend=backend)
+        kind = {"LSTMCell": "lstm_cell", "GRUCell": "gru_cell", "RNNCell": "rnn_cell"}[cls.__name__]
+        lines = [(d.operator, d.kind, d.module_type) for d in q.graph.plan.decisions]
+        assert lines[:-1] == [(name, kind, f"torch.nn.modules.rnn.{cls.__name__}") for name in ("cell", "cell@1", "cell@2")]
+        for y in (x, torch.randn(1, 3, 8), torch.randn(9, 3, 8)):
+            assert sqnr_db(model(y), q(y)) > 25
+            assert sqnr_db(q.reference(y), q(y)) > 60
+        q.save(tmp_path / "m")
+        assert torch.equal(load(tmp_path / "m", backend=backend)(x), q(x))
+    quantized = backend != "ipex" or cls is not nn.RNNCell
+    assert [d.spec.mode for d in q.graph.plan.decisions[:-1]] == (["dynamic"] if quantized else ["float"]) * 3
+    if backend == "native":
+        assert {op.ran for op in q.report().ops} == {"int8"}
+        assert q.report().weight_bytes < 0.5 * q.report().float_bytes  # the steps share what is packed
+
+
+@pytest.mark.parametrize("cls", CELLS)
+def test_rules_for_cells(cls):
+    model, x = Steps(cls).eval(), torch.randn(5, 3, 8)
+    fp32 = DynamicQuantConfig(w_dtype="fp32", act_dtype="fp32")
+    for key in (cls, cls.__name__, "cell"):
+        plan = nc.describe(model, DynamicQuantConfig().set_local(key, fp32), x)
+        assert [d.operator for d in plan.quantized] == ["head"]
+    static = nc.describe(model, StaticQuantConfig(), x)
+    assert static["cell"].reason.endswith(f"has no int8 kernel for {cls.__name__.lower().replace('cell', '_cell')}")
+
+
+def test_a_recurrent_network_of_torch_is_quantized():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.RNN(32, 64, batch_first=True), nn.Linear(64, 4)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    q = converted(Net(), torch.randn(2, 5, 32))
+    assert [(op.operator, op.kind, op.ran) for op in q.report().ops] == [("rnn", "rnn", "int8"), ("head", "linear", "int8")]
+    assert q.report().weight_bytes < 0.4 * q.report().float_bytes
+
+
+def test_a_plan_of_static_kernels_runs_recurrent_layers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.rnn, self.head = nn.Conv1d(8, 16, 3, padding=1), nn.LSTM(16, 24, batch_first=True), nn.Linear(24, 4)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.conv(x).relu().transpose(1, 2))[0])
+
+    model, x = Net().eval(), torch.randn(2, 8, 6)
+    prepared = prepare(model, StaticQuantConfig().set_local("rnn", DynamicQuantConfig()), example_inputs=x, backend="native")
+    prepared(x)
+    q = convert(prepared, measure=False)
+    assert {op.operator: op.ran for op in q.report().ops if op.asked == "int8"} == {"conv": "int8", "rnn": "int8", "head": "int8"}
+    for y in (x, torch.randn(3, 8, 11), torch.randn(1, 8, 2)):
+        assert sqnr_db(q.reference(y), q(y)) > 30
+        assert sqnr_db(model(y).detach(), q(y)) > 20
+
+
+# ---- never silently bad ----
+
+
+class Spread(nn.Module):
+    """A layer whose input has one channel that is far larger than the others, and that hardly counts."""
+
+    def __init__(self, cls):
+        super().__init__()
+        self.layer, self.head = cls(16, 16), nn.Linear(16, 4)
+        weights = [w for name, w in self.layer.named_parameters() if "weight_ih" in name or name == "weight"]
+        with torch.no_grad():
+            for weight in weights:
+                weight[:, 0] /= 1e6
+
+    def forward(self, x):
+        y = self.layer(x)
+        while isinstance(y, tuple):
+            y = y[0]
+        return self.head(y)
+
+    def inputs(self):
+        return torch.randn(6, 16) * torch.tensor([1e4, *[1.0] * 15]) if isinstance(self.layer, (nn.Linear, *CELLS)) else self.sequence()
+
+    def sequence(self):
+        return torch.randn(5, 6, 16) * torch.tensor([1e4, *[1.0] * 15])
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.LSTM, nn.GRU, nn.RNN, *CELLS])
+def test_an_operator_whose_own_result_is_noise_stays_fp32(cls):
+    model = Spread(cls).eval()
+    with torch.no_grad():
+        x = model.inputs()
+        q = converted(model, x)
+        assert sqnr_db(model(x), q(x)) > 30
+        assert {op.operator: (op.asked, op.ran) for op in q.report().ops} == {"layer": ("int8", "fp32"), "head": ("int8", "int8")}
+        decision = q.graph.plan["layer"]
+        assert decision.stays_for(Cause.INACCURATE)
+        found = float(decision.argument("db"))
+        forced = converted(model, x, DynamicQuantConfig().set_local("layer", DynamicQuantConfig(keep_inaccurate=True)))
+        assert {op.ran for op in forced.report().ops} == {"int8"}
+        assert [(f.kind, f.operator) for f in forced.graph.health] == [("inaccurate", "layer")]
+        # the figure is that of the operator alone
+        layer = model.layer
+        alone = converted(Only(layer), x, DynamicQuantConfig(keep_inaccurate=True))
+        assert found == pytest.approx(sqnr_db(tree_leaves(layer(x))[0], tree_leaves(alone(x))[0]), abs=0.1)
+    assert found < 10
+    assert f"{found} dB" in str(q.report())
+
+
+class Only(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_result_of_zeros_is_not_inaccurate():
+    model = Layer(nn.RNN, bias=False)
+    q = converted(model, (torch.zeros(5, 3, 8),))
+    assert [d.spec.mode for d in q.graph.plan.decisions] == ["dynamic"]

@@ -1,4 +1,4 @@
-"""Dynamic linears, LSTMs and GRUs: FBGEMM's kernels in PyTorch, which round activations to codes while they pack them.
+"""Dynamic linears, and LSTMs and GRUs with one range per tensor: FBGEMM's kernels in PyTorch, which round activations while they pack them.
 
 Per tensor there is a kernel that finds the range itself. Per token there is none: rows are divided by their scales first, so that one
 scale, 1, holds for all, and the products are multiplied afterwards. With a zero point z per row, `sum w (q - z)` is
@@ -19,6 +19,7 @@ from nc.global_lock import LOCK
 from nc.graph.catalogue import first_input, kind_of_node, op_name
 from nc.graph.fx_utils import constant_of, take_over
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
+from nc.numerics.recurrent import has_projections
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
@@ -47,7 +48,7 @@ def replace_dynamic(module: fx.GraphModule) -> None:
                 if not _finds_range_itself(node):
                     rows[node] = _rows(module.graph.call_function, node)
                 continue
-            new = _recurrent(module, node) if node.target in _RECURRENT else _linear(module, node, rows)
+            new = _recurrent(module, node) if _is_layer_of_torch(node) else _linear(module, node, rows)
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
@@ -60,7 +61,8 @@ def replace_dynamic(module: fx.GraphModule) -> None:
 def why_not_dynamic(node: fx.Node) -> str:
     """Why `replace_dynamic` left an operator alone that finds its ranges in each call; "" for other nodes."""
     source = first_input(node)
-    dynamic = source is not None and source.target is quantize_dequantize_dynamic
+    per_tensor = node.target in _RECURRENT and not Recurrent.of(node).per_token
+    dynamic = per_tensor or (source is not None and source.target is quantize_dequantize_dynamic)
     return f"torch has no dynamic int8 kernel for {op_name(node)}" if dynamic else ""
 
 
@@ -85,9 +87,17 @@ def packed_bytes(module: fx.GraphModule) -> int:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    if node.target is quantize_dequantize_dynamic or node.target in _RECURRENT:
+    if node.target is quantize_dequantize_dynamic or _is_layer_of_torch(node):
         return True
     return kind_of_node(node) == "linear" and _reads_dynamic(node)
+
+
+def _is_layer_of_torch(node: fx.Node) -> bool:
+    """Whether torch has a dynamic kernel for a recurrent layer: for LSTMs without projections and GRUs with one range per tensor."""
+    if node.target not in (RECURRENT["lstm"], RECURRENT["gru"]):
+        return False
+    layer = Recurrent.of(node)
+    return not layer.per_token and not has_projections(layer.params, layer.has_biases, layer.num_layers * (1 + layer.bidirectional))
 
 
 def _is_packed(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from nc.plan import Decision
 from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
+_DYNAMIC = ("per_token", "per_tensor")
 _NOTE = "simulated: codes are dequantized and computed in fp32"
 
 
@@ -44,7 +45,8 @@ class ReferenceBackend:
                 activations=() if kind in RECURRENT else ("uint8", "int8"),
                 weights=("int8",) if kind in weighted else (),
                 fake=tuple(DTYPES) if kind in WEIGHTED else (),
-                dynamic=("per_token", "per_tensor") if kind == "linear" else ("per_tensor",) if kind in RECURRENT else (),
+                dynamic=_DYNAMIC if kind == "linear" or kind in RECURRENT else (),
+                projections=_DYNAMIC,
                 affine_only=kind in RECURRENT,
                 note=_NOTE,
             )

@@ -1,6 +1,7 @@
 """Problems that calibration found, from the statistics and the chosen ranges; the report shows them.
 
-Three checks: values outside a range, ranges that still grew at the end of the data, and operators that never ran.
+Four checks: values outside a range, ranges that still grew at the end of the data, operators that never ran, and ranges that all rows of a
+call share.
 `nc.algorithms.dead_channels` adds channels that are always zero. Thresholds decide what is reported. Nothing here changes what is computed.
 """
 
@@ -15,15 +16,20 @@ from nc.graph.qdq import Finding
 from nc.observers.base import Seen, State
 from nc.observers.histogram import HISTOGRAM, occupied
 from nc.plan import Plan
-from nc.spec import QParams, TensorSpec
+from nc.spec import PER_TENSOR, OpSpec, QParams, TensorSpec
 from nc.spec.reasons import Cause
 
 #: Kinds of findings, in the order of the report: an earlier one can be the cause of a later one.
-KINDS = ("never_ran", "still_growing", "saturation", "dead_channels")
+KINDS = ("never_ran", "still_growing", "saturation", "dead_channels", "inaccurate", "shared_range")
 #: Reported above this share of values outside of the range. Clipping algorithms leave out 0.01 % of normally distributed data.
 SATURATION = 1e-3
 #: Reported if the last tenth of the batches widened the range by more than this share of it. Normally distributed data gives 1 or 2 %.
 GROWTH = 0.05
+
+
+_SHARED = (
+    'all rows of a call share one range: the result of a row depends on the other rows. act_granularity="per_token" gives each row its own'
+)
 
 
 def examine(
@@ -40,16 +46,22 @@ def examine(
         edges: its quantized inputs. Several edges of one tensor give one finding, with the name of the first operator.
         qparams: their ranges, by `placement.edge_key`.
         found: the statistics from which the ranges were found.
-        others: findings of algorithms.
+        others: findings of algorithms, and on the accuracy of operators.
     """
     missing = [d.operator for d in plan.decisions if d.stays_for(Cause.NEVER_RAN)]
     findings = [Finding("never_ran", name, 1.0, f"{Cause.NEVER_RAN.value}: use data that reaches it") for name in missing]
+    findings += [Finding("shared_range", d.operator, 1.0, _SHARED) for d in plan.quantized if _shares_range(d.spec)]
     for key, edge in {edge_key(e): e for e in reversed(edges)}.items():
         name = observer_key(edge)
         findings += _of_input(edge, qparams[key], found.states[name], found.seen[name])
     order = {d.operator: i for i, d in enumerate(plan.decisions)}
     findings += others
     return tuple(sorted(findings, key=lambda f: (KINDS.index(f.kind), -f.value, order[f.operator])))
+
+
+def _shares_range(spec: OpSpec) -> bool:
+    """Whether all rows of a call share the range that is found in it."""
+    return spec.mode == "dynamic" and spec.input(0).granularity == PER_TENSOR
 
 
 def _of_input(edge: Edge, qparams: QParams, state: State, seen: Seen) -> Iterator[Finding]:

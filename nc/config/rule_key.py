@@ -22,6 +22,10 @@ KIND_NAMES: dict[str, tuple[str, ...]] = {
     "add": ("add", "iadd", "__add__", "__iadd__", "add_"),
     "lstm": ("LSTM", "lstm"),
     "gru": ("GRU", "gru"),
+    "rnn": ("RNN", "rnn", "rnn_tanh", "rnn_relu"),
+    "lstm_cell": ("LSTMCell", "lstm_cell"),
+    "gru_cell": ("GRUCell", "gru_cell"),
+    "rnn_cell": ("RNNCell", "rnn_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 }
 _KIND_OF_NAME = {name: kind for kind, names in KIND_NAMES.items() for name in names}
 #: How Neural Compressor names a function in a fused type: "Linear&<built-in method relu of type object at 0x7f…>".

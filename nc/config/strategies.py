@@ -157,6 +157,8 @@ class DynamicQuantConfig(QuantConfig):
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
         skip_slow: leave small operators in fp32 if int8 would make them slower (docs/dynamic.md).
+        keep_inaccurate: keep operators int8 whose own result has less than 10 dB against fp32 on the example inputs; by default they stay
+            fp32 (docs/dynamic.md).
         pre: as for static quantization.
         white_list: as for static quantization.
     """
@@ -171,6 +173,7 @@ class DynamicQuantConfig(QuantConfig):
         "excluded_precisions": Field((), precisions),
         "remainder": _STATIC["remainder"],
         "skip_slow": Field(False, flag),
+        "keep_inaccurate": Field(False, flag),
         "pre": _STATIC["pre"],
     }
 

@@ -23,12 +23,19 @@ WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"
 BINARY = frozenset({"matmul", "add"})
 #: Kinds that can compute in bf16 where they do not in int8: where the multiply-adds are.
 PRODUCTS = WEIGHTED | {"matmul"}
-#: Recurrent layers: integer compute with several constant weights, and a tuple as result.
-RECURRENT = frozenset({"lstm", "gru"})
+#: Recurrent layers, and single steps of them: integer compute with several constant weights, and most have a tuple as result.
+RECURRENT = frozenset({"lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell"})
 #: Every quantizable kind.
 KINDS = WEIGHTED | BINARY | RECURRENT
 #: Operator name -> kind, where the two differ.
-_OTHER_NAMES = {"bmm": "matmul", "mm": "matmul", "lstm_dynamic": "lstm", "gru_dynamic": "gru"}
+_OTHER_NAMES = {
+    "bmm": "matmul",
+    "mm": "matmul",
+    "lstm_dynamic": "lstm",
+    "gru_dynamic": "gru",
+    **dict.fromkeys(("rnn_tanh", "rnn_relu", "rnn_dynamic"), "rnn"),
+    **dict.fromkeys(("rnn_tanh_cell", "rnn_relu_cell"), "rnn_cell"),
+}
 
 #: Elementwise operators that engines fuse behind the integer compute in front of them.
 ACTIVATIONS = frozenset(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, weight_axis
+from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module, drop_unused
 from nc.graph.placement import Edge, edge_key, works_in_place
-from nc.graph.recurrent import is_recurrent
+from nc.graph.recurrent import CELLS, is_recurrent, weights_of
 from nc.graph.signature import Signature
-from nc.graph.views import Recurrent, Weighted, set_argument
+from nc.graph.views import Recurrent, RecurrentCell, Weighted, set_argument
 from nc.numerics.weights import quantize_weight
 from nc.ops import (
     RECURRENT,
@@ -29,6 +30,8 @@ from nc.ops import (
 )
 from nc.plan import Applied, Plan
 from nc.spec import PER_TOKEN, OpSpec, QParams, TensorSpec
+
+_aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,14 +256,54 @@ def _quantized(
 
 
 def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
-    """An LSTM or GRU with int8 matrices; biases stay fp32."""
-    layer, codes = Recurrent.of(node), spec.input(0)
+    """A recurrent layer or cell with int8 matrices; biases stay fp32. A cell becomes a layer with one step."""
+    codes, kind = spec.input(0), kind_of_node(node) or ""
     assert spec.weight is not None
-    matrices = [w.meta["val"].dim() == 2 for w in layer.params]
-    params = [
-        _quantized(module, node, w, spec.weight, 0, done) if is_matrix else w for w, is_matrix in zip(layer.params, matrices, strict=True)
-    ]
+    params = [_quantized(module, node, w, spec.weight, 0, done) if w.meta["val"].dim() == 2 else w for w in weights_of(node)]
+    rows = codes.granularity == PER_TOKEN
+    how: tuple[fx.node.Argument, ...] = (codes.quant_min, codes.quant_max, _storage(codes), rows)
+    if kind.startswith("rnn"):
+        how = (*how, "relu" in op_name(node))
+    if kind in CELLS:
+        _step_as_layer(module, node, params, how)
+        return
+    layer = Recurrent.of(node)
     options = (layer.has_biases, layer.num_layers, layer.bidirectional, layer.batch_first)
-    node.target = RECURRENT[kind_of_node(node) or ""]
-    node.args = (layer.input, layer.hx, params, *options, codes.quant_min, codes.quant_max, _storage(codes))
+    node.target = RECURRENT[kind]
+    node.args = (layer.input, layer.hx, params, *options, *how)
     node.kwargs = {}
+
+
+def _step_as_layer(module: fx.GraphModule, node: fx.Node, params: list[fx.Node], how: tuple[fx.node.Argument, ...]) -> None:
+    """Put a layer of one step in the place of a cell."""
+    cell, kind = RecurrentCell.of(node), (kind_of_node(node) or "").removesuffix("_cell")
+
+    def call(value: Any, target: Callable[..., Any], *arguments: fx.node.Argument) -> fx.Node:
+        new = module.graph.call_function(target, arguments)
+        new.meta["val"] = value
+        return new
+
+    states = [cell.hx] if isinstance(cell.hx, fx.Node) else cell.hx
+    results = list(node.meta["val"]) if kind == "lstm" else [node.meta["val"]]
+    last = [value.unsqueeze(0) for value in results]
+    with module.graph.inserting_before(node):
+        x, *hx = (call(n.meta["val"].unsqueeze(0), _aten.unsqueeze.default, n, 0) for n in (cell.input, *states))
+        arguments = (x, hx if kind == "lstm" else hx[0], params, cell.b_ih is not None, 1, False, False, *how)
+        layer = call((last[0], *last), RECURRENT[kind], *arguments)
+        layer.meta.update({**node.meta, "val": layer.meta["val"], "kind": kind})
+        rows = [call(value, operator.getitem, layer, i + 1) for i, value in enumerate(last)]
+        rows = [call(value, _aten.squeeze.dim, row, 0) for value, row in zip(results, rows, strict=True)]
+    replaced = {_index(user): user for user in node.users} if kind == "lstm" else {0: node}
+    for index, old in replaced.items():
+        old.replace_all_uses_with(rows[index])
+        module.graph.erase_node(old)
+        rows[index].name = old.name  # a tensor has the same name in both graphs
+    if kind == "lstm":
+        module.graph.erase_node(node)
+
+
+def _index(node: fx.Node) -> int:
+    """Which of several results a `getitem` node takes."""
+    _, index = node.args
+    assert isinstance(index, int), f"{node.name} takes no single result"
+    return index

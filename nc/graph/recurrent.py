@@ -1,4 +1,4 @@
-"""What the graph says of LSTM and GRU nodes of ATen."""
+"""What the graph says of recurrent layers and cells, of ATen and of `nc`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,43 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import RECURRENT, kind_of_node, schema_arguments
+from nc.graph.views import RecurrentCell
+from nc.numerics.recurrent import has_projections
 from nc.spec.reasons import Cause, Reason
+
+#: Kinds of single steps.
+CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_cell"})
 
 
 def why_not_recurrent(node: fx.Node) -> Reason | None:
-    """Why an LSTM or GRU can't be quantized; None when it can."""
+    """Why a recurrent layer or cell can't be quantized; None when it can."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target._overloadname != "input":
+    if node.target._overloadname == "data":
         return Cause.PACKED_SEQUENCE()
     weights = weights_of(node)
     if any(not isinstance(w, fx.Node) or w.op != "get_attr" for w in weights):
         return Cause.COMPUTED_WEIGHTS()
     if any(w.meta["val"].dtype != torch.float32 for w in weights):
         return Cause.WEIGHTS_NOT_FP32()
-    arguments = schema_arguments(node)
-    layers = arguments["num_layers"] * (1 + arguments["bidirectional"])
-    if len(weights) != layers * (4 if arguments["has_biases"] else 2):
-        return Cause.PROJECTIONS()
     return None
 
 
 def weights_of(node: fx.Node) -> list[fx.Node]:
-    """Matrices and biases: for each layer and direction input, hidden, and the biases of both."""
+    """Matrices and biases: for each layer and direction input, hidden, the biases of both, and a projection if there is one."""
+    if kind_of_node(node) in CELLS:
+        cell = RecurrentCell.of(node)
+        return [w for w in (cell.w_ih, cell.w_hh, cell.b_ih, cell.b_hh) if w is not None]
     return list(schema_arguments(node)["params"])
 
 
+def is_projected(node: fx.Node) -> bool:
+    """Whether a node is an LSTM with projections (`proj_size`)."""
+    if kind_of_node(node) != "lstm":
+        return False
+    a = schema_arguments(node)
+    return has_projections(a["params"], a["has_biases"], a["num_layers"] * (1 + a["bidirectional"]))
+
+
 def is_recurrent(node: fx.Node) -> bool:
-    """Whether a node is an LSTM or GRU, of ATen or of `nc`."""
+    """Whether a node is a recurrent layer or cell, of ATen or of `nc`."""
     return kind_of_node(node) in RECURRENT

@@ -212,7 +212,7 @@ class DynamicQDQ(_View):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recurrent(_View):
-    """An LSTM or GRU, of ATen or of `nc`; `hx` is a list of nodes for an LSTM, one node for a GRU."""
+    """An LSTM, GRU or RNN, of ATen or of `nc`; `hx` is a list of nodes for an LSTM, one node for others."""
 
     input: fx.Node
     hx: Any
@@ -221,6 +221,20 @@ class Recurrent(_View):
     num_layers: int
     bidirectional: bool
     batch_first: bool
+    per_token: bool = False
+    relu: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecurrentCell(_View):
+    """One step of an LSTM, GRU or RNN, of ATen."""
+
+    input: fx.Node
+    hx: Any
+    w_ih: fx.Node
+    w_hh: fx.Node
+    b_ih: fx.Node | None = None
+    b_hh: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
-"""LSTM and GRU with int8 weights and activations quantized in each step: what torch's dynamic kernels compute, in plain operators.
+"""LSTM, GRU and RNN with int8 weights and activations that are quantized in each step, in plain operators.
 
-The input of a layer is quantized once for all steps, the hidden state in each step, both with affine codes and one range per tensor. Gates
-are those of `torch.nn.LSTM` and `torch.nn.GRU`.
+The input of a layer and the hidden state are quantized to affine codes, and with a projection what that reads. There are two granularities.
+`per_token`: each row of each step has a range of its own, so a row of the result depends on the same row of the input alone. Otherwise the
+input has one range for all steps, and the state one for all rows of a step: what torch's dynamic kernels compute. Gates are those of
+`torch.nn.LSTM`, `torch.nn.GRU` and `torch.nn.RNN`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +35,14 @@ def gru_dynamic(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor
     return y, torch.stack([s[0] for s in states])
 
 
+def rnn_dynamic(
+    x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any, relu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and the last hidden state, as `torch.nn.RNN` gives them; `options` are those of `_layers`."""
+    y, states = _layers(functools.partial(_rnn_cell, torch.relu if relu else torch.tanh), x, [hx], params, *options)
+    return y, torch.stack([s[0] for s in states])
+
+
 def _lstm_cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     i, f, g, o = (gates + hidden).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
@@ -45,6 +56,15 @@ def _gru_cell(gates: torch.Tensor, hidden: torch.Tensor, state: tuple[torch.Tens
     return (new + update * (state[0] - new),)
 
 
+def _rnn_cell(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    gates: torch.Tensor,
+    hidden: torch.Tensor,
+    state: tuple[torch.Tensor, ...],  # noqa: ARG001 - of a `Cell`
+) -> tuple[torch.Tensor, ...]:
+    return (function(gates + hidden),)
+
+
 def _layers(
     cell: Cell,
     x: torch.Tensor,
@@ -56,24 +76,27 @@ def _layers(
     batch_first: bool,
     quant_min: int,
     quant_max: int,
+    per_token: bool,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     """The output, and the last state of each layer and direction; options as in ATen's operators."""
 
     def quantized(values: torch.Tensor) -> torch.Tensor:
-        return quantize_dequantize_dynamic(values, False, quant_min, quant_max, False)
+        return quantize_dequantize_dynamic(values, per_token, quant_min, quant_max, False)
 
     steps = x.transpose(0, 1) if batch_first else x
-    weights = _weights(params, has_biases)
+    weights = weights_of_layers(params, has_biases, num_layers * (1 + bidirectional))
     finals = []
     for layer in range(num_layers):
         gathered = []
         for direction in range(1 + bidirectional):
-            w_ih, w_hh, b_ih, b_hh = next(weights)
+            w_ih, w_hh, b_ih, b_hh, w_hr = next(weights)
             state = tuple(h[layer * (1 + bidirectional) + direction] for h in hx)
             outputs = []
             gates = linear(quantized(steps), w_ih, b_ih).unbind(0)
             for gate in reversed(gates) if direction else gates:
                 state = cell(gate, linear(quantized(state[0]), w_hh, b_hh), state)
+                if w_hr is not None:
+                    state = (linear(quantized(state[0]), w_hr), *state[1:])
                 outputs.append(state[0])
             gathered.append(torch.stack(outputs[::-1] if direction else outputs))
             finals.append(state)
@@ -81,9 +104,18 @@ def _layers(
     return steps.transpose(0, 1) if batch_first else steps, finals
 
 
-def _weights(
-    params: Sequence[torch.Tensor], has_biases: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    each = 4 if has_biases else 2
+Weights = tuple[Any, Any, Any, Any, Any]
+
+
+def weights_of_layers(params: Sequence[Any], has_biases: bool, layers: int) -> Iterator[Weights]:
+    """For each of so many layers and directions: input and hidden matrix, biases of both, and the projection; None for none."""
+    each = len(params) // layers
     for i in range(0, len(params), each):
-        yield params[i], params[i + 1], params[i + 2] if has_biases else None, params[i + 3] if has_biases else None
+        biases = params[i + 2 : i + 4] if has_biases else (None, None)
+        projection = params[i + each - 1] if has_projections(params, has_biases, layers) else None
+        yield params[i], params[i + 1], *biases, projection
+
+
+def has_projections(params: Sequence[Any], has_biases: bool, layers: int) -> bool:
+    """Whether each layer and direction has a matrix behind its gates (`proj_size`)."""
+    return len(params) == layers * (5 if has_biases else 3)

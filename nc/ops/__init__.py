@@ -128,12 +128,20 @@ def _quantize_dequantize_dynamic(
     return dynamic.quantize_dequantize_dynamic(x, per_token, quant_min, quant_max, symmetric)
 
 
+# `options` end with the dtype of codes, which their limits say too, and whether rows have ranges of their own
 def _lstm(x: torch.Tensor, hx: Sequence[torch.Tensor], params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
-    return recurrent.lstm_dynamic(x, hx, params, *options[:-1])
+    *before, _, per_token = options if len(options) == _LONG else (*options, False)
+    return recurrent.lstm_dynamic(x, hx, params, *before, per_token)
 
 
 def _gru(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
-    return recurrent.gru_dynamic(x, hx, params, *options[:-1])
+    *before, _, per_token = options if len(options) == _LONG else (*options, False)
+    return recurrent.gru_dynamic(x, hx, params, *before, per_token)
+
+
+def _rnn(x: torch.Tensor, hx: torch.Tensor, params: Sequence[torch.Tensor], *options: Any) -> tuple[torch.Tensor, ...]:
+    *before, _, per_token, relu = options
+    return recurrent.rnn_dynamic(x, hx, params, *before, per_token, relu=relu)
 
 
 def _fake_recurrent(
@@ -149,7 +157,7 @@ def _fake_recurrent(
     states = [hx] if isinstance(hx, torch.Tensor) else hx
     hidden, directions = params[1].shape[1], 1 + bidirectional
     steps, batch = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
-    last = tuple(x.new_empty((num_layers * directions, batch, hidden)) for _ in states)
+    last = tuple(x.new_empty((num_layers * directions, batch, state.shape[-1])) for state in states)
     output = x.new_empty((steps, batch, hidden * directions))  # in memory the steps come first
     return output.transpose(0, 1) if batch_first else output, *last
 
@@ -231,10 +239,18 @@ from_bf16 = _operator(
     lambda x: torch.empty_like(x, dtype=torch.float32),
 )
 _OPTIONS = "bool has_biases, int num_layers, bool bidirectional, bool batch_first, int quant_min, int quant_max, ScalarType dtype"
+#: The last option has a default: graphs that were stored without it have one range for all rows.
+_ROWS = "bool per_token=False"
+_LONG = len((*_OPTIONS.split(","), _ROWS))
 lstm_dynamic = _operator(
-    f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _lstm, _fake_recurrent
+    f"lstm_dynamic(Tensor x, Tensor[] hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor, Tensor)", _lstm, _fake_recurrent
 )
-gru_dynamic = _operator(f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}) -> (Tensor, Tensor)", _gru, _fake_recurrent)
+gru_dynamic = _operator(
+    f"gru_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, {_ROWS}) -> (Tensor, Tensor)", _gru, _fake_recurrent
+)
+rnn_dynamic = _operator(
+    f"rnn_dynamic(Tensor x, Tensor hx, Tensor[] params, {_OPTIONS}, bool per_token, bool relu) -> (Tensor, Tensor)", _rnn, _fake_recurrent
+)
 
 #: What a packed weight is stored as; see `nc.numerics.packed_weight.PackedWeight`.
 _PACKED = "Tensor codes, Tensor scale, Tensor? zero, Tensor? minimum, Tensor? outer_scale, Tensor? outer_minimum"
@@ -273,5 +289,5 @@ QUANTIZE = frozenset({quantize_per_tensor, quantize_tensor, quantize_per_channel
 DEQUANTIZE = frozenset({dequantize_per_tensor, dequantize_tensor, dequantize_per_channel, dequantize_per_group})
 #: All operators that only convert between codes and values.
 CONVERTERS = QUANTIZE | DEQUANTIZE | {quantize_float, dequantize_float, quantize_dequantize_dynamic, fake_quantize, fake_quantize_dynamic}
-#: What a node calls instead of a recurrent ATen operator, by that one's name.
-RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic}
+#: What a node calls instead of a recurrent layer or cell of ATen, by the kind of that one without "_cell".
+RECURRENT = {"lstm": lstm_dynamic, "gru": gru_dynamic, "rnn": rnn_dynamic}

@@ -17,6 +17,7 @@ from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.placement import works_in_place
+from nc.graph.recurrent import is_projected
 from nc.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
@@ -130,8 +131,9 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
     if chosen.config.family == "fake_quant":
         return _simulated(base, op, values, row, sizes, capabilities)
     spec = spec_of(chosen.config.algorithm, values, op.kind)
+    base["keep_inaccurate"] = values.get("keep_inaccurate", False)
     base["fallback"] = "fp32" if "bf16" in _excluded(matches) else values.get("remainder", "fp32")
-    why = _why_no_kernel(op, spec, row, chosen, capabilities)
+    why = _why_no_kernel(op, spec, row, chosen, capabilities) or _why_no_projections(op, spec, row, sizes, capabilities)
     if why is None and values.get("skip_slow"):
         why = sizes.slower_in_int8(op, str(spec.input(0).granularity), capabilities.dynamic_cost)
     if why is not None:
@@ -186,7 +188,7 @@ def _excluded(matches: Iterable[Match]) -> Collection[str]:
 
 
 def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport) -> None:
-    """Use the granularity of the kernel (LSTM, GRU have one only) if no rule sets another one."""
+    """Use the granularity of the kernel (torch's LSTM and GRU have one only) if no rule sets another one."""
     name = "act_granularity"
     if sources[name] == DEFAULT and row.dynamic and values[name] not in row.dynamic:
         values[name], sources[name] = row.dynamic[0], "kernel"
@@ -265,6 +267,13 @@ def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilit
         f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number formats. Leave backend out, "
         'or say backend="reference", which does.'
     )
+
+
+def _why_no_projections(op: Operator, spec: OpSpec, row: OpSupport | None, sizes: Sizes, capabilities: Capabilities) -> Reason | None:
+    """Why an LSTM with projections stays fp32; None where there is a kernel, and for other operators."""
+    if row is None or op.kind != "lstm" or str(spec.input(0).granularity) in row.projections or not is_projected(sizes.node(op)):
+        return None
+    return Cause.PROJECTIONS(backend=capabilities.backend, granularity=spec.input(0).granularity)
 
 
 def _no_kernel(kind: str, spec: OpSpec, capabilities: Capabilities) -> Reason:

@@ -36,7 +36,7 @@ class Cause(enum.Enum):
     PACKED_SEQUENCE = "packed sequences stay fp32"
     COMPUTED_WEIGHTS = "its weights are computed from the inputs"
     WEIGHTS_NOT_FP32 = "quantization starts from fp32"
-    PROJECTIONS = "no kernel has projections (proj_size)"
+    PROJECTIONS = "backend {backend!r} has no {granularity} kernel with projections (proj_size)"
     # what the configuration says
     ASKED = "{dtype} was asked for"
     NOT_LISTED = "not on the white list"
@@ -60,6 +60,7 @@ class Cause(enum.Enum):
     NO_READER = "no int8 operator reads the sum; it is fused in fp32"
     NOT_FUSABLE = "it stands directly behind no int8 operator that the engine could fuse it with"
     # what calibration saw
+    INACCURATE = "its int8 result has {db} dB against fp32 on the example inputs; keep_inaccurate=True keeps it int8"
     NEVER_RAN = "never executed during calibration"
 
     def __call__(self, **arguments: object) -> Reason:

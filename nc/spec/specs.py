@@ -239,6 +239,7 @@ class OpSupport:
         kind: catalogue name, e.g. "linear".
         activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
         dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
+        projections: granularities with which it takes projections too (`proj_size` of an LSTM).
         weights: dtypes that it takes as weight (empty: the operator has none).
         fake: formats that it simulates at any role (empty: none).
         symmetric: as static operator it takes symmetric activations only.
@@ -255,6 +256,7 @@ class OpSupport:
     activations: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
     fake: tuple[str, ...] = ()
     symmetric: bool = False
     affine_only: bool = False
@@ -266,7 +268,7 @@ class OpSupport:
         try:
             for name in (*self.activations, *self.weights, *self.fake):
                 dtype(name)
-            for text in (*self.dynamic, *self.grouped_weights):
+            for text in (*self.dynamic, *self.projections, *self.grouped_weights):
                 granularity(text)
         except ConfigError as error:
             msg = f"Row for {self.kind!r} of a capability table: {error}"

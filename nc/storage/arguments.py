@@ -45,6 +45,8 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
 }
+#: Where a projection stands among the weights of a layer with biases.
+_PROJECTION = 4
 #: Codes of each dtype.
 _CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
@@ -128,16 +130,21 @@ def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
 
 
 def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
-    """Kernels take two int8 matrices and two fp32 biases for each layer and direction, all constant."""
+    """Kernels take two int8 matrices, two fp32 biases and a projection for each layer and direction, all constant."""
     layer = Recurrent.of(node)
-    each = 4 if layer.has_biases else 2
+    layers = layer.num_layers * (1 + layer.bidirectional)
+    counts = [2 + 2 * layer.has_biases, *([3 + 2 * layer.has_biases] if node.target is RECURRENT["lstm"] else [])]
+    if layers < 1 or len(layer.params) not in [layers * count for count in counts]:
+        msg = f"node {node.name!r}: {len(layer.params)} weights are none of {layers} layers"
+        raise ValueError(msg)
+    each = len(layer.params) // layers
     for state in [layer.hx] if isinstance(layer.hx, fx.Node) else layer.hx:
         constant = constant_of(module, state) if state.op == "get_attr" else None
         if constant is not None and (constant.dim() != 3 or constant.dtype is not torch.float32):
             msg = f"node {node.name!r}: {state.name!r} is no fp32 state of three dimensions"
             raise ValueError(msg)
     for i, value in enumerate(layer.params):
-        is_matrix = i % each < 2
+        is_matrix = i % each < 2 or not layer.has_biases or i % each == _PROJECTION
         fits = value.target is dequantize_per_tensor if is_matrix else _dtype(module, value) is torch.float32
         if not fits and not (is_matrix and value.target is dequantize_per_channel and Dequantize.of(value).axis == 0):
             msg = f"node {node.name!r}: {value.name!r} is no {'int8 matrix' if is_matrix else 'fp32 bias'}"

@@ -33,8 +33,10 @@ OPS = (
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note="groups=1 per channel, else per tensor"),
     OpSupport(kind="matmul", activations=_ACTIVATIONS, note="both sides of 2 or at least 4 dimensions; 3-D is run as 4-D"),
-    OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
-    OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
+    *(
+        OpSupport(kind=kind, weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel")
+        for kind in ("lstm", "gru", "lstm_cell", "gru_cell")
+    ),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 

@@ -23,6 +23,7 @@ from nc.spec import Capabilities, OpSupport
 NAME = "native"
 _ACTIVATIONS = ("uint8", "int8")
 _NEEDED = ("qlinear_prepack", "qlinear_pointwise", "qconv_prepack", "qconv2d_pointwise")
+_ROWS = ("per_token", "per_tensor")
 _PLANS = "in plans of oneDNN primitives"
 _TRANSPOSED = f"groups=1 per channel, else per tensor; {_PLANS}"
 
@@ -35,8 +36,9 @@ OPS = (
     OpSupport(kind="conv_transpose2d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="conv_transpose3d", activations=_ACTIVATIONS, weights=("int8",), note=_TRANSPOSED),
     OpSupport(kind="matmul", activations=_ACTIVATIONS, note=_PLANS),
-    OpSupport(kind="lstm", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
-    OpSupport(kind="gru", weights=("int8",), dynamic=("per_tensor",), affine_only=True, note="torch's own dynamic kernel"),
+    *(OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, projections=("per_token",), affine_only=True) for kind in ("lstm", "gru")),
+    *(OpSupport(kind=kind, weights=("int8",), dynamic=_ROWS, affine_only=True) for kind in ("lstm_cell", "gru_cell")),
+    *(OpSupport(kind=kind, weights=("int8",), dynamic=("per_token",), affine_only=True) for kind in ("rnn", "rnn_cell")),
     OpSupport(kind="add", activations=_ACTIVATIONS, note="as a post-operation of a convolution or linear"),
 )
 

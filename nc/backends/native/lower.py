@@ -144,4 +144,4 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
 def _is_dynamic_kernel(node: fx.Node) -> bool:
     """Whether a node is what `replace_dynamic` makes of a dynamic operator."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith(("quantized::linear", "aten::quantized_"))
+    return schema is not None and schema.name.startswith(("quantized::linear", "aten::quantized_", "nc_recurrent::"))

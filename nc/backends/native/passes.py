@@ -19,6 +19,7 @@ from nc.backends.native.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.merge import merge
 from nc.backends.native.norms import recompose_norms
 from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
+from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
 from nc.backends.native.rotary import recompose_rotary
 from nc.backends.native.transposed import fuse_transposed, why_not_transposed
 from nc.backends.passes import Pass
@@ -44,6 +45,7 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
     shapes, low_bit = Pass("shapes", functools.partial(note_shapes, example=example)), Pass("low_bit_kernels", replace_low_bit)
     return (
         shapes if program else low_bit,
+        Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),
         Pass("dynamic_kernels", replace_dynamic, why_not_dynamic, "int8"),
         Pass("bf16", compute_in_bf16, why_not_bf16, "bf16"),
         Pass("attention", recompose),

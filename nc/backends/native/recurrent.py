@@ -1,0 +1,256 @@
+"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C (`nc/c_code/recurrent.c`).
+
+What the operator reads is packed when the graph is lowered. That graph is never stored: artefacts are made of the graph in front of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import fx
+from torch.nn.functional import pad
+
+from nc.backends import cpu
+from nc.backends.native.fuse import weight_of
+from nc.c_code import openmp
+from nc.c_code.build import load_on_threads
+from nc.errors import BackendError
+from nc.graph.fx_utils import free_name, take_over
+from nc.graph.views import Dequantize, Recurrent
+from nc.numerics.recurrent import weights_of_layers
+from nc.ops import RECURRENT
+
+#: Outputs of a panel, and inputs of a word, as in the C code.
+_PANEL, _WORD = 16, 4
+#: More inputs could make sums of products that int32 does not hold.
+_MOST_INPUTS = 2**16
+_CODES = 255
+_GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+_KINDS = {"lstm": 0, "gru": 1, "rnn": 2}
+_NAMESPACE = "nc_recurrent"
+_NAMES = {operator: name for name, operator in RECURRENT.items()}
+_ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
+#: Codes in panels, scale and sum of codes of each output, and the bias.
+_Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+class _CMatrix(ctypes.Structure):
+    """`struct matrix`."""
+
+    _fields_ = (
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "sums", "bias")),
+    )
+
+
+class _CLayer(ctypes.Structure):
+    """`struct layer`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "isa", "threads", "reverse", "steps", "rows", "hidden", "state")),
+        *((name, ctypes.c_int64) for name in ("x_step", "x_row", "y_step", "y_row")),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "h", "c", "gates")),
+        *((name, _CMatrix) for name in ("input", "recurrent", "projection")),
+    )
+
+
+@functools.cache
+def _code() -> Callable[..., int] | str:
+    """The function in C, or why there is none."""
+    library = load_on_threads("recurrent")
+    if isinstance(library, str):
+        return library
+    function = library.nc_recurrent
+    function.restype, function.argtypes = ctypes.c_int, (ctypes.POINTER(_CLayer),)
+    return function
+
+
+def replace_recurrent(module: fx.GraphModule) -> None:
+    """Let the C code compute the layers whose rows have ranges of their own."""
+    if isinstance(_code(), str):
+        return
+    layouts = _Layouts(module)
+    for node in [n for n in module.graph.nodes if _is_ours(n) and not why_not_recurrent(n)]:
+        layer, name = Recurrent.of(node), _NAMES[node.target]
+        layers = layer.num_layers * (1 + layer.bidirectional)
+        with module.graph.inserting_before(node):
+            packed = list(layouts.of(layer, layers))
+            hx = [layer.hx] if isinstance(layer.hx, fx.Node) else list(layer.hx)
+            features = weight_of(module, layer.params[0])[0].shape[1]
+            options = (layer.num_layers, layer.bidirectional, layer.batch_first, features)
+            new = module.graph.call_function(_operator(), (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options))
+        take_over(new, node)
+        node.replace_all_uses_with(new)
+        module.graph.erase_node(node)
+
+
+def why_not_recurrent(node: fx.Node) -> str:
+    """Why `replace_recurrent` leaves a layer alone; "" for other nodes."""
+    if not _is_ours(node):
+        return ""
+    code = _code()
+    if isinstance(code, str):
+        return f"its C code can't be loaded: {code}"
+    largest = max(w.meta["val"].shape[1] for w in Recurrent.of(node).params if w.meta["val"].dim() == 2)
+    return f"its C code takes {_MOST_INPUTS} inputs at most" if largest > _MOST_INPUTS else ""
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return node.target in _NAMES and Recurrent.of(node).per_token
+
+
+class _Layouts:
+    """Constants with what is packed; cells that are called in several steps share these."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._names: dict[object, list[str]] = {}
+
+    def of(self, layer: Recurrent, layers: int) -> Iterator[fx.Node | None]:
+        """For each layer and direction the parts of three matrices; None for those that it has not."""
+        for w_ih, w_hh, b_ih, b_hh, w_hr in weights_of_layers(layer.params, layer.has_biases, layers):
+            for weight, bias in ((w_ih, b_ih), (w_hh, b_hh), (w_hr, None)):
+                yield from (None, None, None) if weight is None else map(self._module.graph.get_attr, self._names_of(weight))
+                yield None if bias is None else self._module.graph.get_attr(str(bias.target))
+
+    def _names_of(self, weight: fx.Node) -> list[str]:
+        codes, scale = Dequantize.of(weight).codes, Dequantize.of(weight).scale
+        key = codes.target, scale.target if isinstance(scale, fx.Node) else scale
+        if key not in self._names:
+            self._names[key] = [self._constant(part) for part in pack(*weight_of(self._module, weight))]
+        return self._names[key]
+
+    def _constant(self, value: torch.Tensor) -> str:
+        name = free_name(self._module, "recurrent_layout")
+        self._module.register_buffer(name, value)
+        return name
+
+
+def pack(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes in the panels that the C code reads, fp32 scales, and int32 sums of codes.
+
+    Args:
+        codes: int8, shape [outputs, inputs], without -128.
+        scale: fp32, one for each output.
+    """
+    outputs, inputs = codes.shape
+    padded = pad(codes, (0, -inputs % _WORD, 0, -outputs % _PANEL))
+    panels = padded.view(-1, _PANEL, padded.shape[1] // _WORD, _WORD).transpose(1, 2).contiguous()
+    return panels, scale, codes.sum(1, dtype=torch.int32)
+
+
+@functools.cache
+def _operator() -> torch._ops.OpOverload:
+    """What a lowered graph calls; registered when it is needed first."""
+    library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
+    options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features"
+    library.define(f"layers(Tensor x, Tensor[] hx, Tensor?[] packed, {options}) -> Tensor[]")  # type: ignore[no-untyped-call] # as above
+    library.impl("layers", layers, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
+    _LIBRARIES.append(library)
+    found: torch._ops.OpOverload = torch.ops.nc_recurrent.layers.default
+    return found
+
+
+#: torch forgets the operators of a library that nothing holds.
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def layers(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    packed: Sequence[torch.Tensor | None],
+    kind: str,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    features: int,
+) -> list[torch.Tensor]:
+    """Output and last states, as `nc.numerics.recurrent` computes them with `per_token`.
+
+    Args:
+        x: fp32, shape [steps, rows, features], or with `batch_first` [rows, steps, features].
+        hx: the first states, each of shape [layers and directions, rows, elements].
+        packed: for each layer and direction codes, scale, sums and bias of the matrices of input, state and projection.
+        kind: "lstm", "gru", "rnn" or "rnn_relu".
+        num_layers: one behind the other.
+        bidirectional: a second direction reads the steps backwards.
+        batch_first: rows are the first dimension of `x` and of the output.
+        features: of `x`, as the weights need them.
+
+    Raises:
+        ValueError: sizes that the weights do not fit.
+        BackendError: there is no memory.
+    """
+    directions = 1 + bidirectional
+    steps = x.transpose(0, 1) if batch_first else x
+    matrices = [_matrices(packed[i : i + 12]) for i in range(0, len(packed), 12)]
+    hidden = matrices[0][0][1].shape[0] // _GATES[kind.partition("_")[0]]
+    state = matrices[0][2][1].shape[0] if len(matrices[0]) > 2 else hidden  # a projection gives it
+    expected = [(num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)][: len(hx)]
+    if x.dim() != 3 or x.dtype != torch.float32 or x.shape[-1] != features or [tuple(h.shape) for h in hx] != expected:
+        msg = f"a recurrent layer of {features} features and states {expected} can't take {tuple(x.shape)}, {[tuple(h.shape) for h in hx]}"
+        raise ValueError(msg)
+    if not steps.shape[0]:
+        msg = "a recurrent layer needs at least one step"
+        raise ValueError(msg)
+    last = [h.clone(memory_format=torch.contiguous_format) for h in hx]
+    for layer in range(num_layers):
+        output = x.new_empty((*steps.shape[:2], directions * state))
+        for direction in range(directions):
+            index = layer * directions + direction
+            part = output[..., direction * state :]
+            _direction(steps, part, [h[index] for h in last], matrices[index], kind, reverse=direction == 1, hidden=hidden)
+        steps = output
+    return [steps.transpose(0, 1) if batch_first else steps, *last]
+
+
+def _matrices(parts: Sequence[torch.Tensor | None]) -> list[_Matrix]:
+    """Those of input and state, and the projection if there is one."""
+    found = []
+    for i in range(0, len(parts), 4):
+        codes, scale, sums, bias = parts[i : i + 4]
+        if codes is not None and scale is not None and sums is not None:
+            found.append((codes, scale, sums, bias))
+    return found
+
+
+def _direction(
+    x: torch.Tensor, y: torch.Tensor, states: list[torch.Tensor], matrices: list[_Matrix], kind: str, *, reverse: bool, hidden: int
+) -> None:
+    """All steps of one direction of one layer; writes outputs to `y` and the last states over the first ones."""
+    code = _code()
+    assert not isinstance(code, str), "layers are replaced only where there is code"
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    steps, rows, features = x.shape
+    gates = x.new_empty((steps * rows, matrices[0][1].shape[0]))
+    state = states[0].shape[-1]
+    inputs = (features, state, hidden)
+    c_matrices = [
+        _CMatrix(m[1].shape[0], size, *(0 if t is None else t.data_ptr() for t in m)) for m, size in zip(matrices, inputs, strict=False)
+    ]
+    layer = _CLayer(
+        _KINDS[kind.partition("_")[0]] + kind.endswith("relu"),
+        int("avx512_vnni" in cpu.features()),
+        openmp.threads(),
+        reverse,
+        steps,
+        rows,
+        hidden,
+        state,
+        *x.stride()[:2],
+        *y.stride()[:2],
+        x.data_ptr(),
+        y.data_ptr(),
+        states[0].data_ptr(),
+        states[1].data_ptr() if len(states) > 1 else 0,
+        gates.data_ptr(),
+        *c_matrices,
+    )
+    failed = code(ctypes.byref(layer))
+    if failed:
+        msg = f"The C code of a recurrent layer failed: {_ERRORS[failed]}."
+        raise BackendError(msg)
