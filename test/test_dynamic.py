@@ -129,8 +129,9 @@ def test_recurrent_layers(backend, cls, options):
 
 def test_recurrent_layers_without_a_kernel_say_why():
     projected = nn.Sequential(nn.LSTM(8, 16, proj_size=4))
-    plan = nc.describe(projected.eval(), DynamicQuantConfig(), torch.randn(3, 2, 8), backend="reference")
-    assert plan["0"].reason == "no kernel has projections (proj_size)"
+    per_tensor = DynamicQuantConfig(act_granularity="per_tensor")
+    plan = nc.describe(projected.eval(), per_tensor, torch.randn(3, 2, 8), backend="native")
+    assert plan["0"].reason == "backend 'native' has no per_tensor kernel with projections (proj_size)"
     static = nc.describe(nn.Sequential(nn.GRU(8, 16)).eval(), StaticQuantConfig(), torch.randn(3, 2, 8), backend="reference")
     assert static["0"].reason == "backend 'reference' has no int8 kernel for gru"
     with pytest.raises(UnsupportedError, match="act_sym=True"):
