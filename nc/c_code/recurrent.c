@@ -12,15 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #define PANEL 16
 #define ROWS 4              /* that share a load of the weights */
 #define TINY_AMAX 0x1p-100  /* as in nc.numerics.affine */
 
-enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { LSTM = 0, GRU = 1, RNN_TANH = 2, RNN_RELU = 3 };
-enum { AVX2 = 0, AVX512_VNNI = 1 };
 
 struct matrix {
     int64_t outputs, inputs; /* outputs 0: there is none */
@@ -220,12 +219,12 @@ static void product(const struct layer *l, const struct matrix *m, const float *
         if (ranges[r].finite)
             codes_of(x + r * x_row, m->inputs, ranges[r], s->codes + r * s->stride);
     }
-    if (l->isa == AVX512_VNNI)
+    if (l->isa == ISA_AVX512_VNNI)
         sums_vnni(m, s->codes, s->stride, s->sums, width, rows);
     else
         sums_avx2(m, s->codes, s->stride, s->sums, width, rows);
     for (int r = 0; r < rows; r++)
-        values_of(m, s->sums + r * width, ranges[r], l->isa == AVX512_VNNI ? 0 : 128, y + r * y_row);
+        values_of(m, s->sums + r * width, ranges[r], l->isa == ISA_AVX512_VNNI ? 0 : 128, y + r * y_row);
 }
 
 /* ---- gates: 8 elements at a time, of which the last ones may not be there ---- */
@@ -408,8 +407,12 @@ static void all_steps(void *data, int64_t part, int64_t parts)
     release(&s);
 }
 
-int nc_recurrent(const struct layer *layer)
+/* Returns what calls.h lists. */
+int64_t nc_recurrent(const struct layer *layer)
 {
+    EXPECT(layer->isa >= 0 && layer->isa < 63 && nc_isas() >> layer->isa & 1, NOT_HERE);
+    EXPECT(layer->kind >= LSTM && layer->kind <= RNN_RELU, OTHER_OPERATION);
+    EXPECT(layer->threads >= 1 && layer->hidden >= 1 && layer->state >= 1, OTHER_SIZE);
     const int64_t each = (layer->rows + layer->threads - 1) / layer->threads;
     struct work w = {layer, each < ROWS ? each : ROWS, 0};
     if (layer->rows < 1 || layer->steps < 1)
@@ -419,12 +422,16 @@ int nc_recurrent(const struct layer *layer)
     return w.failed ? NO_MEMORY : OK;
 }
 
+int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512_VNNI; }
+
 #else
 
-int nc_recurrent(const struct layer *layer)
+int64_t nc_recurrent(const struct layer *layer)
 {
     (void)layer;
     return NOT_HERE;
 }
+
+int64_t nc_isas(void) { return 0; }
 
 #endif

@@ -6,6 +6,7 @@ What the operator reads is packed when the graph is lowered. That graph is never
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,8 +16,9 @@ from torch.nn.functional import pad
 
 from nc.backends import cpu
 from nc.backends.native.fuse import weight_of
-from nc.c_code import openmp
+from nc.c_code import failures, openmp
 from nc.c_code.build import load_on_threads
+from nc.c_code.isas import ISAS, NUMBERS, compiled
 from nc.errors import BackendError
 from nc.graph.fx_utils import free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
@@ -32,7 +34,6 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 _KINDS = {"lstm": 0, "gru": 1, "rnn": 2}
 _NAMESPACE = "nc_recurrent"
 _NAMES = {operator: name for name, operator in RECURRENT.items()}
-_ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
 #: Codes in panels, scale and sum of codes of each output, and the bias.
 _Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -58,20 +59,40 @@ class _CLayer(ctypes.Structure):
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Code:
+    """The function in C, and the instruction sets that it was compiled for."""
+
+    function: Callable[..., int]
+    isas: tuple[str, ...]
+
+    def isa(self) -> str:
+        """The best instruction set that this CPU has; "" for none."""
+        return next((name for name in ("avx512_vnni", "avx2") if name in self.isas and not cpu.lacks(ISAS[name])), "")
+
+
 @functools.cache
-def _code() -> Callable[..., int] | str:
-    """The function in C, or why there is none."""
+def _code() -> _Code | str:
+    """The code, or why there is none."""
     library = load_on_threads("recurrent")
     if isinstance(library, str):
         return library
     function = library.nc_recurrent
-    function.restype, function.argtypes = ctypes.c_int, (ctypes.POINTER(_CLayer),)
-    return function
+    function.restype, function.argtypes = ctypes.c_int64, (ctypes.POINTER(_CLayer),)
+    return _Code(function, compiled(library))
+
+
+def why_unavailable() -> str:
+    """Why the C code can't be used here; "" when it can."""
+    code = _code()
+    if isinstance(code, str):
+        return f"its C code can't be loaded: {code}"
+    return "" if code.isa() else "its C code has no form for this CPU"
 
 
 def replace_recurrent(module: fx.GraphModule) -> None:
     """Let the C code compute the layers whose rows have ranges of their own."""
-    if isinstance(_code(), str):
+    if why_unavailable():
         return
     layouts = _Layouts(module)
     for node in [n for n in module.graph.nodes if _is_ours(n) and not why_not_recurrent(n)]:
@@ -92,9 +113,8 @@ def why_not_recurrent(node: fx.Node) -> str:
     """Why `replace_recurrent` leaves a layer alone; "" for other nodes."""
     if not _is_ours(node):
         return ""
-    code = _code()
-    if isinstance(code, str):
-        return f"its C code can't be loaded: {code}"
+    if why := why_unavailable():
+        return why
     largest = max(w.meta["val"].shape[1] for w in Recurrent.of(node).params if w.meta["val"].dim() == 2)
     return f"its C code takes {_MOST_INPUTS} inputs at most" if largest > _MOST_INPUTS else ""
 
@@ -234,7 +254,7 @@ def _direction(
     ]
     layer = _CLayer(
         _KINDS[kind.partition("_")[0]] + kind.endswith("relu"),
-        int("avx512_vnni" in cpu.features()),
+        NUMBERS[code.isa()],
         openmp.threads(),
         reverse,
         steps,
@@ -250,7 +270,7 @@ def _direction(
         gates.data_ptr(),
         *c_matrices,
     )
-    failed = code(ctypes.byref(layer))
+    failed = code.function(ctypes.byref(layer))
     if failed:
-        msg = f"The C code of a recurrent layer failed: {_ERRORS[failed]}."
+        msg = f"The C code of a recurrent layer failed: {failures.words(failed)}."
         raise BackendError(msg)
