@@ -37,6 +37,8 @@ from nc.lowbit.mixed import PreparedMixed
 from nc.lowbit.plan import WeightPlan, others_text
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.report import WeightReport, weight_report
+from nc.lowbit.verdict import measure as low_bit_verdict
+from nc.lowbit.verdict import warn_if_slower
 from nc.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
 from nc.planning.matching import check_rules
@@ -156,8 +158,8 @@ def convert(
             by one call of the reference. Kernels that are wrong are not used, with an `NCWarning`. Not with verify="off".
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".
         compile: compile the fp32 operators between the int8 kernels of backend "native" with `torch.compile`; needs a C++ compiler.
-        measure: time the engine and the captured fp32 model on the example inputs, for about a second. The report begins with
-            the result. The reference is never timed.
+        measure: time the quantized model and yours on the example inputs, for about a second. The report begins with the result. The
+            reference is never timed. Of weight-only quantization, single layers are timed, and it warns if they are slower.
         progress: for weight-only quantization, called as `progress(done, total, name)` before each block.
 
     Returns:
@@ -184,7 +186,12 @@ def convert(
     if isinstance(model, PreparedWeights):
         name = backend or model.asked
         low_bit_engine(name)  # refused before the work, not after it
-        return set_backend(model.quantized(progress), name)
+        low_bit = set_backend(model.quantized(progress), name)
+        verdict = low_bit_verdict(low_bit) if measure else None
+        if verdict is not None:
+            low_bit.__dict__["nc_verdict"] = verdict
+            warn_if_slower(verdict, stacklevel=2)
+        return low_bit
     if isinstance(model, PreparedMixed):
         prepared = model.calibrated(progress)
         options: dict[str, Any] = {"verify_sizes": verify_sizes, "isolate": isolate, "compile": compile}

@@ -652,6 +652,14 @@ MUTATIONS = (
         ("verdict",),
     ),
     Mutation(
+        "low-bit-verdict",
+        "low-bit layers that are slower than float ones are called so",
+        "lowbit/verdict.py",
+        "self.ratio < 1 / _MARGIN",
+        "self.ratio > _MARGIN",
+        ("low_bit_verdict",),
+    ),
+    Mutation(
         "report-count",
         "the report counts as int8 what ran int8",
         "reporting.py",

@@ -15,6 +15,7 @@ from nc.lowbit.layers import memory_of, other_weights
 from nc.lowbit.plan import other_parts, others_text
 from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
+from nc.lowbit.verdict import LowBitVerdict
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.plan import Applied, format_table
 from nc.reporting import refused_lines
@@ -92,6 +93,7 @@ class WeightReport:
         float_bytes: the same with every low-bit weight in fp32.
         others: names and shapes of weights that are in no linear or embedding; they stay float.
         bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
+        verdict: the speed of layers relative to float ones, measured by `convert`; None if it was not measured. It is not saved.
         tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
         weight_shares: by dtype ("int4", "float", …) the share of the weights' values.
         multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no layer was timed, because only
@@ -105,6 +107,7 @@ class WeightReport:
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     bandwidth: float | None = None
     tokens: str = ""
+    verdict: LowBitVerdict | None = None
     weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -126,7 +129,8 @@ class WeightReport:
         """The figures, without the table of layers."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.quantized)
         stored = sum(layer.size for layer in self.quantized)
-        lines = [
+        lines = [] if self.verdict is None else [str(self.verdict)]
+        lines += [
             f"{len(self.quantized)} of {len(self.layers)} layers have low-bit weights: {count / 1e6:.1f} M weights in {stored / 1e6:.1f} MB"
             + (f", {stored * 8 / count:.2f} bits each" if count else ""),
             f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
@@ -250,6 +254,7 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         multiply_add_shares=fractions(shares.multiply_adds),
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
         tokens=generation.status(model),
+        verdict=model.__dict__.get("nc_verdict"),
     )
 
 

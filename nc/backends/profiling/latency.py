@@ -65,7 +65,9 @@ def ratio(rounds: Sequence[Round], slow: str, fast: str) -> float:
 MOST_SPREAD = 1.5
 #: A round takes at least so many seconds for each candidate, in at most so many calls: clocks and caches disturb shorter ones.
 _ROUND, _MOST_REPEATS = 2e-4, 50
-_MOST_ROUNDS, _LEAST_ROUNDS = 60, 3
+_MOST_ROUNDS = 60
+#: Fewer rounds have no spread.
+LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +111,30 @@ def compare(
         clock: gives the time in seconds.
         watch: looks at the machine.
     """
+    rounds, repeats, load = timed_rounds({"slow": slow, "fast": fast}, seconds, clock, watch)
+    return compared(rounds, repeats, load)
+
+
+def timed_rounds(
+    candidates: Mapping[str, Callable[[], object]],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Watch | None = None,
+    least: int = 1,
+) -> tuple[list[Round], int, Load]:
+    """Time candidates in turns, as long as there is time.
+
+    Args:
+        candidates: what to call, by name.
+        seconds: for all, except that each is called once in any case.
+        clock: gives the time in seconds.
+        watch: looks at the machine.
+        least: rounds behind the one that warms up, even if they take longer; none where that takes longer alone.
+
+    Returns:
+        The rounds without that one, or if there was no time that one; calls of each candidate in a round; the load.
+    """
     start, watch = clock(), watch or Watch()
-    candidates = {"slow": slow, "fast": fast}
     (first,) = interleaved(candidates, 1, warm_up=0, clock=clock)  # warms up, and says how often calls fit in a round
     repeats = min(_MOST_REPEATS, max(1, math.ceil(1e3 * _ROUND / max(1e-6, *first.values()))))
     counted: list[Round] = []
@@ -118,21 +142,25 @@ def compare(
         for times in interleaved(candidates, _MOST_ROUNDS, warm_up=0, clock=clock, repeats=repeats):
             counted.append(times)
             watch.look()
-            if clock() - start >= seconds:
+            if clock() - start >= seconds and len(counted) >= least:
                 break
-    found = counted or [first]
-    ratios = sorted(times["slow"] / max(times["fast"], 1e-9) for times in found)
-    enough = len(counted) >= _LEAST_ROUNDS
+    return counted or [first], repeats if counted else 1, watch.load()
+
+
+def compared(rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slow", fast: str = "fast") -> Comparison:
+    """What some rounds say of two of their candidates."""
+    ratios = sorted(times[slow] / max(times[fast], 1e-9) for times in rounds)
+    enough = len(rounds) >= LEAST_ROUNDS
     interval = _interval_of_median(ratios) if enough else None
     quartiles = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]) if enough else None
-    load = watch.load()
+    times = median(rounds)
     return Comparison(
-        times=median(found),
+        times={"slow": times[slow], "fast": times[fast]},
         ratio=statistics.median(ratios),
         interval=interval,
         quartiles=quartiles,
-        rounds=len(found),
-        repeats=repeats if counted else 1,
+        rounds=len(rounds),
+        repeats=repeats,
         load=load,
         doubt=doubt(interval, quartiles, load),
     )
