@@ -356,6 +356,22 @@ MUTATIONS = (
         ("descriptions",),
     ),
     Mutation(
+        "trial-noise",
+        "a kernel is tried in memory that holds noise, so that it is seen what it does not write",
+        "onednn/trials.py",
+        "return bool(((found - values).abs() <= most).all())",
+        "return bool(((found - values).abs() <= most).double().mean() > 0.9)",
+        ("trials",),
+    ),
+    Mutation(
+        "trial-kinds",
+        "kernels of transposed convolutions and of AMX over few channels are tried",
+        "onednn/trials.py",
+        "return wanted.geometry.transposed or",
+        "return not wanted.geometry.transposed and",
+        ("trials",),
+    ),
+    Mutation(
         "plan-waiting",
         "what torch reads while a plan is made is computed",
         "backends/native/plans/recorder.py",

@@ -98,7 +98,7 @@ INSIDE = {
         ("nc.onednn.api", "nc.onednn.descriptions", "nc.onednn.elf"),
         ("nc.onednn.primitives",),
         ("nc.onednn.execute",),
-        ("nc.onednn.runner", "nc.onednn.self_test"),
+        ("nc.onednn.runner", "nc.onednn.self_test", "nc.onednn.trials"),
         ("nc.onednn.providers",),
         ("nc.onednn",),
     ),

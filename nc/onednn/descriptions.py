@@ -155,7 +155,7 @@ class Geometry:
         after: pads behind the last one.
         dilations: distance of the elements that it reads, 1 for neighbours.
         transposed: the window is written, not read.
-        window: its sizes, where they decide about the kernel.
+        window: its sizes; pools are told of them otherwise.
         channels: inputs that a group reads at each place of the window, likewise.
     """
 

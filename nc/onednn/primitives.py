@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from nc.onednn.api import Handle, Library
+from nc.onednn.api import Handle, Library, Unimplemented
 from nc.onednn.descriptions import (
     BIAS,
     BINARY,
@@ -110,6 +110,7 @@ class Maker:
 
     Attributes:
         kept: primitives by what they were made of; None: each call makes a new one.
+        verdicts: whether kernels give right sums, by what was tried; see `nc.onednn.trials`.
     """
 
     def __init__(self, library: Library) -> None:
@@ -117,6 +118,7 @@ class Maker:
         self.engine = library.create("engine_create", _CPU, 0, destroy="engine_destroy")
         self._layouts: dict[Desc, Layout] = {}
         self.kept: dict[object, Primitive] | None = None
+        self.verdicts: dict[object, bool] = {}
 
     def keeping(self) -> Maker:
         """A maker for one plan, made on one number of threads. It makes equal primitives once: layers of a model are often alike."""
@@ -179,8 +181,10 @@ class Maker:
         target: Desc,
         geometry: Geometry,
         attributes: Attributes,
+        *,
+        avoid: frozenset[str] = frozenset(),
     ) -> Primitive:
-        """A convolution, or a transposed one.
+        """A convolution, or a transposed one; plans ask `nc.onednn.trials` for one, because some kernels give wrong sums.
 
         Args:
             source: [N, C, ...].
@@ -189,6 +193,10 @@ class Maker:
             target: [N, out, ...].
             geometry: strides, pads and dilations.
             attributes: scales, zero points and what follows.
+            avoid: names of kernels that are not to be taken.
+
+        Raises:
+            Unimplemented: there is no other kernel.
         """
         images = {SRC: self.layout(source, channels_last=True), DST: self.layout(target, channels_last=True)}
         tensors = images | ({BIAS: self.layout(bias)} if bias is not None else {})
@@ -210,10 +218,8 @@ class Maker:
         )
         # AMX multiplies 64 values at once, a window of an image with three colours has 27: there VNNI is 1.2 to 2.3 times as fast
         few = source.sizes[1] <= 4 and max(geometry.window, default=4) <= 3
-        # where fewer than 32 channels and a wide window make rows of 128, 192, ... values, AMX kernels (3.7, 3.12) give wrong sums
-        wrong = 0 < geometry.channels < 32 and geometry.channels * geometry.window[-1] >= 128
-        create = f"{kind}_forward_primitive_desc_create"
-        return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without="amx" if few or wrong else "")
+        create, without = f"{kind}_forward_primitive_desc_create", "amx" if few else ""
+        return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without=without, avoid=avoid)
 
     @_shared
     def layer_norm(self, source: Desc, target: Desc, epsilon: float, attributes: Attributes) -> Primitive:
@@ -309,16 +315,35 @@ class Maker:
         *,
         weights: torch.dtype | None = None,
         without: str = "",
+        avoid: frozenset[str] = frozenset(),
     ) -> Primitive:
-        desc = self.library.create(create, *arguments, destroy="primitive_desc_destroy")
-        kernel = self._kernel(desc)
-        if without and without in kernel:
-            other = self.library.create(create, *arguments, destroy="primitive_desc_destroy")
-            while without in self._kernel(other) and self.library.advance(other):
-                pass
-            found = self._kernel(other)
-            if without not in found and not found.startswith("ref"):
-                desc, kernel = other, found
+        """A primitive of the library's first choice of a kernel.
+
+        Args:
+            create: the function that makes its descriptor.
+            arguments: of that function.
+            tensors: layouts of its arguments.
+            attributes: what modifies it.
+            weights: dtype of its weights, if it has some.
+            without: a part of names of kernels; another one is taken if it is not plain C++.
+            avoid: names of kernels that are not taken at all.
+        """
+
+        def first(fits: Callable[[str], bool]) -> tuple[Handle, str] | None:
+            desc = self.library.create(create, *arguments, destroy="primitive_desc_destroy")
+            while not fits(self._kernel(desc)):
+                if not self.library.advance(desc):
+                    return None
+            return desc, self._kernel(desc)
+
+        chosen = first(lambda name: name not in avoid)
+        if chosen is None:
+            msg = f"oneDNN has no other kernel than {', '.join(sorted(avoid))}, which give wrong sums here"
+            raise Unimplemented(msg)
+        if without and without in chosen[1]:
+            other = first(lambda name: name not in avoid and without not in name)
+            chosen = other if other is not None and not other[1].startswith("ref") else chosen
+        desc, kernel = chosen
         layouts = dict(tensors)
         for index, each in enumerate(attributes.post_ops if attributes else ()):
             if isinstance(each, BinaryOp):

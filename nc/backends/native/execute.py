@@ -123,8 +123,8 @@ class PlanExecutor:
         model.check(example)
 
         def details() -> Mapping[str, str]:
-            unplanned = model.unplanned()
-            known = {"kernels": model.how()} | ({"not planned": "; ".join(unplanned)} if unplanned else {})
+            more = {"wrong sums, so not taken": model.wrong_kernels(), "not planned": model.unplanned()}
+            known = {"kernels": model.how()} | {key: "; ".join(texts) for key, texts in more.items() if texts}
             return known | sizes_compared(model.checks.others, model.checks.wrong)
 
         return Running(

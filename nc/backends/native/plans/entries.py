@@ -135,6 +135,7 @@ class Plan:
         arena: bytes that calls share.
         offsets: where each block lies in the arena.
         scratchpad: bytes that every kernel may use, behind the blocks.
+        wrong: for each operator, kernels that were passed over because their sums are wrong.
     """
 
     entries: Sequence[Entry]
@@ -144,6 +145,7 @@ class Plan:
     arena: int
     offsets: Mapping[Block, int]
     scratchpad: int
+    wrong: Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -189,6 +189,15 @@ class PlannedModel:
         """Who calls what, in words."""
         return "; ".join(filter(None, (f"{self._source}, called by {self._runner.name}", functions.remark())))
 
+    def wrong_kernels(self) -> tuple[str, ...]:
+        """Kernels that plans passed over because their sums are wrong, each with the operators that it was meant for."""
+        found: dict[str, dict[str, None]] = {}
+        for plan in list(self._plans.values()):
+            for operator, kernels in plan.wrong.items() if isinstance(plan, Plan) else ():
+                for kernel in kernels:
+                    found.setdefault(kernel, {})[operator] = None
+        return tuple(f"{kernel} ({', '.join(operators)})" for kernel, operators in found.items())
+
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
         return tuple(dict.fromkeys(plan for plan in list(self._plans.values()) if isinstance(plan, str)))

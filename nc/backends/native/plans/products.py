@@ -37,8 +37,18 @@ from nc.onednn.descriptions import (
     contiguous_strides,
 )
 from nc.onednn.primitives import Layout, Primitive
+from nc.onednn.trials import Convolution
 
 _onednn, _aten = torch.ops.onednn, torch.ops.aten
+#: Activations behind a product that need no numbers of the model's.
+ACTIVATIONS: Mapping[str, Eltwise] = {
+    "relu": Eltwise("relu"),
+    "tanh": Eltwise("tanh"),
+    "swish": Eltwise("swish", 1.0),
+    "hardswish": Eltwise("hardswish", 1 / 6, 0.5),
+    "gelu_tanh": Eltwise("gelu_tanh"),
+    "gelu_erf": Eltwise("gelu_erf"),
+}
 #: Constant pads of codes: a convolution pads by itself.
 PADS = (_aten.pad.default, _aten.constant_pad_nd.default)
 
@@ -139,7 +149,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         tensors[BIAS] = bias
 
     def make(weights: Desc | Layout) -> Primitive:
-        return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
+        return recorder.convolution(Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node)
 
     primitive, tensors[WEIGHTS] = recorder.packed(make, weight, Desc.dense(shape, torch.int8))
     recorder.call(primitive, tensors, node)
@@ -159,7 +169,9 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
         return None
     x, weight, groups = channels_last(recorder, x, node), weight.contiguous(), a["groups"]
     ends = [pad - more for pad, more in zip(a["padding"], a["output_padding"], strict=True)]
-    geometry = Geometry(tuple(a["stride"]), tuple(a["padding"]), tuple(ends), tuple(a["dilation"]), transposed=True)
+    window, channels = tuple(weight.shape[2:]), weight.shape[0] // groups
+    pads = tuple(a["padding"]), tuple(ends)
+    geometry = Geometry(tuple(a["stride"]), *pads, tuple(a["dilation"]), transposed=True, window=window, channels=channels)
     how = zip(x.tensor.shape[2:], weight.shape[2:], geometry.strides, geometry.before, geometry.after, geometry.dilations, strict=True)
     outputs = weight.shape[1] * groups
     spatial = [(i - 1) * stride - before - after + dilation * (k - 1) + 1 for i, k, stride, before, after, dilation in how]
@@ -177,7 +189,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
         tensors[BIAS] = bias
 
     def make(weights: Desc | Layout) -> Primitive:
-        return recorder.maker.convolution(x.desc, weights, bias_desc, result.desc, geometry, attributes)
+        return recorder.convolution(Convolution(x.desc, bias_desc, result.desc, geometry, attributes), weights, node)
 
     primitive, tensors[WEIGHTS] = recorder.packed(make, _named(schema_arguments(node)["qw"], weight), Desc.of(by_groups))
     recorder.call(primitive, tensors, node)
@@ -245,12 +257,8 @@ def _unary(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
     algorithm = a.get(f"{prefix}_algorithm") or a.get("algorithm") or a.get("unary_algorithm") or ""
     if name == "none":
         return ()
-    known = {
-        "relu": Eltwise("relu"),
-        "tanh": Eltwise("tanh"),
-        "swish": Eltwise("swish", 1.0),
-        "hardswish": Eltwise("hardswish", 1 / 6, 0.5),
-        "gelu": Eltwise("gelu_tanh" if algorithm == "tanh" else "gelu_erf"),
+    known = ACTIVATIONS | {
+        "gelu": ACTIVATIONS["gelu_tanh" if algorithm == "tanh" else "gelu_erf"],
         "leaky_relu": Eltwise("relu", *numbers[:1]),
         "hardtanh": Eltwise("clip", *numbers[:2]),
     }

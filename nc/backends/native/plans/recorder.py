@@ -40,6 +40,7 @@ from nc.backends.native.plans.values import (
     is_about_sizes,
     is_gather,
     is_view,
+    operator_name,
     reads_blocks,
     reads_inputs,
     tensors,
@@ -53,6 +54,7 @@ from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
 from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
+from nc.onednn import trials
 from nc.onednn.api import Unimplemented
 from nc.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
 from nc.onednn.execute import Scratch, packed, run_once
@@ -133,6 +135,8 @@ class Recorder:
         self._scratch = Scratch()
         #: Whether oneDNN's plain C++ is taken where it has nothing better.
         self._takes_reference = False
+        #: For each operator, kernels whose sums are wrong.
+        self._wrong: dict[str, tuple[str, ...]] = {}
         self._restored: fx.GraphModule | None = None
         #: Nodes that are computed in each call, even if they read no input.
         self._each_time: set[fx.Node] = set()
@@ -291,6 +295,13 @@ class Recorder:
         operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
         self._entries.append(FunctionCall(function, tuple(numbers), references, step))
+
+    def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
+        """A primitive whose sums are right; the plan names the kernels whose sums are not."""
+        primitive, wrong = trials.convolution(self.maker, wanted, weights)
+        if wrong:
+            self._wrong[operator_name(node)] = wrong
+        return primitive
 
     def packed(
         self, make: Callable[[Desc | Layout], Primitive], weight: Codes, desc: Desc
@@ -520,7 +531,7 @@ class Recorder:
         calls = [entry for entry in self._entries if isinstance(entry, Call)]
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
         refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
-        return Plan(self._entries, inputs, refs, len(self._begins), size, offsets, aligned(max(scratchpads, default=0)))
+        return Plan(self._entries, inputs, refs, len(self._begins), size, offsets, aligned(max(scratchpads, default=0)), self._wrong)
 
 
 def _is_of_onednn(target: object) -> bool:

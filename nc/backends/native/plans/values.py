@@ -39,9 +39,13 @@ def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
         shapes: of the tensors, for the message.
     """
     if not fit:
-        name = next(iter(node.meta.get("operators", ())), node.meta.get("operator", node.name))
-        msg = f"{name}: sizes {' and '.join(str(tuple(shape)) for shape in shapes)} do not fit each other"
+        msg = f"{operator_name(node)}: sizes {' and '.join(str(tuple(shape)) for shape in shapes)} do not fit each other"
         raise ValueError(msg)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator of the user's model that a node computes, or its own name."""
+    return str(next(iter(node.meta.get("operators", ())), node.meta.get("operator", node.name)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
