@@ -89,8 +89,8 @@ def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tu
 def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
     """Whether a kernel is tried: few models have such convolutions, so few people have seen their sums.
 
-    These are transposed ones, and those of AMX where a window or a row of the result does not fill tiles, which take 64 values and 16 places.
-    Thousands of random convolutions by other kernels were right (VNNI, depthwise, 1 x 1). ResNet-50 has one kernel to try, BERT none.
+    These are transposed ones, and those of AMX where channels or a row of the result do not fill tiles (64 values, 16 places).
+    Thousands of random convolutions by other kernels were right. ResNet-50 has one kernel to try, BERT none.
     """
     if primitive.is_reference or any(isinstance(each, BinaryOp) for each in wanted.attributes.post_ops):
         return False  # no convolution of a plan has a binary operation behind it
