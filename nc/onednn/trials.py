@@ -235,7 +235,8 @@ def _sums(wanted: Convolution, x: torch.Tensor, weight: torch.Tensor, grid: Sequ
         at = at.div(g.strides[dim], rounding_mode="floor") if g.transposed else at
         inside &= (at >= 0) & (at < sizes[dim])
         axis = 2 + 2 * dim
-        x = x.index_select(axis, at.clamp(0, sizes[dim] - 1).flatten()).unflatten(axis, at.shape)
+        rest = x.shape[axis + 1 :]
+        x = x.index_select(axis, at.clamp(0, sizes[dim] - 1).flatten()).reshape(*x.shape[:axis], *at.shape, *rest)
         x = x * inside.view(*at.shape, *[1] * (len(grid) - dim - 1))
     dims = range(len(grid))
     order = 0, *(2 + 2 * dim for dim in dims), 1, *(3 + 2 * dim for dim in dims)

@@ -257,7 +257,8 @@ def _unary(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
     algorithm = a.get(f"{prefix}_algorithm") or a.get("algorithm") or a.get("unary_algorithm") or ""
     if name == "none":
         return ()
-    known = ACTIVATIONS | {
+    known = {
+        **ACTIVATIONS,
         "gelu": ACTIVATIONS["gelu_tanh" if algorithm == "tanh" else "gelu_erf"],
         "leaky_relu": Eltwise("relu", *numbers[:1]),
         "hardtanh": Eltwise("clip", *numbers[:2]),
