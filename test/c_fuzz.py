@@ -1,0 +1,442 @@
+"""Random sizes for each function in C, between pages that can't be touched, against torch in float64.
+
+    python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0]
+
+Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one, so a read or write outside of
+it ends this process. What no function may write is compared with what it was. `make sanitize` runs the same under compilers' sanitizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import math
+import mmap
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_low_bit_c import bound, exact, form, rounded, weight
+
+from nc.backends.low_bit import compiled
+from nc.backends.native.plans import avx2, functions, int8_attention
+from nc.c_code import build, openmp
+from nc.onednn.runner import Function, call_once
+
+PAGE = mmap.PAGESIZE
+FREE = 0xAB
+_libc = ctypes.CDLL(None, use_errno=True)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2, torch.int64: 3, torch.uint8: 4, torch.int8: 5}
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+class Guarded:
+    """A copy of a tensor between two pages without rights; where it ends in front of the second, or begins behind the first."""
+
+    def __init__(self, tensor: torch.Tensor, at_end: bool) -> None:
+        self.tensor = tensor
+        count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.bytes = count * tensor.element_size() if tensor.numel() else 0
+        self.room = -(-max(self.bytes, 1) // PAGE) * PAGE
+        self.memory = mmap.mmap(-1, self.room + 2 * PAGE)
+        self.begin = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        ctypes.memset(self.begin, FREE, len(self.memory))
+        self.address = self.begin + PAGE + (self.room - self.bytes if at_end else 0)
+        ctypes.memmove(self.address, tensor.data_ptr(), self.bytes)
+        self.before = self.content()
+        for page in (self.begin, self.begin + PAGE + self.room):
+            if _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+
+    def data_ptr(self) -> int:
+        """Where it lies; no address for what has no elements."""
+        return self.address if self.bytes else 0
+
+    def content(self) -> bytes:
+        """Everything between the pages."""
+        return ctypes.string_at(self.begin + PAGE, self.room)
+
+    def finish(self, written: bool) -> None:
+        """Check that nothing else was written, and take over what was."""
+        after, start = self.content(), self.address - self.begin - PAGE
+        stop = start + self.bytes
+        assert after[:start] == self.before[:start], "something in front of a tensor was written"
+        assert after[stop:] == self.before[stop:], "something behind a tensor was written"
+        assert written or after == self.before, "an input was written"
+        ctypes.memmove(self.tensor.data_ptr(), self.address, self.bytes)
+
+
+def call(function: Function, numbers, tensors, writes=(0,)) -> None:
+    """Call a function in C with copies of tensors, and take over what it writes."""
+    at_end = random.random() < 0.7
+    copies = [Guarded(tensor, at_end) for tensor in tensors]
+    call_once(function, numbers, copies)
+    for index, copy in enumerate(copies):
+        copy.finish(index in writes)
+
+
+def close(got, expected, relative, absolute=0.0):
+    """Fail where a result is further from the expected one than a part of the largest number, or than a number."""
+    got, expected = got.double(), expected.double()
+    limit = relative * float(expected.abs().max() if expected.numel() else 0) + absolute
+    worst = float((got - expected).abs().max()) if got.numel() else 0.0
+    assert not got.isnan().any()
+    assert worst <= limit, f"{worst} > {limit}"
+
+
+def threads() -> int:
+    return random.choice((1, 1, 2, 3))
+
+
+def spread(values: torch.Tensor) -> torch.Tensor:
+    """The same values with gaps between them, the dimensions in another order in memory."""
+    order = random.sample(range(values.dim()), values.dim())
+    steps, strides = random.choice((1, 1, 2)), [0] * values.dim()
+    for dim in order:
+        strides[dim] = steps
+        steps = steps * values.shape[dim] + random.choice((0, 0, 3))
+    result = torch.empty(max(steps, 1) + 8, dtype=values.dtype).as_strided(values.shape, strides)
+    return result.copy_(values)
+
+
+def rows_of(shape, dtype, stride_of_rows=None) -> torch.Tensor:
+    """Random rows without gaps inside, which may lie apart."""
+    gap = random.choice((0, 0, 5))
+    return torch.randn(*shape[:-1], shape[-1] + gap).to(dtype)[..., : shape[-1]]
+
+
+SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 511, 512, 513, 700, 1023, 1030)
+UNARY = {
+    "copy": lambda a: a,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "square": torch.square,
+    "relu": torch.relu,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "cos": torch.cos,
+    "sin": torch.sin,
+    "not": lambda a: (a == 0).double(),
+}
+BINARY = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+
+
+def case_map() -> str:
+    op = random.choice((*UNARY, *BINARY, "select"))
+    shape = [random.choice((1, 2, 3, 5)) for _ in range(random.randrange(4))] + [random.choice(SIZES)]
+    count = 1 if op in UNARY else 2 if op in BINARY else 3
+    operands = []
+    for _ in range(count):
+        dtype = random.choice((*FLOATS, torch.bool, torch.int64))
+        values = torch.rand(shape) * 3 + 0.5 if op in ("sqrt", "rsqrt", "reciprocal", "div") else torch.randn(shape)
+        values = torch.ones(shape) if op == "div" and dtype is torch.bool else values.ceil() if dtype is torch.int64 else values
+        values = values.index_select(len(shape) - 1, torch.zeros(1, dtype=torch.int64)) if random.random() < 0.2 else values
+        operands.append(spread(values.to(dtype)).expand(shape))
+    if op in ("rsqrt", "reciprocal"):
+        operands = [torch.ones(shape, dtype=torch.bool) if x.dtype is torch.bool else x for x in operands]
+    wide = [x.double() for x in operands]
+    expected = UNARY[op](*wide) if op in UNARY else BINARY[op](*wide) if op in BINARY else torch.where(wide[0] != 0, wide[1], wide[2])
+    dtype = torch.bool if op == "not" else random.choice(FLOATS)
+    y = spread(torch.zeros(shape, dtype=dtype))
+    numbers = [functions._OPERATORS.index(op), len(shape), *shape]
+    for x in (y, *operands):
+        numbers += [DTYPES[x.dtype], *x.stride()]
+    call(functions.function("map"), numbers, [y, *operands])
+    close(y, expected, 8e-3 if dtype is torch.bfloat16 else 3e-6)
+    return f"{op} {shape} {dtype} {[x.dtype for x in operands]}"
+
+
+def case_mean() -> str:
+    shape, types = (random.choice((1, 2, 5)), random.choice(SIZES)), random.choices(FLOATS, k=2)
+    x, y = rows_of(shape, types[1]), torch.empty(shape[0], dtype=types[0])
+    call(functions.function("mean"), [DTYPES[types[0]], DTYPES[types[1]], *shape, x.stride(0)], [y, x])
+    close(y, x.double().mean(1), 8e-3 if types[0] is torch.bfloat16 else 3e-6, 1e-6)
+    return f"{shape} {types}"
+
+
+def codes(values, scale, zero_point, dtype):
+    low = 0 if dtype is torch.uint8 else -128
+    return (torch.round(values / scale) + zero_point).clamp(low, low + 255)
+
+
+def case_norm() -> str:
+    rows, n, layer = random.choice((1, 2, 5, 40)), random.choice(SIZES), random.random() < 0.5
+    to, of = random.choice((*FLOATS, torch.uint8, torch.int8)), random.choice(FLOATS)
+    x, y = torch.randn(rows, n).to(of), torch.zeros(rows, n).to(to)
+    factors = [torch.rand(n) + 0.5 if random.random() < 0.7 else torch.empty(0) for _ in range(2)]
+    scale, zero_point = 0.05, random.randrange(-20, 20) if to is torch.int8 else random.randrange(256)
+    given = [DTYPES[to], DTYPES[of], rows, n, functions.bits(1e-5), int(layer), threads(), functions.bits(1 / scale), zero_point]
+    call(functions.function("norm"), given, [y, x, *factors])
+    wide = x.double() - (x.double().mean(1, keepdim=True) if layer else 0)
+    wide = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    wide = wide * factors[0].double() if factors[0].numel() else wide
+    wide = wide + factors[1].double() if factors[1].numel() else wide
+    if to in FLOATS:
+        close(y, wide, 8e-3 if to is torch.bfloat16 else 5e-6, 1e-5)
+    else:
+        close(y, codes(wide, scale, zero_point, to), 0, 1)
+    return f"{rows} x {n} {to} {of} layer={layer}"
+
+
+def case_place() -> str:
+    size, rows, places, scatters, one = (
+        random.choice((1, 4, 6, 64, 200)),
+        random.randrange(1, 6),
+        random.randrange(1, 9),
+        *random.choices((0, 1), k=2),
+    )
+    many = torch.randint(0, 256, (rows, places, size), dtype=torch.uint8)
+    plain = torch.randint(0, 256, (rows, size), dtype=torch.uint8)
+    indices = torch.randint(0, places, (1 if one else rows,))
+    y, x = (many.clone(), plain) if scatters else (plain.clone(), many)
+    apart = many.stride(0)
+    numbers = [size, rows, apart if scatters else size, size if scatters else apart, size, places, scatters, one]
+    call(functions.function("place"), numbers, [y, x, indices])
+    expected = (many if scatters else plain).clone()
+    for row in range(rows):
+        at = indices[0 if one else row]
+        if scatters:
+            expected[row, at] = plain[row]
+        else:
+            expected[row] = many[row, at]
+    assert torch.equal(y, expected)
+    return f"{numbers}"
+
+
+def case_attention() -> str:
+    batch, group, shared = random.choice((1, 2)), random.choice((1, 2, 3)), random.choice((1, 2))
+    heads, keys = group * shared, random.choice((1, 5, 17, 511, 512, 513, 600))
+    width, wide, kind = random.choice((1, 8, 33, 64, 512)), random.choice((1, 8, 33, 64, 512)), random.randrange(3)
+    types = random.choices(FLOATS, k=4)
+    q, k, v = (
+        rows_of((batch, heads, width), types[0]),
+        rows_of((batch, shared, keys, width), types[1]),
+        rows_of((batch, shared, keys, wide), types[2]),
+    )
+    y = torch.empty(batch, heads, wide, dtype=types[3])
+    shape = (batch if random.random() < 0.5 else 1, heads if random.random() < 0.5 else 1, keys)
+    masks = [], [torch.rand(shape) < 0.8], [torch.randn(shape).to(random.choice(FLOATS))]
+    mask = [m.expand(batch, heads, keys) for m in masks[kind]]
+    factor = width**-0.5
+    numbers = [batch, heads, group, keys, width, wide, kind, *map(DTYPES.get, types), DTYPES[mask[0].dtype] if mask else 0]
+    numbers += [*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *y.stride()[:2], *(mask[0].stride() if mask else (0, 0, 0))]
+    call(functions.function("attention"), [*numbers, functions.bits(factor), threads()], [y, q, k, v, *mask])
+    scores = torch.einsum("bhw,bhkw->bhk", q.double(), k.double().repeat_interleave(group, 1)) * factor
+    if kind:
+        scores = scores.masked_fill(~mask[0], -math.inf) if kind == 1 else scores + mask[0].double()
+    expected = torch.einsum("bhk,bhkv->bhv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1))
+    close(y, expected, 8e-3 if types[3] is torch.bfloat16 else 2e-5, 1e-5)
+    return f"{numbers}"
+
+
+def case_rotary() -> str:
+    sizes, half, to = (
+        [random.choice((1, 2, 5)) for _ in range(3)],
+        random.choice((1, 4, 7, 32, 64, 256)),
+        random.choice((torch.float32, torch.uint8, torch.int8)),
+    )
+    x = rows_of((*sizes, 2 * half), torch.float32)
+    cosine, sine = (torch.randn([n if random.random() < 0.6 else 1 for n in sizes] + [2 * half]).expand(*sizes, -1) for _ in range(2))
+    y, scale, zero_point = torch.zeros(*sizes, 2 * half).to(to), 0.1, -3 if to is torch.int8 else 100
+    strides = [step for t in (y, x, cosine, sine) for step in t.stride()[:3]]
+    call(
+        functions.function("rotary"),
+        [DTYPES[to], half, *sizes, threads(), functions.bits(1 / scale), zero_point, *strides],
+        [y, x, cosine, sine],
+    )
+    wide = x.double()
+    expected = wide * cosine.double() + torch.cat((-wide[..., half:], wide[..., :half]), -1) * sine.double()
+    if to is torch.float32:
+        close(y, expected, 1e-6, 1e-6)
+    else:
+        close(y, codes(expected, scale, zero_point, to), 0, 1)
+    return f"{sizes} {half} {to}"
+
+
+def case_image() -> str:
+    images, pixels = random.choice((1, 2, 3)), random.choice((1, 5, 255, 256, 257, 3000))
+    scale, zero_point = 0.02, random.randrange(256)
+    x, y = torch.randn(images, 3, pixels), torch.zeros(images, pixels, 3, dtype=torch.uint8)
+    call(functions.function("image"), [images, pixels, functions.bits(1 / scale), zero_point, threads()], [y, x])
+    close(y, codes(x.double().mT, scale, zero_point, torch.uint8), 0, 1)
+    return f"{images} {pixels}"
+
+
+def case_int8_attention() -> str:
+    batch, heads, rows = random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3, 4, 7, 20))
+    keys, width, wide = (
+        random.choice((1, 3, 16, 17, 50, 130)),
+        random.choice((1, 4, 7, 33, 64, 512)),
+        random.choice((1, 4, 15, 33, 64, 100, 512)),
+    )
+    q = torch.randint(0, 256, (batch, heads, rows, width), dtype=torch.uint8)
+    k, v = (torch.randint(-128, 128, (batch, heads, keys, n), dtype=torch.int8) for n in (width, wide))
+    to_codes, parts, count = random.random() < 0.5, random.choice((1, min(2, rows))), threads()
+    y = torch.zeros(batch, heads, rows, wide, dtype=torch.uint8 if to_codes else torch.float32)
+    zeros, factor, probability, scale = (120, 3, -5, 128), 1e-4 / width**0.5, 1 / 255, 0.05
+    value = 0.02 / 255
+    before = [torch.randn(batch, 1, 1, keys).expand(batch, heads, rows, keys)] if random.random() < 0.5 else []
+    behind = [torch.rand(1, heads, rows, 1).expand(batch, heads, rows, wide)] if random.random() < 0.5 else []
+    bytes_ = int8_attention._room(keys, width, wide)
+    room = torch.zeros(count, bytes_, dtype=torch.uint8)
+    numbers = [batch, heads, rows, keys, width, wide, *(s for t in (q, k, v, y) for s in t.stride()[:3]), *zeros]
+    numbers += [
+        *map(functions.bits, (factor, 1 / probability, value, 1 / scale)),
+        int(to_codes),
+        parts,
+        bytes_,
+        count,
+        len(before),
+        len(behind),
+    ]
+    numbers += [n for kind, others in ((0, before), (1, behind)) for other in others for n in (kind, *other.stride())]
+    function = int8_attention._function()
+    call(function, numbers, [y, q, k, v, room, *before, *behind], writes=(0, 4))
+    scores = (q.double() - zeros[0]) @ (k.double() - zeros[1]).mT * factor + sum(x.double() for x in before)
+    probabilities = torch.round(torch.softmax(scores, -1) / probability).clamp(0, 255)
+    expected = probabilities @ (v.double() - zeros[2]) * value
+    for other in behind:
+        expected = expected * other.double()
+    slack = 140 * value * max(2, keys / 8)  # codes of probabilities may round otherwise
+    close(y, codes(expected, scale, zeros[3], torch.uint8) if to_codes else expected, 1e-5, slack / scale + 1 if to_codes else slack)
+    return f"{numbers}"
+
+
+def product_numbers(written, added, outputs, scale, zero_point, shapes):
+    floats = (0.0, 0.0, 0.5, 0.0, 1 / scale, float(zero_point + 128 * (written == 2)))
+    return [threads(), outputs, added, written, random.choice((0, 1)), *map(functions.bits, floats), *shapes]
+
+
+def check_product(numbers, y, exact_sums, scales, bias, old, scale, zero_point):
+    expected = exact_sums * scales.double() + bias.double() + (0.5 * old.double() if old is not None else 0)
+    expected = expected.relu() if numbers[4] else expected
+    if y.dtype is torch.float32:
+        close(y, expected, 1e-6, 1e-5)
+    else:
+        close(y, codes(expected, scale, zero_point, y.dtype), 0, 1)
+
+
+def case_product() -> str:
+    rows, outputs, inputs = (
+        random.choice((1, 2, 5, 6, 61, 130)),
+        random.choice((1, 7, 8, 9, 16, 17, 33, 48)),
+        4 * random.choice((1, 2, 9, 40)),
+    )
+    x = torch.randint(0, 256, (rows, inputs + random.choice((0, 3))), dtype=torch.uint8)[:, :inputs]
+    w = torch.randint(-63, 64, (outputs, inputs), dtype=torch.int8)
+    packed = torch.empty(-(-outputs // 8) * 8 * inputs, dtype=torch.int8)
+    filled = -(-outputs // 16) * 16
+    sums = torch.zeros(filled, dtype=torch.int32)
+    call(avx2._function("pack"), [outputs, inputs, threads()], [packed, w, sums], writes=(0, 2))
+    assert torch.equal(sums[:outputs].long(), w.long().sum(1))
+    zero, written, added, scale, zero_point = random.randrange(256), random.randrange(3), random.choice((0, 0, 3)), 0.1, 7
+    y = torch.zeros(rows, outputs, dtype=(torch.uint8, torch.float32, torch.int8)[written])
+    scales, bias = torch.zeros(filled), torch.zeros(filled)
+    scales[:outputs], bias[:outputs] = torch.rand(outputs) * 1e-3, torch.randn(outputs)
+    other = torch.randn(rows, outputs)
+    numbers = product_numbers(written, added, outputs, scale, zero_point, [inputs, x.stride(0), rows])
+    call(avx2._function("product"), numbers, [y, x, packed, sums * -zero, scales, bias, *([other] if added else [])])
+    check_product(
+        numbers, y, (x.double() - zero) @ w.double().T, scales[:outputs], bias[:outputs], other if added else None, scale, zero_point
+    )
+    return f"{numbers}"
+
+
+def case_depthwise() -> str:
+    images, channels = random.choice((1, 2)), random.choice((16, 17, 31, 32, 50))
+    window = [random.choice((1, 2, 3, 5)) for _ in range(2)]
+    steps, dilations = [random.choice((1, 2)) for _ in range(2)], [random.choice((1, 2)) for _ in range(2)]
+    pads = [random.randrange(0, n) for n in window]
+    sizes = [random.choice((1, 3, 9)) + d * (n - 1) for n, d in zip(window, dilations, strict=True)]
+    out = [(n + 2 * p - d * (w - 1) - 1) // s + 1 for n, p, d, w, s in zip(sizes, pads, dilations, window, steps, strict=True)]
+    x = torch.randint(0, 256, (images, *sizes, channels), dtype=torch.uint8)
+    w = torch.randint(-128, 128, (channels, 1, *window), dtype=torch.int8)
+    packed, sums = avx2._by_channels(w)
+    zero, written, scale, zero_point = random.randrange(256), random.randrange(3), 0.1, 7
+    y = torch.zeros(images, *out, channels, dtype=(torch.uint8, torch.float32, torch.int8)[written])
+    scales, bias, pixel = torch.rand(channels) * 1e-3, torch.randn(channels), torch.full((channels,), zero, dtype=torch.uint8)
+    numbers = product_numbers(written, 0, channels, scale, zero_point, [images, *sizes, *out, *window, *steps, *dilations, *pads])
+    call(avx2._function("depthwise"), numbers, [y, x, packed, sums * -zero, scales, bias, pixel])
+    wide = F.conv2d(x.double().permute(0, 3, 1, 2) - zero, w.double(), None, steps, pads, dilations, channels).permute(0, 2, 3, 1)
+    check_product(numbers, y, wide, scales, bias, None, scale, zero_point)
+    return f"{numbers}"
+
+
+def case_low_bit() -> str:
+    group = random.choice((32, 64, 96, -1))
+    inputs = group * random.randrange(1, 5) if group > 0 else random.choice((1, 20, 83, 128, 700))
+    kinds = [(name, kind) for name in ("int4", "uint4", "int8", "uint8", "int3", "int6") for kind in ("symmetric", "zero point", "minimum")]
+    name, kind = random.choice([*kinds, ("nf4", "symmetric"), ("fp4_e2m1", "symmetric")])
+    outputs, rows, isa = (
+        random.choice((1, 7, 15, 16, 17, 33, 48)),
+        random.choice((1, 2, 3, 5, 8, 9, 17, 40)),
+        random.choice(compiled.usable()),
+    )
+    packed = weight(form(name, group, kind), outputs, inputs)
+    block = 0 if name in ("nf4", "fp4_e2m1") else random.choice((0, -1, 32))
+    found, offsets, shifts, values, sizes = compiled.pack(packed, compiled.NUMBERS[isa])
+    columns = inputs if block else -(-inputs // compiled.STEP) * compiled.STEP
+    x = torch.zeros(rows, columns)
+    x[:, :inputs] = torch.randn(rows, inputs)
+    bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
+    y, nothing = torch.zeros(rows, outputs), torch.empty(0)
+    tensors = [y, x, sizes, found, offsets, nothing if shifts is None else shifts, values, bias]
+    call(functions.of_address("low bit", compiled.address()), [rows, columns, block, threads()], tensors)
+    wide = x[:, :inputs]
+    wide = rounded(wide, block) if block else wide.double()
+    given = bias if bias.numel() else torch.zeros(outputs)
+    assert ((y.double() - (wide @ exact(packed).T + given.double())).abs() <= bound(wide, packed, given)).all()
+    return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, block {block}, {isa}"
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+
+def possible() -> dict[str, str]:
+    """For each function, why it can't run here; "" when it can."""
+    products = "" if "avx2" in build.loaded("products").isas else "it was compiled without AVX2"
+    why = {
+        "int8_attention": int8_attention.why_unavailable(),
+        "low_bit": compiled.why_unavailable(),
+        "product": products,
+        "depthwise": products,
+    }
+    return {name: why.get(name, functions.why_unavailable()) for name in CASES}
+
+
+def main() -> None:
+    """Run cases, and print what they were."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", type=int, default=30, help="of each function")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    faulthandler.enable()
+    for name in options.functions:
+        if why := possible()[name]:
+            print(f"{name}: skipped: {why}", flush=True)
+            continue
+        for case in range(options.cases):
+            random.seed(f"{name} {options.seed + case}")
+            torch.manual_seed(random.randrange(2**31))
+            print(f"{name} --seed {options.seed + case}", end=": ", flush=True)
+            print(CASES[name](), flush=True)
+        print(f"{name}: {options.cases} cases", flush=True)
+
+
+if __name__ == "__main__":
+    openmp.threads()
+    main()

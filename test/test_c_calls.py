@@ -1,0 +1,160 @@
+"""What functions in C check of their calls, and random sizes between pages that can't be touched (c_fuzz.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import c_fuzz
+import pytest
+import torch
+
+from nc.backends import available_backends
+from nc.backends.native.plans import functions
+from nc.c_code import failures
+from nc.errors import BackendError
+from nc.onednn.runner import CallList, call_once, failed_call, failure
+
+_WHY = available_backends()["native"] or functions.why_unavailable()
+pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
+
+
+def fuzz(*options):
+    done = subprocess.run([sys.executable, c_fuzz.__file__, *options], capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, f"{done.stdout[-600:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_some_random_sizes():
+    found = fuzz("--cases", "12")
+    for name, why in c_fuzz.possible().items():
+        assert (f"{name}: skipped" if why else f"{name}: 12 cases") in found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", c_fuzz.CASES)
+def test_many_random_sizes(name):
+    fuzz("--functions", name, "--cases", "600", "--seed", "1000")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("beyond", [-1, 0])
+def test_what_is_written_outside_of_a_tensor_is_noticed(at_end, beyond):
+    copy = c_fuzz.Guarded(torch.zeros(10), at_end)
+    inside = -1 if at_end else 40
+    torch.frombuffer((c_fuzz.ctypes.c_char * 1).from_address(copy.address + inside), dtype=torch.uint8)[0] = 1
+    with pytest.raises(AssertionError, match="something in front of" if at_end else "something behind"):
+        copy.finish(True)
+
+
+def test_an_input_that_is_written_is_noticed():
+    copy = c_fuzz.Guarded(torch.zeros(10), True)
+    torch.frombuffer((c_fuzz.ctypes.c_char * 1).from_address(copy.address), dtype=torch.uint8)[0] = 1
+    with pytest.raises(AssertionError, match="an input was written"):
+        copy.finish(False)
+
+
+def recorded(name):
+    """Calls of the functions of one case: function, numbers, tensors."""
+    calls = []
+
+    def call(function, numbers, tensors, writes=(0,)):
+        calls.append((function, list(numbers), list(tensors)))
+        call_once(function, numbers, tensors)
+
+    c_fuzz.random.seed(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c_fuzz, "call", call)
+        c_fuzz.CASES[name]()
+    return calls
+
+
+@pytest.mark.parametrize("name", c_fuzz.CASES)
+def test_other_counts_are_refused(name):
+    if why := c_fuzz.possible()[name]:
+        pytest.skip(why)
+    for function, numbers, tensors in recorded(name):
+        for given, such, why in (
+            (numbers[:-1], tensors, "numbers"),
+            ([*numbers, 0], tensors, "numbers"),
+            ([], tensors, "(numbers|size)"),
+            (numbers, tensors[:1], "(numbers|tensors)"),
+            (numbers, tensors * 3, "(numbers|tensors)"),
+        ):
+            with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
+                call_once(function, given, such)
+
+
+#: Function → what to change of its numbers → what is wrong then.
+WRONG = {
+    "map": {(0, 22): "operation", (0, -1): "operation", (1, 0): "size", (1, 9): "size", "y": "dtype"},
+    "mean": {(0, 2 + 1): "dtype", (0, 4): "dtype", (1, 5): "dtype", (1, -1): "dtype"},
+    "norm": {(0, 3): "dtype", (1, 4): "dtype"},
+    "place": {(0, -1): "size"},
+    "attention": {(2, 0): "size", (4, 513): "size", (5, 513): "size", (6, 3): "operation", (7, 4): "dtype", (10, 3): "dtype"},
+    "rotary": {(0, 1): "dtype", (1, 257): "size", (1, -1): "size"},
+    "int8_attention": {(3, 0): "size", (4, 513): "size", (4, 0): "size", (5, 0): "size", (28, 64): "size", (27, 0): "size"},
+    "product": {(0, 0): "size", (1, 0): "size", (2, 4): "operation", (3, 3): "operation", (4, 8): "operation", (11, 3): "size"},
+    "depthwise": {(1, 15): "size", (2, 3): "operation", (16, 65): "size", (17, 65): "size"},
+    "low_bit": {(0, -1): "size", (1, 1): "size", (2, -3): "size", (2, 33): "size", (2, 1 << 20): "size"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_function_has_no_code_or_room_for_is_refused(name):
+    if why := c_fuzz.possible()[name]:
+        pytest.skip(why)
+    function, numbers, tensors = recorded(name)[-1]
+    for change, why in WRONG[name].items():
+        index, value = (2 + numbers[1], 5) if change == "y" else change
+        given = [value if i == index else n for i, n in enumerate(numbers)]
+        if name == "map" and index == 1:  # with as many numbers as so many dimensions take
+            given = [numbers[0], value, *[1] * (value + len(tensors) * (value + 1))]
+        with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
+            call_once(function, given, tensors)
+
+
+def test_codes_are_no_dtype_of_sums():
+    """`store` wrote bf16 for every dtype that it does not know."""
+    x, y = torch.ones(4, dtype=torch.int64), torch.full((4,), -1)
+    with pytest.raises(BackendError, match="'map' failed: it knows no such dtype"):
+        call_once(functions.function("map"), [functions._OPERATORS.index("copy"), 1, 4, 3, 1, 3, 1], [y, x])
+    assert y.tolist() == [-1] * 4
+
+
+def test_what_is_no_number_has_an_exponential():
+    """Its integer part is none: the shift of a negative number."""
+    x, y = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]), torch.zeros(4)
+    call_once(functions.function("map"), [functions._OPERATORS.index("exp"), 1, 4, 0, 1, 0, 1], [y, x])
+    assert y[0].isnan()
+    assert y[1:].tolist() == [float("inf"), 0.0, pytest.approx(torch.e)]
+
+
+@pytest.mark.parametrize("status", [1, 8, -1, 2**31 - 1])
+def test_which_call_of_a_list_failed_and_how(status):
+    index, found = failed_call(failure(70000, status))
+    assert index == 70000
+    assert found & 0xFFFFFFFF == status & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("by", ["C", "ctypes"])
+def test_lists_tell_which_function_failed(by):
+    from nc.onednn.providers import provider
+    from nc.onednn.runner import PythonRunner, runner
+
+    library = provider().maker.library
+    calls = CallList()
+    good = [functions._OPERATORS.index("copy"), 1, 4, 0, 1, 0, 1]
+    x, y = torch.rand(4), torch.zeros(4)
+    for numbers in (good, [99, *good[1:]]):
+        calls.add_function(functions.function("map"), numbers, [(None, y.data_ptr()), (None, x.data_ptr())])
+    run = (runner(library)[0] if by == "C" else PythonRunner(library)).bind(calls, provider().maker.stream())
+    index, status = failed_call(run([]))
+    assert (index, failures.words(status)) == (1, "it knows no such operation")
+    assert torch.equal(y, x)
+
+
+def test_words_are_those_of_the_header():
+    text = (Path(failures.__file__).parent / "calls.h").read_text()
+    names = text.split("enum {")[1].split("}")[0].split(",")
+    assert len(names) == len(failures._WORDS)
+    assert names[failures.INDEX].strip() == "OTHER_INDEX"
