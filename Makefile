@@ -1,7 +1,8 @@
 # make demo | test | lint | bench | setup                  with the last IPEX and its torch, in .venv
 # make demo-llm                                            a language model in 4 bits
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
-# make demo-newest | test-newest | setup-newest            torch 2.14.1 and transformers 5.23, the newest on 2026-11-22, in .venv-newest
+# make demo-newest | test-newest | setup-newest            torch 2.15.0 and transformers 5.24, the newest on 2026-11-26, in .venv-newest
+# make newer                                               prints which releases are newer than those
 # make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
 # make test-exhaustive                                     only what the short suite leaves out
 #   OF="and ipex"                                          of these, those that a pytest expression selects
@@ -50,7 +51,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations lint bench bench-peers setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -120,6 +121,9 @@ bench: setup
 PEERS := eager nc-native nc-native-bf16 nc-native-compiled nc-pt2 inductor-fp32 inductor-int8 openvino-int8 onnxruntime-int8
 bench-peers: setup-peers
 	.venv-peers/bin/python benchmarks/run.py --engines $(PEERS) --models hf-resnet50 bert-base minilm hf-mobilenet_v2
+
+newer: setup-native
+	.venv-native/bin/python requirements/newer.py
 
 # Leaves the shared packages alone: other clones use them.
 clean:
