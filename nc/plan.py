@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from nc.shares import Part, Shares, shares_of
 from nc.spec import FLOAT, OpSpec
 from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
+from nc.table import WIDTH, folded, format_table
 
 #: Codes are what int8 operators read; or also what int8 convolutions and additions give, whoever reads that.
 INPUTS, OUTPUTS = PLACEMENTS = ("inputs", "outputs")
@@ -202,16 +203,21 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of all operators, shares of weights and multiply-adds, then the algorithms, and where codes are if not at inputs only."""
+        """A table of operators, equal blocks once, shares of weights and multiply-adds, algorithms, and where codes are."""
         outputs = ["", "What int8 convolutions and additions give becomes codes, whoever reads it."] if self.placement == OUTPUTS else []
         shares = self.shares.lines()
-        return "\n".join([self.table(), *([""] if shares else []), *shares, *algorithm_lines(self.algorithms), *outputs])
+        return "\n".join([self.table(WIDTH, fold=True), *([""] if shares else []), *shares, *algorithm_lines(self.algorithms), *outputs])
 
-    def table(self) -> str:
-        """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32."""
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per operator: name, type, dtypes of activations and weight, rule, why it stays fp32.
+
+        Args:
+            width: of the table, see `nc.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(plan)` does.
+        """
         rows = [("operator", "type", "activations", "weight", "rule", "why fp32")]
         rows += [(d.operator, d.kind, d.spec.activations, d.spec.weights, d.rules, d.reason) for d in self.decisions]
-        return format_table(rows)
+        return format_table(folded(rows) if fold else rows, width)
 
     def explain(self, operator: str) -> str:
         """For one operator each field of its configuration, the value, and the rule that gives it."""
@@ -262,10 +268,3 @@ def algorithm_lines(steps: Sequence[Step]) -> list[str]:
     """The algorithms of a plan, one line each, below a heading."""
     lines = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(steps, 1)]
     return ["", "algorithms, in this order:", *lines] if lines else []
-
-
-def format_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """A table with left-aligned columns; the first row is the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths), 160), *lines[1:]])

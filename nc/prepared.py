@@ -14,6 +14,7 @@ from torch import fx
 from nc.algorithms.base import Algorithm, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
 from nc.backends.profiling.own_model import OwnModel
+from nc.calibration.costly import HOPELESS_DB, costly_operators
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
 from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
@@ -173,6 +174,8 @@ class PreparedModel(torch.nn.Module):
         with torch.no_grad():
             outputs = context.quantized(*example)
             sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), outputs)
+            is_hopeless = sqnr_vs_fp32_db < HOPELESS_DB
+            costly = costly_operators(context.module, context.quantized, context.plan, example) if is_hopeless else ()
         return QDQGraph(
             module=context.quantized,
             signature=self.graph.signature,
@@ -181,7 +184,7 @@ class PreparedModel(torch.nn.Module):
             notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN) or d.stays_for(Cause.INACCURATE)},
             float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
             sqnr_vs_fp32_db=sqnr_vs_fp32_db,
-            health=examine(context.plan, context.edges, context.qparams, context.found, (*context.findings, *inaccurate)),
+            health=examine(context.plan, context.edges, context.qparams, context.found, (*costly, *context.findings, *inaccurate)),
             applied=tuple(applied),
             expected=expected_outputs(outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())),
         )

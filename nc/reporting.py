@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nc.backends.base import EngineReport
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
+from nc.calibration.costly import COSTLY, HOPELESS_DB
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
-from nc.plan import Applied, format_table
+from nc.plan import Applied
 from nc.shares import Part, fractions, shares_of
 from nc.spec import Mode
 from nc.spec.reasons import Cause
+from nc.table import WIDTH, folded, format_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +138,9 @@ class Report:
         return f"{self._verdict()}\n{self._figures()}"
 
     def _verdict(self) -> str:
-        return "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
+        """What decides whether the model is of use: accuracy, where it is hopeless, and speed."""
+        speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
+        return f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}" if self.sqnr_vs_fp32_db < HOPELESS_DB else speed
 
     def _figures(self) -> str:
         lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
@@ -172,19 +177,40 @@ class Report:
         """The worst finding of each kind, and the number of others."""
         kinds: dict[str, list[Finding]] = {}
         for finding in self.health:
-            kinds.setdefault(finding.kind, []).append(finding)
+            if finding.kind != COSTLY:  # they stand on top, with the verdict
+                kinds.setdefault(finding.kind, []).append(finding)
         more = {kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else "" for kind, found in kinds.items()}
         return [f"health: {found[0].operator}: {found[0].text}{more[kind]}" for kind, found in kinds.items()]
 
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per operator: name, type, what was asked and what ran, in a profile its share of the time, its kernel, and why.
+
+        Args:
+            width: of the table, see `nc.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does; shares of the time are added up.
+        """
+        shares = [repr(op.share or 0.0) for op in self.ops]
+        rows: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", "kernel", "why", "share")]
+        rows += [(op.operator, op.kind, op.asked, op.ran, op.kernel, op.reason, s) for op, s in zip(self.ops, shares, strict=True)]
+        _, *body = folded(rows, {6: lambda cells: repr(sum(map(float, cells)))}) if fold else rows
+
+        def shown(share: str, kernel: str) -> tuple[str, ...]:
+            if self.profile is not None:
+                return share, kernel
+            return (kernel,) if any(op.kernel for op in self.ops) else ()
+
+        lines: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", *shown("share", "kernel"), "why")]
+        for row in body:
+            if len(row) == 1:
+                lines.append(row)
+                continue
+            *first, kernel, why, share = row
+            lines.append((*first, *shown(f"{float(share):.1%}" if float(share) else "", kernel), why))
+        return format_table(lines, width)
+
     def __str__(self) -> str:
-        """The verdict, all operators as a table, then the other figures."""
-        head = ("operator", "type", "asked", "ran", "share", "kernel", "why")
-        rows: list[tuple[str, ...]] = [head]
-        rows += [(op.operator, op.kind, op.asked, op.ran, _percent(op.share), op.kernel, op.reason) for op in self.ops]
-        if self.profile is None:
-            named = (5,) if any(op.kernel for op in self.ops) else ()
-            rows = [(*row[:4], *(row[i] for i in named), row[-1]) for row in rows]
-        return f"{self._verdict()}\n\n{format_table(rows)}\n\n{self._figures()}"
+        """The verdict, the operators as a table in which equal blocks stand once, then the other figures."""
+        return f"{self._verdict()}\n\n{self.table(WIDTH, fold=True)}\n\n{self._figures()}"
 
 
 def build(
@@ -246,6 +272,24 @@ def build(
     )
 
 
+def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
+    """What to say of a model that is far from fp32 on the example inputs.
+
+    Args:
+        decibels: the quantized graph against fp32.
+        health: with findings about the operators that cost most, if these were measured.
+    """
+    costly = [finding for finding in health if finding.kind == COSTLY]
+    lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
+    if costly:
+        lines.append(f"most of it: {', '.join(f'{f.operator} ({f.value:.0%}, {f.text})' for f in costly)}")
+        lines.append(f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves them in fp32")
+    lines.append(
+        'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), calibration data like real inputs'
+    )
+    return "\n".join(lines)
+
+
 def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each kernel that does not compute some layers, and why.
 
@@ -253,7 +297,3 @@ def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
         reasons: (kernel, reason) for each layer.
     """
     return [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in collections.Counter(reasons).items()]
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"

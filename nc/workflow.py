@@ -19,9 +19,11 @@ from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.profiling.own_model import OwnModel
+from nc.backends.profiling.verdict import Verdict
 from nc.backends.profiling.verdict import measure as speed_verdict
 from nc.backends.reference import NAME as REFERENCE
 from nc.backends.verify import check_option
+from nc.calibration.costly import HOPELESS_DB
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
 from nc.errors import ConfigError, InputError, NCWarning, StateError
@@ -42,11 +44,13 @@ from nc.lowbit.verdict import warn_if_slower
 from nc.plan import INPUTS, PLACEMENTS, Plan
 from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
 from nc.planning.matching import check_rules
+from nc.planning.nothing import nothing_quantized
 from nc.planning.rules import decide
 from nc.prepared import PreparedModel
 from nc.quantized import QuantizedModel, ReferenceModule, as_call
-from nc.reporting import Report
+from nc.reporting import Report, hopeless_text
 from nc.settings import check_default_device
+from nc.warn import warn
 
 
 def prepare(
@@ -76,7 +80,8 @@ def prepare(
             "auto" is the reference.
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.
-        strict: raise if a rule's name or pattern matches nothing; False gives a warning.
+        strict: raise if a rule's name or pattern matches nothing, or if nothing in the model can be quantized as asked and another call
+            would help: its dtype is bf16 or fp16, or `DynamicQuantConfig` is for none of its operators. False gives a warning.
         placement: "inputs": int8 operators read codes. "outputs": int8 convolutions and additions also give codes, whoever reads them. ONNX
             Runtime needs this for int8 convolutions (`export_onnx`); for other engines it costs accuracy and speed.
 
@@ -84,10 +89,11 @@ def prepare(
         A module with the model's signature and outputs. Call it with calibration data.
 
     Raises:
-        InputError: example_inputs are missing or do not fit, or the model fails on them.
+        InputError: example_inputs are missing or do not fit, or the model fails on them; or it computes in bf16 or fp16, see `strict`.
         CaptureError: the model cannot be captured as one graph.
         UnmatchedRuleError: a rule matches nothing.
-        UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one.
+        UnsupportedError: the backend has no kernel for a requested dtype; for "auto", no engine that can run here has one. Or there is no
+            kernel for anything in the model, see `strict`.
         BackendUnavailableError: the backend cannot run here.
         StateError: the model is already prepared or converted, or torch's default device is not the CPU.
         ConfigError: no placement has that name.
@@ -121,6 +127,7 @@ def prepare(
     if name != engine.name:
         engine = get_backend(name)
         engine.start()
+    _refuse_nothing(plan, config, strict=strict)
     _warn_of_unknown_products(plan)
     plan, algorithms = _with_algorithms(plan, config)
     if inplace:
@@ -213,6 +220,7 @@ def convert(
     q_model = QuantizedModel(graph, lowered, name, chosen)
     if measure and name != REFERENCE:
         q_model.verdict = speed_verdict(model.graph.module, graph, lowered, own=model.own, quantized=q_model)
+    _warn_of_result(model.plan, model.quant_config, graph, q_model.verdict)
     return q_model
 
 
@@ -383,6 +391,27 @@ def _warn_of_unknown_products(plan: Plan) -> None:
     if 2 * sum(product.size for product in products) > sum(plan.shares.weights.values()):
         msg = f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig quantizes stacked experts."
         warnings.warn(msg, NCWarning, stacklevel=3)
+
+
+def _refuse_nothing(plan: Plan, config: AnyConfig, *, strict: bool) -> None:
+    """Raise, or warn, where a plan quantizes nothing."""
+    nothing = nothing_quantized(plan, config)
+    if nothing is not None and strict and nothing.error is not None:
+        msg = f"{nothing.text} strict=False makes this error a warning."
+        raise nothing.error(msg)
+    if nothing is not None:
+        warn(nothing.text)
+
+
+def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: Verdict | None) -> None:
+    """Warn of a model in which nothing is quantized any more, which is far from fp32, or slower than it."""
+    nothing = nothing_quantized(graph.plan, config) if planned.quantized else None
+    if nothing is not None:
+        warn(nothing.text)
+    if graph.sqnr_vs_fp32_db < HOPELESS_DB:
+        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health))
+    if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
+        warn(str(verdict))
 
 
 def _warn_of_training(model: torch.nn.Module, *, inplace: bool, frames: int) -> None:

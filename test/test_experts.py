@@ -119,7 +119,7 @@ def test_rules_name_experts(tmp_path):
     assert isinstance(experts.down_proj, torch.nn.Parameter)
     nc.save(q, tmp_path / "model")
     assert torch.equal(logits(nc.load(tmp_path / "model")), logits(q))
-    assert "experts.down_proj.0" in str(nc.describe(model, config))
+    assert "experts.down_proj.0" in nc.describe(model, config).table()
 
 
 def config_with(solver, rules):

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
+    ("nc.warn",),
     ("nc.modes", "nc.settings", "nc.spec"),
-    ("nc.checks", "nc.numerics", "nc.shares", "nc.installation", "nc.c_code", "nc.warn"),
+    ("nc.checks", "nc.numerics", "nc.shares", "nc.table", "nc.installation", "nc.c_code"),
     ("nc.plan",),
     ("nc.onednn",),
     ("nc.ops",),
@@ -135,7 +136,7 @@ INSIDE = {
     ),
     "nc.calibration": (
         ("nc.calibration.ranks", "nc.calibration.tensor_file"),
-        ("nc.calibration.observe", "nc.calibration.statistics"),
+        ("nc.calibration.costly", "nc.calibration.observe", "nc.calibration.statistics"),
         (
             "nc.calibration.distributed",
             "nc.calibration.qparams",
@@ -170,7 +171,7 @@ INSIDE = {
     ),
     "nc.planning": (
         ("nc.planning.dynamic_cost", "nc.planning.fake_rules", "nc.planning.matching"),
-        ("nc.planning.rules",),
+        ("nc.planning.nothing", "nc.planning.rules"),
         ("nc.planning",),
     ),
     "nc.onnx": (

@@ -2,13 +2,15 @@
 
 Four checks: values outside a range, ranges that still grew at the end of the data, operators that never ran, and ranges that all rows of a
 call share.
-`nc.algorithms.dead_channels` adds channels that are always zero. Thresholds decide what is reported. Nothing here changes what is computed.
+`nc.algorithms.dead_channels` adds channels that are always zero, and `nc.calibration.costly` the operators that cost most where a model is
+hopeless. Thresholds decide what is reported. Nothing here changes what is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from nc.calibration.costly import COSTLY
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
 from nc.graph.placement import Edge, edge_key
@@ -20,7 +22,7 @@ from nc.spec import PER_TENSOR, OpSpec, QParams, TensorSpec
 from nc.spec.reasons import Cause
 
 #: Kinds of findings, in the order of the report: an earlier one can be the cause of a later one.
-KINDS = ("never_ran", "still_growing", "saturation", "dead_channels", "inaccurate", "shared_range")
+KINDS = (COSTLY, "never_ran", "still_growing", "saturation", "dead_channels", "inaccurate", "shared_range")
 #: Reported above this share of values outside of the range. Clipping algorithms leave out 0.01 % of normally distributed data.
 SATURATION = 1e-3
 #: Reported if the last tenth of the batches widened the range by more than this share of it. Normally distributed data gives 1 or 2 %.
@@ -46,7 +48,7 @@ def examine(
         edges: its quantized inputs. Several edges of one tensor give one finding, with the name of the first operator.
         qparams: their ranges, by `placement.edge_key`.
         found: the statistics from which the ranges were found.
-        others: findings of algorithms, and on the accuracy of operators.
+        others: findings of algorithms, of `nc.calibration.costly`, and on the accuracy of operators.
     """
     missing = [d.operator for d in plan.decisions if d.stays_for(Cause.NEVER_RAN)]
     findings = [Finding("never_ran", name, 1.0, f"{Cause.NEVER_RAN.value}: use data that reaches it") for name in missing]

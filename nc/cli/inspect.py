@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from nc.lowbit.artefact import FORMAT as LOW_BIT
-from nc.plan import Plan, format_table
+from nc.plan import Plan
 from nc.spec import WeightFormat
 from nc.storage import folder as folders
 from nc.storage import store
+from nc.table import folded, format_table
 
 _KINDS = {"example": "example inputs", "expected": "example outputs"}
 
@@ -44,6 +45,7 @@ def show(folder: Path, console: Console, *, limited: bool, as_json: bool) -> Non
     if as_json:
         click.echo(json.dumps(contents, indent=2))
         return
+    rows = folded(rows)
     table = format_table(rows)
     facts = "\n".join(f"{name:16}{text}" for name, text in lines.items())
     if not limited or max(map(len, f"{table}\n{facts}".splitlines())) <= console.width:

@@ -9,10 +9,11 @@ from typing import Any
 
 from nc.lowbit.solvers import Solver
 from nc.lowbit.transforms import Transform
-from nc.plan import Step, algorithm_lines, explained, format_table, named
+from nc.plan import Step, algorithm_lines, explained, named
 from nc.shares import Part, Shares, shares_of
 from nc.spec.reasons import NO_RULE, Cause, Reason, Rule
 from nc.spec.weight_format import WeightFormat
+from nc.table import WIDTH, folded, format_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +120,17 @@ class WeightPlan:
         return {"algorithms": [dataclasses.asdict(step) for step in self.algorithms], "decisions": rows}
 
     def __str__(self) -> str:
-        """A table of all layers, then the algorithms."""
+        """A table of all layers with repeated blocks as one, then the algorithms."""
         others = [others_text(self.others)] if self.others else []
-        return "\n".join([self.table(), "", *self.shares.lines(), *others, *algorithm_lines(self.algorithms)])
+        return "\n".join([self.table(WIDTH, fold=True), "", *self.shares.lines(), *others, *algorithm_lines(self.algorithms)])
 
-    def table(self) -> str:
-        """One row per layer and other weight: name, type, sizes, format, range rule, solver, which rule decided, why it stays float."""
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per layer and other weight: name, type, sizes, format, range rule, solver, which rule decided, why it stays float.
+
+        Args:
+            width: of the table, see `nc.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(plan)` does.
+        """
         rows: list[tuple[str, ...]] = [("layer", "type", "N x K", "weight", "range", "solver", "rule", "why float")]
         for d in self.decisions:
             sizes = f"{d.shape[0]} x {d.shape[1]}"
@@ -133,7 +139,7 @@ class WeightPlan:
         rows += [
             (name, "parameter", " x ".join(map(str, shape)), "float", "-", "-", "-", str(Cause.NO_LAYER())) for name, shape in self.others
         ]
-        return format_table(rows)
+        return format_table(folded(rows) if fold else rows, width)
 
     def explain(self, operator: str) -> str:
         """For one layer each field of its configuration, the value, and the rule that gives it."""

@@ -17,10 +17,14 @@ from nc.lowbit.record import Call
 from nc.lowbit.speed import LayerSpeed, layer_speeds
 from nc.lowbit.verdict import LowBitVerdict
 from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
-from nc.plan import Applied, format_table
+from nc.plan import Applied
 from nc.reporting import refused_lines
 from nc.shares import Part, Shares, fractions, shares_of
 from nc.spec.reasons import Cause
+from nc.table import WIDTH, folded, format_table, largest
+
+#: Columns with what differs between equal layers.
+_MEASURED = ("loss", "loss of rtn", "us", "GB/s", "% of reading")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +154,16 @@ class WeightReport:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """All layers as a table, then the figures."""
+        """The layers as a table in which equal blocks stand once, then the figures."""
+        return f"{self.table(WIDTH, fold=True)}\n\n{self.summary()}"
+
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per layer and other weight: name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
+
+        Args:
+            width: of the table, see `nc.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does, with the largest loss and time.
+        """
         rows: list[tuple[str, ...]] = [
             ("layer", "N x K", "weight", "solver", "loss", "loss of rtn", "bits", "MB", "kernel", *self._speed_head(), "note")
         ]
@@ -171,7 +184,8 @@ class WeightReport:
                 )
             )
         rows += [self._other_row(name, shape) for name, shape in self.others]
-        return f"{format_table(rows)}\n\n{self.summary()}"
+        measured = [i for i, name in enumerate(rows[0]) if name in _MEASURED]
+        return format_table(folded(rows, dict.fromkeys(measured, largest)) if fold else rows, width)
 
     def _other_row(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """A row about a weight that is in no layer."""

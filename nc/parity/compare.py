@@ -17,10 +17,10 @@ from nc.graph.views import Quantize
 from nc.numerics.metrics import sqnr_db
 from nc.parity.engine_values import Run, read
 from nc.parity.graph_diff import difference
-from nc.plan import format_table
 from nc.proof.intermediates import Point, name_of, places_of, points_at
 from nc.proof.teacher_forcing import Local, recompute
 from nc.quantized import QuantizedModel, ReferenceModule, checked
+from nc.table import format_table
 
 REFERENCE = "reference"
 #: From the best to the worst.

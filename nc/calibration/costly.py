@@ -1,0 +1,103 @@
+"""Which operators cost most of a quantized model's accuracy, measured one by one on the example inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.graph.fx_utils import Hook, run_with
+from nc.graph.placement import works_in_place
+from nc.graph.qdq import Finding
+from nc.numerics.metrics import sqnr_db, worst_sqnr_db
+from nc.plan import Plan
+
+#: Below this SQNR of the quantized graph against fp32, in dB, a model is called hopeless: the error is a third of the signal.
+HOPELESS_DB = 10.0
+#: Kind of the findings.
+COSTLY = "costly"
+#: What the measurement may take, and hold.
+SECONDS, _BYTES = 3.0, 1 << 30
+#: Operators are named from this share of all error on, but for the worst one, which always is.
+_SHARE, _NAMED = 0.1, 5
+
+
+def costly_operators(
+    fp32: fx.GraphModule,
+    quantized: fx.GraphModule,
+    plan: Plan,
+    example: Sequence[torch.Tensor],
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Finding, ...]:
+    """The operators that lose most, the worst first.
+
+    One run finds the error of each operator on exact inputs. Then operators are tried in the order of these errors, for as long as the time
+    allows: the float graph runs with the rounded output of one operator, and the error of the model's outputs is measured.
+
+    Args:
+        fp32: the float graph from which `quantized` was made, with nodes of the same names.
+        quantized: the QDQ graph.
+        plan: says which operators are quantized.
+        example: flat inputs.
+        seconds: for the second step; one operator is always tried.
+        clock: gives the time in seconds.
+
+    Returns:
+        Findings whose value is the operator's share of the summed error; none for graphs that work in place, or whose values take too much
+        memory.
+    """
+    names = {d.operator for d in plan.quantized}
+    places = {n.name: n.meta["operator"] for n in fp32.graph.nodes if n.meta.get("operator") in names}
+    if works_in_place(fp32) or not places:
+        return ()
+    exact: dict[str, Any] = {}
+    outputs = run_with(fp32, example, lambda node, value, _: exact.setdefault(node.name, value) if node.name in places else value)
+    if sum(map(_bytes, exact.values())) > _BYTES:
+        return ()
+    local: dict[str, float] = {}
+    rounded: dict[str, Any] = {}
+
+    def compare(node: fx.Node, value: Any, _: Mapping[fx.Node, Any]) -> Any:
+        if node.name not in exact:
+            return value
+        local[node.name], rounded[node.name] = sqnr_db(_first(exact[node.name]), _first(value)), value
+        return exact[node.name]
+
+    run_with(quantized, example, compare)
+    exact.clear()
+    noise: dict[str, float] = {}
+    decibels: dict[str, float] = {}
+    start = clock()
+    for name in sorted(local, key=local.__getitem__):
+        decibels[name] = worst_sqnr_db(outputs, run_with(fp32, example, _replacing(name, rounded[name])))
+        noise[name] = 10 ** (-decibels[name] / 10)
+        if clock() - start > seconds:
+            break
+    total = sum(noise.values())
+    worst = sorted((name for name in noise if noise[name]), key=lambda name: -noise[name])
+    named = [name for i, name in enumerate(worst) if i == 0 or noise[name] >= _SHARE * total][:_NAMED]
+    return tuple(
+        Finding(COSTLY, places[n], _share(noise[n], total), f"it alone leaves {decibels[n]:.1f} dB on the example inputs") for n in named
+    )
+
+
+def _replacing(name: str, value: Any) -> Hook:
+    """A hook that gives a node another value."""
+    return lambda node, own, _: value if node.name == name else own
+
+
+def _share(noise: float, total: float) -> float:
+    return noise / total if total < float("inf") else float(noise == total)
+
+
+def _first(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+    return tensor
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in ([value] if isinstance(value, torch.Tensor) else value))

@@ -1,0 +1,224 @@
+"""Tables as text: columns that fit a width, and blocks of rows that repeat as one block."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+Row = tuple[str, ...]
+_Merge = Mapping[int, Callable[[Sequence[str]], str]]
+#: How wide tables are that nobody gave another width.
+WIDTH = 100
+#: Columns are not made narrower than this; the first one has names.
+_NARROWEST, _NAMES = 8, 40
+#: A number that stands alone in a name: "layer.11.fc", "cell@2".
+_INDEX = re.compile(r"(?<![^._@])\d+(?![^._@])")
+#: What stands for several indices, with what is in front of it.
+_SPAN = re.compile(r"(.*?)\{(\d+)\.\.(\d+)\}")
+#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot.
+_BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])")
+
+
+def format_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """A table with left-aligned columns; the first row is the header.
+
+    Args:
+        rows: of equal length, or of one cell: a heading for the rows below it.
+        width: of the table. Where it is too narrow for texts of the last column, these stand below the table, each once, and the column has
+            their numbers; other cells that are too long are broken into lines. None: as wide as the cells are.
+    """
+    rows, notes = (rows, []) if width is None else _noted(rows, width)
+    widths = _widths(rows)
+    if width is not None:
+        widths = _narrowed(widths, [len(cell) for cell in rows[0]], width)
+    head, *body = ([*row] if len(row) == 1 < len(widths) else _lines(row, widths) for row in rows)
+    rule = "-" * min(sum(widths) + 2 * len(widths), width or 160)
+    return "\n".join([*head, rule, *itertools.chain(*body), *notes])
+
+
+def _widths(rows: Sequence[Row]) -> list[int]:
+    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
+    return [max(map(len, column)) for column in columns]
+
+
+def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
+    """The rows with numbers instead of texts that are too long for the last column, and the texts in lines."""
+    room = max(width - sum(w + 2 for w in _widths(rows)[:-1]), _NARROWEST)
+    long = dict.fromkeys(row[-1] for row in rows[1:] if len(row) > 1 and len(row[-1]) > room)
+    numbers = {text: f"({i})" for i, text in enumerate(long, 1)}
+    if not numbers:
+        return rows, []
+    notes = [part for text, number in numbers.items() for part in flowing(f"{number} {text}", width)]
+    return [(*row[:-1], numbers.get(row[-1], row[-1])) if len(row) > 1 else row for row in rows], ["", *notes]
+
+
+def _narrowed(widths: Sequence[int], heads: Sequence[int], width: int) -> list[int]:
+    """The widths that fit, the widest columns made narrower first; no column is narrower than its header or `_NARROWEST`."""
+    found = list(widths)
+    least = [min(w, max(head, _NARROWEST if i else _NAMES)) for i, (w, head) in enumerate(zip(widths, heads, strict=True))]
+    while sum(found) + 2 * (len(found) - 1) > width:
+        wide = [i for i in range(len(found)) if found[i] > least[i]]
+        if not wide:
+            break
+        found[max(wide, key=found.__getitem__)] -= 1
+    return found
+
+
+def _lines(row: Row, widths: Sequence[int]) -> list[str]:
+    """The lines of one row."""
+    cells = [wrapped(cell, w) for cell, w in zip(row, widths, strict=True)]
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return ["  ".join(part.ljust(w) for part, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width` characters, broken behind spaces, dots and other signs where there are any."""
+    lines = [""]
+    for piece in _BREAKS.split(text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
+def flowing(text: str, width: int) -> list[str]:
+    """Lines of text, each broken at spaces where it is too long; what goes on is indented. Words stay whole."""
+    words = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return [part for line in text.splitlines() for part in words.wrap(line) or [""]]
+
+
+def largest(cells: Sequence[str]) -> str:
+    """The largest of numbers as text, with "<=" where they differ; "-" stands for none."""
+    numbers = sorted((cell for cell in cells if cell != "-"), key=float)
+    return "-" if not numbers else "<=" * (numbers[0] != numbers[-1]) + numbers[-1]
+
+
+def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:
+    """The rows of a table with equal blocks as one: those of "layer.0", "layer.1", … come once, below a heading "layer.{0..11} (12 times)".
+
+    Blocks are rows in sequence whose names begin alike up to an index. They are equal where they have the same names behind it and the same
+    cells; an index that a cell repeats with the name in front of it does not count. A block of one row has no heading.
+
+    Args:
+        rows: the first one is the header; the first cell of the others is a name.
+        merge: by column what makes one cell of several that may differ.
+    """
+    head, *body = rows
+    return [head, *_headed(_fold(body, merge or {}), "")]
+
+
+def _headed(rows: Sequence[Row], indent: str) -> list[Row]:
+    """The rows of folded blocks below headings, with the rest of their names."""
+    found: list[Row] = []
+    for key, group in itertools.groupby(rows, _span):
+        block = list(group)
+        if not key:
+            found += [(f"{indent}{name}", *cells) for name, *cells in block]
+            continue
+        first, *others = ((name[len(key) :], *cells) for name, *cells in block)
+        heading = f"{indent}{key} ({_times(key)} times)"
+        if others or _span(first):
+            rest = [(name.lstrip(".@") or "itself", *cells) for name, *cells in (first, *others)]
+            found += [(heading,), *_headed(rest, f"{indent}  ")]
+        else:
+            found.append((f"{indent}{key}{first[0]} ({_times(key)} times)", *first[1:]))
+    return found
+
+
+def _span(row: Row) -> str:
+    """The name of a row up to its first span; "" where it has none."""
+    span = _SPAN.match(row[0])
+    return span[0] if span else ""
+
+
+def _times(key: str) -> int:
+    """How many indices a span stands for."""
+    span = _SPAN.match(key)
+    assert span is not None
+    return int(span[3]) - int(span[2]) + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Repeated:
+    """Equal blocks of rows in sequence.
+
+    Attributes:
+        prefix: what all names begin with.
+        start: the index behind it in the first block.
+        blocks: the rows of each.
+    """
+
+    prefix: str
+    start: int
+    blocks: Sequence[Sequence[Row]]
+
+    def joined(self, merge: _Merge) -> list[Row]:
+        """The rows of one block that stands for all."""
+        span = f"{{{self.start}..{self.start + len(self.blocks) - 1}}}"
+        found = []
+        for same in zip(*self.blocks, strict=True):
+            first = _without(same[0], self.prefix, self.start, span)
+            found.append(tuple(merge[i]([row[i] for row in same]) if i in merge else cell for i, cell in enumerate(first)))
+        return found
+
+
+def _fold(rows: Sequence[Row], merge: _Merge) -> list[Row]:
+    found: list[Row] = []
+    at = 0
+    while at < len(rows):
+        repeated = _repeated(rows, at, merge)
+        if repeated is None:
+            found.append(rows[at])
+            at += 1
+        else:
+            found += _fold(repeated.joined(merge), merge)
+            at += sum(map(len, repeated.blocks))
+    return found
+
+
+def _repeated(rows: Sequence[Row], at: int, merge: _Merge) -> _Repeated | None:
+    """The equal blocks that begin with a row, by the first index in its name of which there are several; None if there are none."""
+    name = rows[at][0]
+    for index in _INDEX.finditer(name):
+        prefix, start, behind = name[: index.start()], int(index[0]), at
+        blocks: list[Sequence[Row]] = []
+        while block := _block(rows, behind, f"{prefix}{start + len(blocks)}"):
+            if blocks and not _alike(blocks[0], block, prefix, start, start + len(blocks), merge):
+                break
+            blocks.append(block)
+            behind += len(block)
+        if len(blocks) > 1:
+            return _Repeated(prefix, start, blocks)
+    return None
+
+
+def _block(rows: Sequence[Row], at: int, prefix: str) -> Sequence[Row]:
+    """The rows from `at` on whose names begin so."""
+    end = at
+    while end < len(rows) and re.match(f"{re.escape(prefix)}(?![^._@])", rows[end][0]):
+        end += 1
+    return rows[at:end]
+
+
+def _alike(one: Sequence[Row], other: Sequence[Row], prefix: str, first: int, second: int, merge: _Merge) -> bool:
+    """Whether two blocks differ by their index alone."""
+
+    def bare(block: Sequence[Row], number: int) -> list[list[str]]:
+        plain = [_without(row, prefix, number, "{}") for row in block]
+        return [[cell for i, cell in enumerate(row) if i not in merge] for row in plain]
+
+    return len(one) == len(other) and bare(one, first) == bare(other, second)
+
+
+def _without(row: Row, prefix: str, number: int, span: str) -> Row:
+    """A row with another text instead of an index."""
+    name, *cells = row
+    if prefix:  # a number alone can mean anything in a text
+        pattern = re.compile(rf"(?<![\w.@]){re.escape(prefix)}{number}(?!\w)")
+        cells = [pattern.sub(lambda _: f"{prefix}{span}", cell) for cell in cells]
+    return f"{prefix}{span}{name[len(f'{prefix}{number}') :]}", *cells
