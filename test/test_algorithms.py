@@ -1,6 +1,7 @@
 """The protocol of algorithms: their order, what plan and report say of them, and that a solver that reads layer inputs is one file."""
 
 import dataclasses
+import warnings
 from typing import ClassVar
 
 import pytest
@@ -164,3 +165,40 @@ def test_reports_of_older_artefacts(tmp_path):
     loaded = load(tmp_path / "q", backend="reference")
     assert loaded.report().algorithms == (Applied("bias_correction", (), "2 biases corrected"),)
     assert loaded.graph.plan.algorithms == ()
+
+
+class Normed(nn.Module):
+    """A batch norm that was trained on other data than it gets: its means say nothing of what comes."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.norm.bias.data.fill_(mean)
+
+    def forward(self, x):
+        return self.conv2(torch.relu(self.norm(self.conv1(x))))
+
+
+@pytest.mark.parametrize(("mean", "warns"), [(4.0, False), (40.0, True)])
+def test_an_algorithm_that_changes_the_fp32_model_says_so(mean, warns):
+    """Bias absorption trusts the batch norm: of values below what it expects it makes others."""
+    model = Normed(mean).eval()
+    x = torch.randn(8, 3, 4, 4) * (mean / 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        prepare(model, StaticQuantConfig(pre=[nc.BiasAbsorption()]), example_inputs=x, backend="reference")
+    said = [str(w.message) for w in found if issubclass(w.category, nc.NCWarning)]
+    assert [text.startswith("bias_absorption changes what the fp32 model computes") for text in said] == [True] * warns
+
+
+def test_smoothing_says_where_it_harms():
+    """Large channels meet large weights: with alpha 1 all of them go into the weights, whose rounding then counts in all channels alike."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)).eval(), torch.randn(64, 64) * torch.logspace(-2, 0, 64)
+    model[0].weight.data *= torch.logspace(-2, 0, 64)
+    texts = {}
+    for alpha in (0.5, 1.0):
+        q = converted(model, SmoothQuantConfig(alpha=alpha, act_algo="minmax", post=()), [x])
+        texts[alpha] = q.report().algorithms[0].text
+    assert "larger error on calibration samples than without it" not in texts[0.5]
+    assert "have a larger error on calibration samples than without it (" in texts[1.0]

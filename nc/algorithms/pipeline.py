@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +12,12 @@ from torch import fx
 from nc.algorithms.base import Algorithm, Batch, Bound, Context, Needs, Stage
 from nc.algorithms.replay import collect
 from nc.calibration.statistics import Samples
+from nc.errors import NCWarning
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Applied, Plan
+
+#: An algorithm in front of quantization that changes outputs by more than eight bits do needs a warning.
+LEAST_AGREEMENT_DB = 30.0
 
 
 def all_needs(algorithms: Sequence[Algorithm], module: fx.GraphModule, plan: Plan) -> Needs:
@@ -31,7 +36,7 @@ def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example
         algorithms: of all stages, in their order.
         stage: which of them are applied.
         context: is changed.
-        example: flat example inputs; what changes the fp32 graph has to leave the outputs on them nearly as they are.
+        example: flat example inputs; what changes the fp32 graph has to leave the outputs on them nearly as they are. It warns of more.
 
     Returns:
         What each did.
@@ -50,6 +55,12 @@ def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example
             distance = worst_sqnr_db(before, _outputs(context.module, example))
             text = f"{applied.text}; fp32 outputs before and after agree to {distance:.0f} dB"
             applied = dataclasses.replace(applied, text=text)
+            if distance < LEAST_AGREEMENT_DB:
+                msg = (
+                    f"{applied.algorithm} changes what the fp32 model computes: its outputs on the example inputs before and after "
+                    f"agree to {distance:.0f} dB only, which quantization can't win back. Leave it out of `pre`, or out of these layers."
+                )
+                warnings.warn(msg, NCWarning, stacklevel=2)
         results.append(applied)
     return tuple(results)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas
+from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas, worse_than_without
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_of, copy_module, replace_constant
 from nc.graph.placement import works_in_place
@@ -34,6 +34,7 @@ class Smoothed:
         sources: name of each such node → name of the one that they read before.
         alphas: operator → the alpha that was used.
         folded: operators whose 1/s is part of what is in front of them.
+        worse: operators whose error on calibration samples is larger than without smoothing.
     """
 
     module: fx.GraphModule
@@ -41,6 +42,7 @@ class Smoothed:
     sources: Mapping[str, str]
     alphas: Mapping[str, float]
     folded: frozenset[str]
+    worse: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -51,7 +53,7 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         module: captured fp32 graph; stays as it is.
         specs: operator → what it is quantized to; those with `smooth` are smoothed.
         channels: name of the node that such an operator reads → extremes of each channel there, fp32, shape [channels].
-        batches: flat calibration inputs, for the search where alpha is "auto".
+        batches: flat calibration inputs, for the search where alpha is "auto", and to see where smoothing harms.
     """
     copy, _ = copy_module(module)
     in_place = works_in_place(copy)  # then a value depends on when it is read
@@ -60,7 +62,9 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
     sources: dict[str, str] = {}
     alphas: dict[str, float] = {}
     folded: set[str] = set()
-    for unit, alpha in zip(units, find_alphas(copy, units, batches), strict=True):
+    chosen = find_alphas(copy, units, batches)
+    worse = [node.meta["operator"] for unit in worse_than_without(copy, units, chosen, batches) for node in unit.members]
+    for unit, alpha in zip(units, chosen, strict=True):
         scales = unit.scales(alpha)
         _rewrite(copy, unit, scales, in_place)
         low, high = unit.channels
@@ -72,7 +76,7 @@ def smooth(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mappin
         folded |= set(names) if unit.fold else set()
     copy.graph.lint()
     copy.recompile()
-    return Smoothed(copy, ranges, sources, alphas, frozenset(folded))
+    return Smoothed(copy, ranges, sources, alphas, frozenset(folded), tuple(worse))
 
 
 def _units(module: fx.GraphModule, specs: Mapping[str, OpSpec], channels: Mapping[str, Range], in_place: bool) -> Iterator[Unit]:

@@ -24,6 +24,8 @@ Range = tuple[torch.Tensor, torch.Tensor]
 Batch = Sequence[torch.Tensor]
 #: Rows of a linear's input that the search looks at.
 _ROWS = 256
+#: An error that is larger by less than this is no loss: 0.5 dB.
+_WORSE = 10**0.05
 #: Calibration batches that the search over blocks runs.
 _BATCHES = 4
 #: A block is what lies below the first number in an operator's path: "encoder.layer.0".
@@ -84,6 +86,24 @@ def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence
     return [alphas[i] for i in range(len(units))]
 
 
+def worse_than_without(module: fx.GraphModule, units: Sequence[Unit], alphas: Sequence[float], batches: Sequence[Batch]) -> list[Unit]:
+    """The units whose products have a larger error with their scales than without any.
+
+    Args:
+        module: the fp32 graph that the units' nodes are of.
+        units: in execution order.
+        alphas: of each unit.
+        batches: flat calibration inputs; without any nothing can be told.
+    """
+    rows = inputs_of(module, {unit.source.name for unit in units}, batches, _ROWS) if batches else {}
+    found = []
+    for unit, alpha in zip(units, alphas, strict=True):
+        x = rows[unit.source.name].double() if unit.source.name in rows else None
+        if x is not None and _unit_error(unit, alpha, x) > _WORSE * _unit_error(unit, None, x):
+            found.append(unit)
+    return found
+
+
 def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
     """The alpha with the least error; `init_alpha`, if it is within the limits, where none is better."""
     first = [options.init_alpha] if options.alpha_min <= options.init_alpha <= options.alpha_max else []
@@ -92,7 +112,7 @@ def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
     return min((*first, *grid), key=error)  # of equals the first
 
 
-def _unit_error(unit: Unit, alpha: float, rows: torch.Tensor) -> float:
+def _unit_error(unit: Unit, alpha: float | None, rows: torch.Tensor) -> float:
     """Error of the members' products over some rows of their input, relative to their size, combined as the unit says."""
     errors = []
     for run, weight in zip(_quantized(unit, alpha), unit.weights, strict=True):
@@ -101,9 +121,9 @@ def _unit_error(unit: Unit, alpha: float, rows: torch.Tensor) -> float:
     return float(COMBINE[unit.smooth.shared_criterion](torch.stack(errors)))
 
 
-def _quantized(unit: Unit, alpha: float) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """For each member, its product with smoothed and quantized sides."""
-    scales = unit.scales(alpha)
+def _quantized(unit: Unit, alpha: float | None) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """For each member, its product with smoothed and quantized sides; `alpha` None: not smoothed."""
+    scales = torch.ones_like(unit.channels[0]) if alpha is None else unit.scales(alpha)
     low, high = (unit.channels[0] / scales).amin(), (unit.channels[1] / scales).amax()
     for weight, spec in zip(unit.weights, unit.specs, strict=True):
         assert spec.weight is not None

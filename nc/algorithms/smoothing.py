@@ -20,6 +20,9 @@ from nc.observers.minmax import EXTREMES
 from nc.plan import Applied, Plan
 from nc.spec import OpSpec
 
+#: Samples after which no further batch is looked at, to see where smoothing harms.
+_ROWS = 32
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmoothQuant:
@@ -33,7 +36,7 @@ class SmoothQuant:
         specs = _specs(plan)
         readers = [n for n in module.graph.nodes if n.meta.get("operator") in specs]
         watches = tuple(Watch(Weighted.of(n).input, n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
-        return Needs(watches, Bound() if _looks_again(specs) else None)
+        return Needs(watches, Bound() if _looks_again(specs) else Bound(rows=_ROWS) if specs else None)
 
     def apply(self, context: Context) -> Applied:
         """Smooth the linears that the plan says: the graph, the alphas in the plan, and the statistics of what operators read now.
@@ -97,7 +100,11 @@ def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
 def _text(result: Smoothed) -> str:
     low, high = min(result.alphas.values()), max(result.alphas.values())
     alphas = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}"
-    return f"{len(result.alphas)} linears, {alphas}; folded into what is in front for {len(result.folded)} of them"
+    text = f"{len(result.alphas)} linears, {alphas}; folded into what is in front for {len(result.folded)} of them"
+    if not result.worse:
+        return text
+    names = ", ".join(result.worse[:3]) + (", …" if len(result.worse) > 3 else "")
+    return f"{text}; {len(result.worse)} have a larger error on calibration samples than without it ({names}): give them another alpha"
 
 
 def _with_alphas(plan: Plan, result: Smoothed) -> Plan:
