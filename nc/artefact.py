@@ -367,6 +367,14 @@ def _alone(graph: QDQGraph) -> QDQGraph:
             "captured fits these values; a program in another format would not check it. Rewrite that place with torch.where."
         )
         raise UnsupportedError(msg)
+    effects = graph.signature.effects
+    if effects:
+        names = effects.names(graph.signature.in_spec.context, [leaf.path for leaf in graph.signature.leaves])
+        text = (
+            f"The model changes its arguments. The program changes none: its last outputs are the new values of {', '.join(names)}, in "
+            "this order. Whoever calls it puts them there."
+        )
+        warnings.warn(text, NCWarning, stacklevel=4)
     asked = next((condition for condition in graph.signature.conditions if condition.silent), None)
     if asked is None:
         return graph

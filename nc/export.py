@@ -34,7 +34,7 @@ class ExportedModel(torch.nn.Module):
                 outputs = self.graph.module(*tensors)
         except Exception as error:
             raise call_error(error, "The captured model", tensors, self.graph.example) from error
-        return self.graph.signature.unflatten(outputs)
+        return self.graph.signature.result(outputs, args, kwargs)
 
     def own_graph(self) -> Graph:
         """A copy of the graph that can be changed; constants are shared."""

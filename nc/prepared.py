@@ -96,20 +96,22 @@ class PreparedModel(torch.nn.Module):
         inputs = signature.bind(args, kwargs)
         self._calls += 1
         before = {key: (o.state, o.seen) for key, o in self.observers.items()}
+        samples = len(self._samples.batches)
         try:
             with torch.no_grad():
                 outputs = self._observed(*inputs)
-            result = signature.unflatten(outputs)
+            self._samples.keep(inputs)  # before the model's own writes change them
+            result = signature.result(outputs, args, kwargs)
         except BaseException as error:
             for key, (state, seen) in before.items():  # a batch counts whole or not at all
                 self.observers[key].state, self.observers[key].seen = state, seen
+            del self._samples.batches[samples:]
             if isinstance(error, CalibrationError):
                 msg = f"Calibration batch {self._calls}: {error}"
                 raise CalibrationError(msg) from None
             if isinstance(error, NCError) or not isinstance(error, Exception):
                 raise
             raise call_error(error, "The captured model", inputs, self.graph.example) from error
-        self._samples.keep(inputs)
         return result
 
     @property

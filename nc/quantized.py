@@ -45,7 +45,7 @@ class ReferenceModule(torch.nn.Module):
                 outputs = graph.module(*tensors)
         except Exception as error:
             raise call_error(error, "The quantized graph", tensors, graph.example) from error
-        return graph.signature.unflatten(outputs)
+        return graph.signature.result(outputs, args, kwargs)
 
 
 class QuantizedModel(torch.nn.Module):
@@ -104,7 +104,7 @@ class QuantizedModel(torch.nn.Module):
             raise
         except Exception as error:
             raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True) from error
-        return graph.signature.unflatten(outputs)
+        return graph.signature.result(outputs, args, kwargs)
 
     def __copy__(self) -> QuantizedModel:
         """A new model with the same engine, which never changes."""

@@ -32,6 +32,7 @@ LEVELS = (
     ("nc.layer_calls",),
     ("nc.nn",),
     (
+        "nc.graph.effects",
         "nc.graph.signature",
         "nc.graph.size_conditions",
         "nc.graph.caches",
@@ -110,7 +111,8 @@ INSIDE = {
         ("nc.spec",),
     ),
     "nc.graph": (
-        ("nc.graph.schemas", "nc.graph.size_conditions", "nc.graph.tensor_meta"),
+        ("nc.graph.caches", "nc.graph.schemas", "nc.graph.size_conditions", "nc.graph.tensor_meta"),
+        ("nc.graph.effects",),
         ("nc.graph.signature",),
         ("nc.graph.catalogue",),
         ("nc.graph.views", "nc.graph.weight_reads"),
@@ -130,7 +132,7 @@ INSIDE = {
             "nc.capture.precautions",
         ),
         ("nc.capture.export_guards", "nc.capture.rewrites", "nc.capture.size_paths"),
-        ("nc.capture.value_reads",),
+        ("nc.capture.calls", "nc.capture.value_reads"),
         ("nc.capture.capture",),
         ("nc.capture",),
     ),

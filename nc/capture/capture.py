@@ -20,18 +20,20 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
+from nc.capture.calls import Caller, Ran, check_same, copied, giving_entries, run_graph
 from nc.capture.examples import another_batch, bind_examples, with_batch, with_sizes
 from nc.capture.export_guards import eval_mode, exportable, named_keywords
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
-from nc.capture.same_outputs import OtherOutputError, picks_of, same_outputs
+from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
 from nc.graph import caches
-from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, children, parameters_of
+from nc.graph.effects import Effects, children
+from nc.graph.signature import Leaf, Signature, ValueRead, parameters_of
 from nc.graph.tensor_meta import dim_of
 from nc.settings import without_autocast
 
@@ -82,15 +84,15 @@ def capture(
         CaptureError: torch.export cannot express the model. The message names the user's line.
     """
     caches.register()
-    values = pytree.tree_map(_copy, bind_examples(model, example_inputs))  # the model may work in place
-    parameters = parameters_of(model.forward, values)
-    run = functools.partial(_run, model, parameters, precautions)
+    given, positional = bind_examples(model, example_inputs)
+    values = pytree.tree_map(copied, given)  # the model may work in place
+    run = Caller(model, parameters_of(model.forward, values), positional, precautions)
     failures: list[Exception] = []
     with LOCK, eval_mode(model), torch.no_grad(), without_autocast():
         expected = _first_run(model, run, values)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
-                graph, guards = _attempt(model, parameters, values, attempt, share_weights, precautions)
+                graph, guards = _attempt(run, values, attempt, share_weights, expected)
                 check_captured(run, graph, values, expected)
                 graph = _conditioned(graph, guards, run, values)
             except CaptureError:
@@ -98,6 +100,7 @@ def capture(
             except Exception as error:  # noqa: BLE001 - torch.export raises dozens of types; the first becomes a CaptureError
                 failures.append(error)
                 continue
+            graph.signature.effects.check_memory(pytree.tree_leaves(given), [leaf.path for leaf in graph.signature.leaves])
             warning = " ".join(filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads))))
             if warning:
                 warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
@@ -149,56 +152,66 @@ def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iter
         (functools.partial(_auto_dims, images=images, lengths=_lengths(values)), ""),
         (_batch_dim, "Only the first dimension of the inputs stays free; all of them could not."),
     ):
-        shapes = pytree.tree_map(dims, values)
+        shapes = _shapes(values, dims)
         if repeated is not None:
             yield _Attempt(repeated, shapes, False, warning)
         yield _Attempt(values, shapes, True, warning)
     yield _Attempt(values, None, False, "The captured model takes inputs of exactly the example's shapes; no dimension could stay free.")
 
 
-def _attempt(
-    model: torch.nn.Module,
-    parameters: tuple[Parameter, ...],
-    values: dict[str, Any],
-    attempt: _Attempt,
-    share_weights: bool,
-    precautions: Precautions,
-) -> tuple[Graph, Guards]:
-    args, kwargs = _split_call(parameters, attempt.values)
-    expected = reads_of(lambda: _run(model, parameters, precautions, attempt.values)) if attempt.reads else ()
+def _attempt(run: Caller, values: dict[str, Any], attempt: _Attempt, share_weights: bool, seen: Ran) -> tuple[Graph, Guards]:
+    """Export once; `seen` is the model's own call with `values`."""
+    model = run.model
+    args, kwargs = run.split(attempt.values)
+    expected = reads_of(lambda: run(attempt.values)) if attempt.reads else ()
     reads: list[ValueRead] = []
-    given = reading(model, expected, reads) if attempt.reads else contextlib.nullcontext()
-    with exportable(attempt.oblivious), named_keywords(model, kwargs), given:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exportable(attempt.oblivious))
+        stack.enter_context(named_keywords(model, kwargs))
+        stack.enter_context(giving_entries(model, list(values), seen.replaced))
+        if attempt.reads:
+            stack.enter_context(reading(model, expected, reads))
         program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
     module, placeholders = flatten_program(program)
-    out_spec = children(program.call_spec.out_spec)[0] if attempt.reads else program.call_spec.out_spec
+    out_spec = program.call_spec.out_spec
+    for more in (attempt.reads, seen.replaced is not None):
+        out_spec = children(out_spec)[0] if more else out_spec
     leaves, in_spec = _leaves(attempt.values, placeholders)
     guards = guards_of([node.meta["val"].shape if node is not None else () for node in placeholders])
     kept = keep_reads(module, reads)
-    rewrites.normalise(module, precautions.rewrites)
+    written, returned = rewrites.normalise(module, out_spec.num_leaves, len(kept), run.precautions.rewrites)
     if not share_weights:
         own_constants(module, program)
     operators = name_operators(module, model)
     check_reads(module, kept, {op.node for op in operators if op.quantizable})
-    signature = Signature(parameters, in_spec, leaves, out_spec, kept)
+    leaf_of = {node: i for i, node in enumerate(placeholders)}
+    effects = _effects(tuple(leaf_of[node] for node in written), returned, seen)
+    signature = Signature(run.parameters, in_spec, leaves, out_spec, kept, effects=effects)
     example = tuple(v.detach().clone() for v, leaf in zip(pytree.tree_leaves(values), leaves, strict=True) if leaf.used)
     return Graph(module, signature, operators, tuple(n for n, _ in model.named_modules() if n), example), guards
 
 
-def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: dict[str, Any], expected: Any) -> None:
+def _effects(written: tuple[int, ...], returned: tuple[tuple[int, int], ...], example: Ran) -> Effects:
+    replaced = example.replaced
+    if replaced is None:
+        return Effects(written, returned=returned)
+    return Effects(written, replaced.after, replaced.sources, returned, example.objects)
+
+
+def check_captured(run: Caller, graph: Graph, values: dict[str, Any], expected: Ran) -> None:
     """Check that the graph computes what the model computes, also for another batch size.
 
     Args:
         run: calls the model with arguments by name.
         graph: the captured model.
         values: the example's arguments.
-        expected: what the model gives for them.
+        expected: the model's own call with them.
 
     Raises:
         RuntimeError: it computes something else. The caller then tries another way to export.
     """
     picks = picks_of(graph.module)
-    same_outputs(expected, graph.signature.unflatten(graph.module(*graph.signature.bind((), values))), picks)
+    check_same(expected, run_graph(graph.module, graph.signature, values), picks)
     resized = another_batch(values)
     if resized is None or not _batch_is_free(graph):
         return
@@ -206,17 +219,17 @@ def check_captured(run: Callable[[dict[str, Any]], Any], graph: Graph, values: d
         other = run(resized)
     except Exception:  # noqa: BLE001 - the model itself cannot take this batch, so there is nothing to compare
         return
-    same_outputs(other, graph.signature.unflatten(graph.module(*graph.signature.bind((), resized))), picks)
+    check_same(other, run_graph(graph.module, graph.signature, resized), picks)
 
 
-def _conditioned(graph: Graph, guards: Guards, run: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> Graph:
+def _conditioned(graph: Graph, guards: Guards, run: Caller, values: dict[str, Any]) -> Graph:
     """The graph with conditions on the sizes of its inputs: those for which the model is seen to compute something else."""
     picks = picks_of(graph.module)
 
     def outcome(sizes: Mapping[str, int]) -> Outcome:
         resized = with_sizes(values, sizes)
         try:
-            got = graph.signature.unflatten(graph.module(*graph.signature.bind((), resized)))
+            got = run_graph(graph.module, graph.signature, resized)
         except Exception:  # noqa: BLE001 - as a call with these sizes will say
             return Outcome.FAILED
         try:
@@ -224,7 +237,7 @@ def _conditioned(graph: Graph, guards: Guards, run: Callable[[dict[str, Any]], A
         except Exception:  # noqa: BLE001 - the model's own errors
             return Outcome.REFUSED
         try:
-            same_outputs(expected, got, picks)
+            check_same(expected, got, picks)
         except Exception:  # noqa: BLE001 - other values, or another number of them
             return Outcome.OTHER
         return Outcome.SAME
@@ -259,10 +272,10 @@ _HERE = str(Path(__file__).parents[1])
 
 def _telling(failures: Sequence[Exception]) -> Exception:
     """The failure that says most: of an attempt that got far, or else the first."""
-    return next((f for f in reversed(failures) if isinstance(f, OtherOutputError)), failures[0])
+    return next((f for f in reversed(failures) if isinstance(f, (OtherOutputError, LostEffectError))), failures[0])
 
 
-def _first_run(model: torch.nn.Module, run: Callable[[dict[str, Any]], Any], values: dict[str, Any]) -> Any:
+def _first_run(model: torch.nn.Module, run: Caller, values: dict[str, Any]) -> Ran:
     try:
         return run(values)
     except Exception as error:
@@ -277,36 +290,29 @@ def _shown(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _run(model: torch.nn.Module, parameters: tuple[Parameter, ...], precautions: Precautions, values: dict[str, Any]) -> Any:
-    """The model's own outputs."""
-    args, kwargs = _split_call(parameters, pytree.tree_map(_copy, values))
-    with contextlib.ExitStack() as stack:
-        for around in precautions.around:
-            stack.enter_context(around(model))
-        outputs = model(*args, **kwargs)
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any:
+    """What dimensions are free, in the structure of arguments, where torch.export wants a list for each object.
+
+    Args:
+        value: the arguments by name, or a part of them.
+        dims: (leaf, whether it is an argument of its own) → its free dimensions.
+        depth: how many containers are around `value`.
+    """
+    if pytree.tree_structure(value).is_leaf():
+        return dims(value, depth == 1)
+    members, spec = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    below = [_shapes(member, dims, depth + 1) for member in members]
+    return pytree.tree_unflatten(below, spec) if spec.type in pytree.BUILTIN_TYPES else below
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+def _auto_dims(leaf: Any, alone: bool, images: bool, lengths: frozenset[int]) -> Any:
+    """Every dimension free. Of images and videos only the batch is free, unless `images` is set.
 
-
-def _split_call(parameters: tuple[Parameter, ...], values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call: by keyword where possible, by position where a variadic or positional-only parameter needs it."""
-    last = max((i for i, p in enumerate(parameters) if p.captured and not p.keyword), default=-1)
-    args: list[Any] = []
-    for parameter in parameters[: last + 1]:
-        value = values.get(parameter.name)
-        args += value or () if parameter.variadic else (value,)
-    named = {p.name for p in parameters[: last + 1]}
-    return tuple(args), {k: v for k, v in values.items() if k not in named}
-
-
-def _auto_dims(leaf: Any, images: bool, lengths: frozenset[int]) -> Any:
-    """Every dimension free. Of images and videos only the batch is free, unless `images` is set. A mask over `lengths` is not an image."""
+    A mask over `lengths` is not an image, and neither is what stands in a list or in a key-value cache.
+    """
     if not isinstance(leaf, torch.Tensor):
         return None
-    free = leaf.dim() < 4 or images or set(leaf.shape[-2:]) <= lengths
+    free = leaf.dim() < 4 or images or not alone or set(leaf.shape[-2:]) <= lengths
     return dict.fromkeys(range(leaf.dim() if free else 1), torch.export.Dim.AUTO)
 
 
@@ -322,7 +328,7 @@ def _takes_any_image(model: torch.nn.Module) -> bool:
     return not any(isinstance(m, tokens) for m in model.modules())
 
 
-def _batch_dim(leaf: Any) -> Any:
+def _batch_dim(leaf: Any, _: bool) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
@@ -359,6 +365,11 @@ def _capture_message(model: torch.nn.Module, error: Exception) -> str:
         return (
             f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly equal, rounding decides, and then "
             "outputs can't be compared. Quantize the part in front of that, for example model.backbone, and call the rest in fp32."
+        )
+    if isinstance(error, LostEffectError):
+        return (
+            f"{text}\nReturn what it writes there as a further output, and put it into the argument outside of the model; or quantize its "
+            "submodules one by one."
         )
     if isinstance(error, OtherOutputError):
         return (

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from nc.errors import InputError
 
 
-def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]:
-    """Example inputs by parameter name of `forward`, in its order; arguments that are None are left out."""
+def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str, Any], int]:
+    """Example inputs by parameter name of `forward`, in its order; and how many are given by position. Those that are None are left out."""
     if example_inputs is None:
         msg = (
             "example_inputs is missing: the model is captured by running it once. Give one batch as a tensor, a tuple (positional) or a "
@@ -45,7 +45,8 @@ def bind_examples(model: torch.nn.Module, example_inputs: Any) -> dict[str, Any]
         elif value is not None:
             values[name] = value
     _check_examples(values)
-    return {name: value for name, value in values.items() if value is not None}
+    positional = next((i for i, value in enumerate(args) if value is None), len(args))
+    return {name: value for name, value in values.items() if value is not None}, min(positional, len(bound.arguments))
 
 
 def _check_examples(values: dict[str, Any]) -> None:

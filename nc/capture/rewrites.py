@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -27,18 +27,36 @@ from nc.graph.catalogue import (
     works_in_place,
 )
 from nc.graph.fx_utils import add_constant, constant_number, constant_value, drop_unused, fqn_of
-from nc.graph.views import Binary, Weighted, set_argument
+from nc.graph.schemas import schema_of
+from nc.graph.views import Binary, Weighted, returned, set_argument
 
 aten = torch.ops.aten
+#: See `own_inputs`.
+Written = tuple[tuple[fx.Node, ...], tuple[tuple[int, int], ...]]
 
 
-def normalise(module: fx.GraphModule, first: Sequence[Callable[[fx.GraphModule], object]] = ()) -> None:
-    """All rewrites, in order; each leaves a valid graph. Those in `first` come before the list of this module."""
-    for rewrite in (*first, *REWRITES):
+def normalise(module: fx.GraphModule, own: int, reads: int = 0, first: Sequence[Callable[[fx.GraphModule], object]] = ()) -> Written:
+    """All rewrites, in order; each leaves a valid graph.
+
+    Args:
+        module: changed in place.
+        own: see `own_inputs`.
+        reads: likewise.
+        first: rewrites that come before the list of this module.
+
+    Returns:
+        What the model writes: see `own_inputs`.
+    """
+    for rewrite in (*first, steps_as_one, drop_checks, drop_identities):
+        rewrite(module)
+        _sweep(module)
+    written = own_inputs(module, own, reads)
+    for rewrite in REWRITES:
         rewrite(module)
         _sweep(module)
     module.graph.lint()
     module.recompile()
+    return written
 
 
 def drop_checks(module: fx.GraphModule) -> None:
@@ -48,19 +66,24 @@ def drop_checks(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def own_inputs(module: fx.GraphModule) -> None:
-    """Copy an input that the model changes in place, so that the caller's tensor stays as it was.
+def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
+    """Copy each input that the model writes, so that the graph changes none, and let the graph give the copy as a further output.
+
+    Args:
+        module: changed in place.
+        own: how many of its first outputs are those of the model.
+        reads: how many of its last outputs are `value_reads`. Those in between are new entries of containers.
+
+    Returns:
+        The inputs that are written, whose values are new outputs in front of the last `reads`; and (output, value) for each output of the
+        model that is a new entry or a written input itself, which is taken out. Values are counted from the first entry.
 
     Raises:
         CaptureError: the model changes its own buffer. A graph has no state, so it cannot.
     """
-    for node in list(module.graph.nodes):
-        if not works_in_place(node):
-            continue
-        root = first_input(node)
-        while root is not None and (may_be_view(root) or works_in_place(root)):
-            root = first_input(root)
-        if root is None or root.op not in ("placeholder", "get_attr"):
+    written: dict[fx.Node, fx.Node] = {}
+    for root in dict.fromkeys(root for node in module.graph.nodes for root in map(_root, _changed_by(node))):
+        if root.op not in ("placeholder", "get_attr"):
             continue
         if root.op == "get_attr" and not _is_lifted(root):
             msg = (
@@ -72,6 +95,43 @@ def own_inputs(module: fx.GraphModule) -> None:
             copy = module.graph.call_function(aten.clone.default, (root,))
         copy.meta["val"] = root.meta["val"]
         root.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
+        if root.op == "placeholder":
+            written[root] = copy
+    outputs = returned(module)
+    last = len(outputs) - reads
+    values = [*outputs[own:last], *written.values()]
+    place = {node: i for i, node in reversed([*enumerate(map(_itself, values))]) if isinstance(node, fx.Node)}
+    same = {i: place[node] for i, node in enumerate(map(_itself, outputs[:own])) if node in place}
+    kept = [output for i, output in enumerate(outputs[:own]) if i not in same]
+    module.graph.output_node().args = ((*kept, *values, *outputs[last:]),)
+    return tuple(written), tuple(same.items())
+
+
+def _itself(node: object) -> object:
+    """What an operator in place returns: the value that it changed."""
+    while isinstance(node, fx.Node) and works_in_place(node) and (changed := next(_changed_by(node), None)) is not None:
+        node = changed
+    return node
+
+
+def _changed_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that an operator changes."""
+    if works_in_place(node):
+        arguments = schema_arguments(node)
+        for argument in schema_of(node.target):
+            if argument.written:
+                given = arguments.get(argument.name)
+                yield from (n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a value is a view of, or a changed form of; itself if it is none."""
+    while may_be_view(node) or works_in_place(node):
+        source = next(_changed_by(node), None) if works_in_place(node) else first_input(node)
+        if source is None:
+            break
+        node = source
+    return node
 
 
 def _is_lifted(node: fx.Node) -> bool:
@@ -130,7 +190,7 @@ def drop_identities(module: fx.GraphModule) -> None:
     Export makes such a copy where `forward` assigns a buffer to itself: `self.table = self.table.to(x.device)`.
     """
     for node in list(module.graph.nodes):
-        if op_name(node) in IDENTITIES or _is_same_dtype_cast(node) or _is_copy_to_itself(node):
+        if op_name(node) in IDENTITIES or (_is_same_dtype_cast(node) and not _is_asked_copy(node)) or _is_copy_to_itself(node):
             _replace(node, input_node(node))
 
 
@@ -146,15 +206,24 @@ def _is_same_dtype_cast(node: fx.Node) -> bool:
     return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
 
 
+def _is_asked_copy(node: fx.Node) -> bool:
+    """Whether a cast was asked to copy its input, and something is then written in the copy."""
+    asked = op_name(node) == "_to_copy" or schema_arguments(node).get("copy", False)
+    return asked and any(map(works_in_place, node.graph.nodes))
+
+
 def functionalise(module: fx.GraphModule) -> None:
-    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists. Other operators in place stay as they are."""
+    """`x.relu_()` → `relu(x)`, if x is a new value and no view of it exists. Other operators in place stay as they are.
+
+    So does one between dtypes: `half.add_(single)` gives half, `half.add(single)` gives single.
+    """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     for node in list(module.graph.nodes):
         functional = _functional_overload(node)
         if functional is None:
             continue
         target = first_input(node)
-        if target is None or target.op in ("placeholder", "get_attr") or may_be_view(target):
+        if target is None or target.op in ("placeholder", "get_attr") or may_be_view(target) or _promotes(node, target):
             continue
         # the result of an operator that stays in place is memory that others read too
         if works_in_place(target) or any(may_be_view(user) for user in target.users):
@@ -163,6 +232,15 @@ def functionalise(module: fx.GraphModule) -> None:
         for user in list(target.users):
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(target, node)
+
+
+def _promotes(node: fx.Node, target: fx.Node) -> bool:
+    """Whether the functional form of an operator in place may give another dtype than what it changes has."""
+    own = target.meta["val"].dtype
+    others = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)} - {own}
+    return op_name(node) != "copy_" and any(
+        other.is_floating_point == own.is_floating_point and other is not torch.bool for other in others
+    )
 
 
 def _functional_overload(node: fx.Node) -> Callable[..., torch.Tensor] | None:
@@ -353,10 +431,6 @@ def _sweep(module: fx.GraphModule) -> None:
 
 #: The order matters: `functionalise` looks for views, and `fold_batch_norm` needs constant weights.
 REWRITES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    steps_as_one,
-    drop_checks,
-    drop_identities,
-    own_inputs,
     functionalise,
     views,
     flattens,

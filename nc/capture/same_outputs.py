@@ -27,6 +27,15 @@ class OtherOutputError(RuntimeError):
         self.picks = picks
 
 
+class LostEffectError(RuntimeError):
+    """The graph leaves something else in an argument than the model does."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(
+            f"forward changes argument {' or '.join(map(repr, names))}, and the captured graph can't change it in the same way"
+        )
+
+
 def same_outputs(expected: Any, got: Any, picks: Sequence[str]) -> None:
     """Raise OtherOutputError where two outputs of the same structure differ by more than rounding; `picks` are for its message."""
     for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):

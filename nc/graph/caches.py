@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -52,6 +52,39 @@ def build(name: str, members: Iterable[Any], keys: Iterable[str]) -> Any:
     for index, pair in enumerate(zip(parts["key_cache"], parts["value_cache"], strict=True)):
         cache.update(*pair, index)
     return cache
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache that a model may change."""
+    return f"{type(value).__module__}.{type(value).__qualname__}" in MEMBERS
+
+
+def become(cache: Any, members: Sequence[Any]) -> None:
+    """Give a cache the keys and values that it has after a call.
+
+    Args:
+        cache: changed in place.
+        members: by position in `MEMBERS`: keys and values of each layer; of an `EncoderDecoderCache` its two caches, changed already.
+    """
+    if hasattr(cache, "is_updated"):
+        cross = members[1]
+        cache.is_updated.update({i: True for i in range(len(cross)) if cross.get_seq_length(i)})
+        return
+    full = [layer for layer in cache.layers if layer.keys is not None]
+    for index, (keys, values) in enumerate(zip(*members, strict=True)):
+        if index < len(full):
+            _give(full[index], keys, values)
+        else:
+            cache.update(keys, values, index)
+
+
+def _give(layer: Any, keys: Any, values: Any) -> None:
+    """Give a layer all keys and values; one with a window keeps the last of them, and counts all, as it does in `update`."""
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += keys.shape[-2] - layer.keys.shape[-2]
+        if not getattr(layer, "record_past", False):
+            keys, values = (side[:, :, -layer.sliding_window + 1 :] for side in (keys, values))
+    layer.keys, layer.values = keys, values
 
 
 def _register(cls: type, name: str) -> None:

@@ -21,6 +21,7 @@ class Argument:
         default_value: what it is then; a list that can't be changed.
         type: as torch writes it, e.g. "Optional[List[int]]".
         length: of a list that may be given as one number; else None.
+        written: whether the operator changes it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Argument:
     default_value: Any
     type: str
     length: int | None
+    written: bool
 
 
 def schema_of(target: object) -> tuple[Argument, ...]:
@@ -68,9 +70,13 @@ def _has_cpu_kernel(overload: torch._ops.OpOverload) -> bool:
 @functools.cache
 def _arguments(target: torch._ops.OpOverload) -> tuple[Argument, ...]:
     return tuple(
-        Argument(a.name, a.kwarg_only, a.has_default_value(), _frozen(a.default_value), str(a.real_type), a.N)  # type: ignore[attr-defined]
+        Argument(a.name, a.kwarg_only, a.has_default_value(), _frozen(a.default_value), str(a.real_type), a.N, _is_written(a))  # type: ignore[attr-defined]
         for a in target._schema.arguments
     )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _frozen(value: Any) -> Any:

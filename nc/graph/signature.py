@@ -17,14 +17,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from nc.errors import BackendError, InputError, NCError, UnsupportedError
+from nc.graph.effects import Effects, children
 from nc.graph.size_conditions import NAME, SizeCondition
 
 Dim = int | str
-
-
-def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """What a structure holds; torch renamed it after 2.8."""
-    return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +85,7 @@ class Signature:
         out_spec: structure of the outputs.
         reads: what the model's Python code read from tensors; the graph's last outputs are those tensors, in this order.
         conditions: on the sizes of the flat inputs. For others the model would take another path through its Python code.
+        effects: what the model changes in its arguments. The graph gives it behind its own outputs, and in front of those of `reads`.
         plain: the number of captured arguments, where each is one value and calls may give them by position; else -1. Calls are bound
             without looking into structures then, which takes longer than a small model.
     """
@@ -99,6 +96,7 @@ class Signature:
     out_spec: pytree.TreeSpec
     reads: tuple[ValueRead, ...] = ()
     conditions: tuple[SizeCondition, ...] = ()
+    effects: Effects = Effects()
     plain: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +106,11 @@ class Signature:
         is_plain = all(p.captured and p.positional and not p.variadic for p in first) and all(c.is_leaf() for c in children(self.in_spec))
         object.__setattr__(self, "plain", count if is_plain and len(self.leaves) == count else -1)
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs the graph has."""
+        return self.out_spec.num_leaves - len(self.effects.returned) + self.effects.values + len(self.reads)
+
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The flat tensors that the graph reads, in its order.
 
@@ -115,7 +118,7 @@ class Signature:
             InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured, or the
                 model would take another path through its Python code for these sizes than for the example.
         """
-        flat = args if self._is_plain(args, kwargs) else self._flattened(args, kwargs)
+        flat = args if self._is_plain(args, kwargs) else self._flat(self._by_name(args, kwargs))
         sizes: dict[str, int] = {}
         tensors = []
         for leaf, value in zip(self.leaves, flat, strict=True):
@@ -125,31 +128,58 @@ class Signature:
                 tensors.append(value.resolve_conj().resolve_neg() if value.dtype.is_complex or value.is_neg() else value)
         if self.conditions:
             self._check_sizes(flat)
+        if self.effects:
+            self.effects.check_memory(flat, [leaf.path for leaf in self.leaves])
         return tensors
 
     def _is_plain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the arguments of a call are the flat inputs."""
         return len(args) == self.plain and not kwargs and all(type(value) is torch.Tensor for value in args)
 
-    def _flattened(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """The arguments in the order of `leaves`."""
-        values = self._by_name(args, kwargs)
-        flat, spec = pytree.tree_flatten(values)
-        if spec != self.in_spec:
-            values = _fitted(values, self.in_spec)
-            flat, spec = pytree.tree_flatten(values)
-        if spec != self.in_spec:
-            self._explain_structure(values)
-        return flat
-
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The user's output structure around flat outputs.
+        """The user's output structure around the flat outputs of a graph. What the model writes into its arguments is left out.
 
         Raises:
             InputError: the model would take another path through its Python code for these inputs than for the example.
         """
-        own = len(outputs) - len(self.reads)
-        for read, tensor in zip(self.reads, outputs[own:], strict=True):
+        own, values = self._parts(outputs)
+        if len(own) == 1 and not self.effects and self.out_spec.is_leaf():
+            return own[0]
+        return pytree.tree_unflatten(self.effects.spread(own, values), self.out_spec)
+
+    def result(self, outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a call of the model returns, once what it writes is in the caller's own arguments.
+
+        Args:
+            outputs: the flat outputs of the graph.
+            args: of the call, as `bind` had them.
+            kwargs: likewise.
+
+        Raises:
+            InputError: as `unflatten`, or torch can't write into an argument.
+        """
+        if not self.effects:
+            return self.unflatten(outputs)
+        own, values = self._parts(outputs)
+        arguments = self._by_name(args, kwargs)
+        values = self.effects.apply(arguments, self._flat(arguments), [leaf.path for leaf in self.leaves], values)
+        return self.effects.build(self.effects.spread(own, values), self.out_spec, arguments)
+
+    def _flat(self, arguments: dict[str, Any]) -> list[Any]:
+        """The flat inputs, in the captured structure."""
+        flat, spec = pytree.tree_flatten(arguments)
+        if spec != self.in_spec:
+            arguments = _fitted(arguments, self.in_spec)
+            flat, spec = pytree.tree_flatten(arguments)
+        if spec != self.in_spec:
+            self._explain_structure(arguments)
+        return flat
+
+    def _parts(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The graph's own outputs, and the values of `effects`; raises as `unflatten`."""
+        last = len(outputs) - len(self.reads)
+        own = last - self.effects.values
+        for read, tensor in zip(self.reads, outputs[last:], strict=True):
             value = tensor.item()
             if value != read.value:
                 msg = (
@@ -158,7 +188,7 @@ class Signature:
                     "rewrite that place with torch.where."
                 )
                 raise InputError(msg)
-        return outputs[0] if own == 1 and self.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs[:own]), self.out_spec)
+        return outputs[:own], outputs[own:last]
 
     def without_conditions(self, example: Sequence[torch.Tensor]) -> Signature:
         """The contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.

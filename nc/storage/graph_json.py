@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph.catalogue import decide_kinds
+from nc.graph.effects import Effects, children
 from nc.graph.fx_utils import lazy_module
 from nc.graph.qdq import Finding, QDQGraph
-from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf, children
+from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf
 from nc.graph.size_conditions import NAME, SizeCondition, parsed
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.graph.views import returned
@@ -143,7 +144,7 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
         "leaves": (len(signature.leaves), signature.in_spec.num_leaves),
         "inputs": (sum(leaf.used for leaf in signature.leaves), inputs),
         "example inputs": (len(example), inputs),
-        "outputs": (len(returned(module)), signature.out_spec.num_leaves + len(signature.reads)),
+        "outputs": (len(returned(module)), signature.outputs),
     }
     for what, (got, expected) in counts.items():
         if got != expected:
@@ -399,6 +400,7 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
         "outputs": pytree_json.encode(signature.out_spec, "outputs"),
         **({"reads": [{"value": r.value, "where": r.where} for r in signature.reads]} if signature.reads else {}),
         **({"conditions": [dataclasses.asdict(c) for c in signature.conditions]} if signature.conditions else {}),
+        **({"effects": _encode_effects(signature.effects)} if signature.effects else {}),
     }
 
 
@@ -414,7 +416,36 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
     parameters = tuple(Parameter(**p) for p in data["parameters"])
     reads = tuple(_decode_read(entry) for entry in data.get("reads", ()))
     conditions = tuple(_decode_condition(entry, leaves) for entry in data.get("conditions", ()))
-    return Signature(parameters, in_spec, tuple(leaves), pytree_json.decode(data["outputs"]), reads, conditions)
+    out_spec = pytree_json.decode(data["outputs"])
+    effects = _decode_effects(data["effects"], leaves, out_spec) if "effects" in data else Effects()
+    return Signature(parameters, in_spec, tuple(leaves), out_spec, reads, conditions, effects)
+
+
+def _encode_effects(effects: Effects) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    if effects.after is not None:
+        entries = {"after": pytree_json.encode(effects.after, "inputs"), "sources": list(effects.sources)}
+        entries["objects"] = [[list(out), list(given)] for out, given in effects.objects]
+    return {"written": list(effects.written), "returned": [list(pair) for pair in effects.returned], **entries}
+
+
+def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytree.TreeSpec) -> Effects:
+    after = pytree_json.decode(data["after"], inputs=True) if "after" in data else None
+    sources = tuple(data.get("sources", ()))
+    returned = tuple((int(i), int(value)) for i, value in data["returned"])
+    objects = tuple((tuple(map(int, out)), tuple(map(int, given))) for out, given in data.get("objects", ()))
+    effects = Effects(tuple(data["written"]), after, sources, returned, objects)
+    tensors = [i for i, leaf in enumerate(leaves) if leaf.used]
+    if not (
+        len(sources) == (0 if after is None else after.num_leaves)
+        and all(i in tensors for i in effects.written)
+        and all(i is None or (type(i) is int and 0 <= i < len(leaves)) for i in sources)
+        and len(dict(returned)) == len(returned)
+        and all(0 <= i < out_spec.num_leaves and 0 <= value < effects.values for i, value in returned)
+    ):
+        msg = "the effects are not those of the inputs and outputs"
+        raise ValueError(msg)
+    return effects
 
 
 def _decode_read(entry: dict[str, Any]) -> ValueRead:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
 from nc.graph import caches
-from nc.graph.signature import children
+from nc.graph.effects import children
 from nc.storage import json_values
 
 _LEAF = "*"
