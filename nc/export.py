@@ -10,7 +10,7 @@ import torch
 from nc.backends import precautions
 from nc.capture.capture import Graph, capture
 from nc.global_lock import LOCK
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_graph, copy_module
 from nc.graph.signature import call_error
 
 
@@ -31,7 +31,7 @@ class ExportedModel(torch.nn.Module):
         tensors = self.graph.signature.bind(args, kwargs)
         try:
             with torch.no_grad():
-                outputs = self.graph.module(*tensors)
+                outputs = call_graph(self.graph.module, tensors)
         except Exception as error:
             raise call_error(error, "The captured model", tensors, self.graph.example) from error
         return self.graph.signature.result(outputs, args, kwargs)

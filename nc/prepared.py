@@ -29,6 +29,7 @@ from nc.errors import CalibrationError, InputError, NCError, StateError
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
+from nc.graph.fx_utils import call_graph
 from nc.graph.placement import Edge, place
 from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
 from nc.graph.signature import call_error
@@ -99,7 +100,7 @@ class PreparedModel(torch.nn.Module):
         samples = len(self._samples.batches)
         try:
             with torch.no_grad():
-                outputs = self._observed(*inputs)
+                outputs = call_graph(self._observed, inputs)
             self._samples.keep(inputs)  # before the model's own writes change them
             result = signature.result(outputs, args, kwargs)
         except BaseException as error:

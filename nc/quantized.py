@@ -15,6 +15,7 @@ from nc.backends.profiling.process import profile_in_child
 from nc.backends.profiling.verdict import Verdict
 from nc.c_code.openmp import leave_threads_of_parent
 from nc.errors import InputError, NCError, StateError, UnsupportedError
+from nc.graph.fx_utils import call_graph
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
 from nc.lowbit.layers import has_low_bit
@@ -42,7 +43,7 @@ class ReferenceModule(torch.nn.Module):
         tensors = graph.signature.bind(args, kwargs)
         try:
             with torch.no_grad(), without_autocast():
-                outputs = graph.module(*tensors)
+                outputs = call_graph(graph.module, tensors)
         except Exception as error:
             raise call_error(error, "The quantized graph", tensors, graph.example) from error
         return graph.signature.result(outputs, args, kwargs)

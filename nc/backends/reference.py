@@ -14,6 +14,7 @@ from nc.backends.profiling.nodes import profile_nodes
 from nc.config.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.fake_quant import SIMULATED_ONLY
+from nc.graph.fx_utils import call_graph
 from nc.graph.qdq import QDQGraph
 from nc.nn import KernelChoice
 from nc.ops import CONVERTERS
@@ -64,7 +65,7 @@ class ReferenceBackend:
 
         def run(inputs: Any) -> Any:
             with torch.no_grad():
-                return graph.module(*inputs)
+                return call_graph(graph.module, inputs)
 
         def report() -> EngineReport:
             ops = tuple(OpRun(operator=d.operator, ran="fp32", reason=_simulated(d), kernels=_low_bit(d)) for d in graph.plan.decisions)

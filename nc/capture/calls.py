@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from nc.capture.precautions import Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, same_outputs
 from nc.errors import InputError
 from nc.graph.effects import Path, containers, same_objects
+from nc.graph.fx_utils import call_graph
 from nc.graph.signature import Parameter, Signature
 
 
@@ -73,6 +75,8 @@ class Caller:
         known = containers(arguments)
         before = pytree.tree_flatten(arguments)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", module=r"torch\.")  # what torch says of its own prototypes
             for around in self.precautions.around:
                 stack.enter_context(around(self.model))
             outputs = self.model(*args, **kwargs)
@@ -100,7 +104,7 @@ def copied(leaf: Any) -> Any:
 def run_graph(module: fx.GraphModule, signature: Signature, values: Mapping[str, Any]) -> Ran:
     """A call of a graph, with copies of the arguments."""
     arguments: dict[str, Any] = pytree.tree_map(copied, dict(values))
-    outputs = module(*signature.bind((), arguments))
+    outputs = call_graph(module, signature.bind((), arguments))
     signature.unflatten(outputs)  # what it raises is about other things
     try:
         return Ran(signature.result(outputs, (), arguments), arguments)

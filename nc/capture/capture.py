@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from nc.capture import rewrites
 from nc.capture.calls import Caller, Ran, check_same, copied, giving_entries, run_graph
 from nc.capture.examples import another_batch, bind_examples, with_batch, with_sizes
-from nc.capture.export_guards import eval_mode, exportable, named_keywords
+from nc.capture.export_guards import eval_mode, exportable, named_keywords, usable_tensors, zeros_at_padding
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
@@ -88,7 +88,7 @@ def capture(
     values = pytree.tree_map(copied, given)  # the model may work in place
     run = Caller(model, parameters_of(model.forward, values), positional, precautions)
     failures: list[Exception] = []
-    with LOCK, eval_mode(model), torch.no_grad(), without_autocast():
+    with LOCK, eval_mode(model), usable_tensors(model), torch.no_grad(), without_autocast():
         expected = _first_run(model, run, values)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
@@ -167,6 +167,7 @@ def _attempt(run: Caller, values: dict[str, Any], attempt: _Attempt, share_weigh
     reads: list[ValueRead] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(exportable(attempt.oblivious))
+        stack.enter_context(zeros_at_padding(model))
         stack.enter_context(named_keywords(model, kwargs))
         stack.enter_context(giving_entries(model, list(values), seen.replaced))
         if attempt.reads:

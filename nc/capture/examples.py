@@ -79,7 +79,7 @@ def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
     copies = -(-size // sizes.pop())
 
     def repeat(leaf: Any) -> Any:
-        return torch.cat([leaf] * copies)[:size].contiguous() if isinstance(leaf, torch.Tensor) else leaf
+        return _in_order(torch.cat([leaf] * copies)[:size].contiguous(), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     repeated: dict[str, Any] = pytree.tree_map(repeat, values)
     return repeated
@@ -101,10 +101,20 @@ def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         length = 2 * leaf.shape[0] if size is None else size
-        return torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous()
+        return _in_order(torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous(), leaf)
 
     others: dict[str, Any] = pytree.tree_map(resized, values)
     return others
+
+
+def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Put a row of integers in order again where the original was in order: offsets, numbers of segments and lengths are valid only so."""
+    if original.dim() != 1 or original.is_floating_point() or original.is_complex() or original.dtype == torch.bool:
+        return resized
+    steps = original.diff()
+    if bool((steps >= 0).all()):
+        return resized.sort().values
+    return resized.sort(descending=True).values if bool((steps <= 0).all()) else resized
 
 
 def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -119,6 +129,6 @@ def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, An
         for d in range(leaf.dim() if isinstance(leaf, torch.Tensor) else 0):
             wanted = sizes.get(f"in{i}_{d}", leaf.shape[d])
             if wanted != leaf.shape[d]:
-                flat[i] = flat[i].index_select(d, torch.arange(wanted) % leaf.shape[d])
+                flat[i] = _in_order(flat[i].index_select(d, torch.arange(wanted) % leaf.shape[d]), leaf)
     resized: dict[str, Any] = pytree.tree_unflatten(flat, spec)
     return resized

@@ -47,6 +47,26 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
+@contextlib.contextmanager
+def usable_tensors(model: torch.nn.Module) -> Iterator[None]:
+    """Put copies in the place of parameters and buffers that were made under `torch.inference_mode`, which export can't take."""
+    with torch.inference_mode(False):
+        copies: dict[int, torch.Tensor] = {}
+        own: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_inference():
+                        own.append((tensors, name, tensor))
+                        copy = torch.nn.Parameter(tensor.clone(), False) if isinstance(tensor, torch.nn.Parameter) else tensor.clone()
+                        tensors[name] = copies.setdefault(id(tensor), copy)
+        try:
+            yield
+        finally:
+            for tensors, name, tensor in own:
+                tensors[name] = tensor
+
+
 def _put_back(value: Any, content: Any) -> None:
     """Give a container the content that it had."""
     if type(value) is list:
@@ -118,6 +138,34 @@ def other_forward(model: torch.nn.Module, run: Callable[..., Any], signature: in
             model.forward = original
         else:
             del model.forward
+
+
+@contextlib.contextmanager
+def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
+    """Let each `nn.TransformerEncoder` give what its nested tensors give in eval mode, on its plain path, which can be exported.
+
+    There it leaves padding out, and gives zeros in its place; but only where all padding is behind the tokens (`mask_check`).
+    """
+    with contextlib.ExitStack() as stack:
+        for encoder in model.modules():
+            nests = getattr(encoder, "use_nested_tensor", False) and type(encoder).forward is torch.nn.TransformerEncoder.forward
+            if nests and isinstance(encoder, torch.nn.TransformerEncoder):
+                last = encoder.layers[-1]
+                run = functools.partial(_without_padding, last.forward, getattr(encoder, "mask_check", True))
+                stack.enter_context(other_forward(last, run, inspect.signature(last.forward)))
+        yield
+
+
+def _without_padding(layer: Callable[..., torch.Tensor], check: bool, src: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens."""
+    output = layer(src, **options)
+    mask = options.get("src_key_padding_mask")
+    if mask is None or options.get("src_mask") is not None or src.dim() != 3:
+        return output
+    padding = mask != 0
+    if check:
+        padding = padding & ~(padding[:, :-1] & ~padding[:, 1:]).any()
+    return output.masked_fill(padding[..., None], 0.0)
 
 
 class _OtherThreads(io.TextIOBase):

@@ -74,6 +74,11 @@ class _Hooked(fx.Interpreter):
         return self._hook(n, super().run_node(n), self.env)
 
 
+def call_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+    """The outputs of a graph. `module(*inputs)` prints a stack to standard error if it fails, also where its caller handles the error."""
+    return torch.nn.Module.__call__(module, *inputs)
+
+
 def run_with(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],

@@ -1,0 +1,122 @@
+"""Calls of the user's model while it is captured: as the user makes them, without noise, on values that the model takes."""
+
+import pytest
+import torch
+from models import call, sqnr_db
+from torch import nn
+
+import nc
+from nc import NCWarning, StaticQuantConfig
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+
+
+def checked(model, inputs, *others):
+    """The prepared model, which gives what the model gives, also for other inputs."""
+    prepared = nc.prepare(model.eval(), StaticQuantConfig(), example_inputs=inputs, backend="reference")
+    for each in (inputs, *others):
+        expected, got = call(model, each), call(prepared, each)
+        assert expected.shape == got.shape
+        assert sqnr_db(expected, got) > 100
+    return prepared
+
+
+class Two(nn.Module):
+    """Two arguments, by position or by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x, skipped=None, y=None):
+        return self.f(x) if y is None else self.f(x) * y
+
+
+def hooked(kind):
+    """A model with hooks that change inputs and outputs."""
+    model = Two()
+    if kind == "position":
+        model.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+        model.register_forward_hook(lambda _, args, output: output + args[0].sum())
+    elif kind == "several":
+        model.register_forward_pre_hook(lambda _, args: args[0] * 2)
+        model.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+        model.register_forward_hook(lambda _, args, output: output.relu(), always_call=True)
+    else:
+        model.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "y": kwargs["y"] + 1}), with_kwargs=True)
+        model.register_forward_hook(lambda _, args, kwargs, output: output * kwargs["x"], with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [("position", X), ("position", (X,)), ("position", (X, None, X)), ("several", (X,)), ("keyword", {"x": X, "y": X})],
+    ids=["tensor", "tuple", "hole", "several", "keyword"],
+)
+def test_hooks_of_the_model(kind, inputs):
+    model = hooked(kind)
+    q = nc.convert(checked(model, inputs), measure=False)
+    assert sqnr_db(call(model, inputs), call(q, inputs)) > 25
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 6, 8)])
+def test_nothing_is_printed(shape, capfd):
+    class Halves(Two):
+        def forward(self, x):
+            a, b = self.f(x).chunk(2, 1)
+            return a * b
+
+    nc.prepare(Halves().eval(), StaticQuantConfig(), example_inputs=torch.ones(shape), backend="reference")
+    assert capfd.readouterr() == ("", "")
+
+
+class Bags(nn.Module):
+    """Rows of a table by offsets into one list of ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 16, mode="sum")
+        self.f = nn.Linear(16, 4)
+
+    def forward(self, ids, offsets):
+        return self.f(self.bag(ids, offsets))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_offsets(threads, recwarn):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ids = torch.arange(20) * 7 % 50
+        checked(Bags(), (ids, torch.tensor([0, 4, 10, 15])), (ids[:7], torch.tensor([0, 3])), (ids.repeat(3), torch.arange(0, 60, 2)))
+    finally:
+        torch.set_num_threads(before)
+    assert not [w for w in recwarn if isinstance(w.message, NCWarning)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("last", ["behind", "in front"])
+def test_encoder_with_padding(last):
+    """torch's encoder leaves padding out where all of it is behind the tokens, and gives zeros there."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))
+    x, mask = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    inputs = {"src": x, "src_key_padding_mask": mask}
+    other = {"src": x, "src_key_padding_mask": mask.flip(1)}
+    checked(model, *((inputs, other) if last == "behind" else (other, inputs)))
+    assert "forward" not in vars(model.layers[-1])
+    assert model.enable_nested_tensor
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()), torch.randn(4, 8)
+    weight = model[0].weight
+    prepared = checked(model, x)
+    assert model[0].weight is weight
+    assert weight.is_inference()
+    with torch.inference_mode():
+        nc.convert(prepared, measure=False)(x)
+        checked(model, x)
