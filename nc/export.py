@@ -9,17 +9,21 @@ import torch
 
 from nc.backends import precautions
 from nc.capture.capture import Graph, capture
+from nc.fixed_module import FixedModule
 from nc.global_lock import LOCK
 from nc.graph.fx_utils import call_graph, copy_module
 from nc.graph.signature import call_error
 
 
-class ExportedModel(torch.nn.Module):
+class ExportedModel(FixedModule):
     """A captured fp32 model, called like the original. `prepare` takes it without example inputs.
 
     Attributes:
         graph: the captured graph.
     """
+
+    what = "A captured model"
+    saved_by = "save the fp32 model, or what convert() makes of it with nc.save()"
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from nc.calibration.tensor_file import checksum
 from nc.capture.capture import Graph
 from nc.config import AnyConfig
 from nc.errors import CalibrationError, InputError, NCError, StateError
+from nc.fixed_module import FixedModule
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
@@ -40,7 +41,7 @@ from nc.spec import BF16, FLOAT, Capabilities
 from nc.spec.reasons import Cause
 
 
-class PreparedModel(torch.nn.Module):
+class PreparedModel(FixedModule):
     """The result of `prepare`. Call it with calibration data of any batch size; it returns what the fp32 model returns.
 
     Attributes:
@@ -52,6 +53,9 @@ class PreparedModel(torch.nn.Module):
         quant_config: the configuration.
         own: the user's module, while it exists, and its example arguments, for the verdict on speed.
     """
+
+    what = "A prepared model"
+    saved_by = "save what it has seen with prepared.statistics.save()"
 
     def __init__(
         self,
@@ -120,6 +124,21 @@ class PreparedModel(torch.nn.Module):
         """What was collected so far, to save, load or merge."""
         return Statistics(self.graph.module, self.observers, self._samples)
 
+    def _of_model(self, name: str, error: AttributeError) -> Any:
+        """Values such as `config`; what computes something is refused, because no observer would see it."""
+        own = vars(self).get("own")
+        model = None if own is None else own.model
+        if model is None or not hasattr(model, name):
+            return super()._of_model(name, error)
+        value = getattr(model, name)
+        if isinstance(value, (torch.nn.Module, torch.Tensor)) or callable(value):
+            msg = (
+                f"{name!r} belongs to the fp32 model, and calibration would not see what it computes: call the prepared model itself with "
+                "the inputs that your model gets there."
+            )
+            raise AttributeError(msg, name=name, obj=self) from error
+        return value
+
     def __copy__(self) -> PreparedModel:
         """A model that shares everything."""
         copied = self.__new__(type(self))
@@ -143,10 +162,6 @@ class PreparedModel(torch.nn.Module):
             "load that in a model that is prepared alike."
         )
         raise StateError(msg)
-
-    def train(self, mode: bool = True) -> PreparedModel:
-        """Stays in eval mode: the captured graph has no other."""
-        return super().train(False)
 
     def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
         """The QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.

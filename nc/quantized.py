@@ -15,6 +15,7 @@ from nc.backends.profiling.process import profile_in_child
 from nc.backends.profiling.verdict import Verdict
 from nc.c_code.openmp import leave_threads_of_parent
 from nc.errors import InputError, NCError, StateError, UnsupportedError
+from nc.fixed_module import FixedModule
 from nc.graph.fx_utils import call_graph
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import call_error
@@ -24,8 +25,11 @@ from nc.settings import without_autocast
 from nc.storage.store import write
 
 
-class ReferenceModule(torch.nn.Module):
+class ReferenceModule(FixedModule):
     """The QDQ graph as a plain module with the user's signature: fp32 simulation of the integers, on any CPU."""
+
+    what = "The reference of a quantized model"
+    saved_by = "save the quantized model with nc.save(), and load it with nc.load()"
 
     def __init__(self, graph: QDQGraph) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class ReferenceModule(torch.nn.Module):
         return graph.signature.result(outputs, args, kwargs)
 
 
-class QuantizedModel(torch.nn.Module):
+class QuantizedModel(FixedModule):
     """The result of `convert` and `load`: runs on the chosen engine, thread-safe.
 
     Attributes:
@@ -58,6 +62,9 @@ class QuantizedModel(torch.nn.Module):
         chosen: why "auto" chose this engine; "" if the user named it.
         verdict: the speed relative to fp32, measured by `convert`; None if it was not measured. It is not saved.
     """
+
+    what = "A quantized model"
+    saved_by = "save it with nc.save(), and load it with nc.load()"
 
     def __init__(self, graph: QDQGraph, engine: EngineModel, backend: str, chosen: str = "", verdict: Verdict | None = None) -> None:
         super().__init__()
@@ -123,10 +130,6 @@ class QuantizedModel(torch.nn.Module):
         """
         msg = "A quantized model can't be pickled, nor saved with torch.save(): use nc.save() and nc.load(), also for another process."
         raise StateError(msg)
-
-    def train(self, mode: bool = True) -> QuantizedModel:
-        """Stays in eval mode: there is nothing to train."""
-        return super().train(False)
 
     def report(self, profile_inputs: Any = None) -> Report:
         """What runs for each operator, read from the engine; `print` shows a table.

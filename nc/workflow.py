@@ -219,7 +219,9 @@ def convert(
     chosen = why_chosen(asked, name, failed, kind) if engine_name == asked else _SIMULATED
     q_model = QuantizedModel(graph, lowered, name, chosen)
     if measure and name != REFERENCE:
-        q_model.verdict = speed_verdict(model.graph.module, graph, lowered, own=model.own, quantized=q_model)
+        # a model that fills lists or caches is another one in each call of the same arguments
+        own = None if graph.signature.effects.after is not None else model.own
+        q_model.verdict = speed_verdict(model.graph.module, graph, lowered, own=own, quantized=q_model)
     _warn_of_result(model.plan, model.quant_config, graph, q_model.verdict)
     return q_model
 
@@ -249,6 +251,12 @@ def quantize(
         >>> tuple(q(x).shape)
         (4, 8)
     """
+    if run_fn is not None and not callable(run_fn):
+        msg = (
+            f"Expected run_fn to be a function that is called with the prepared model, but got a {type(run_fn).__name__}. For a list of "
+            "batches write run_fn=lambda prepared: [prepared(batch) for batch in batches]."
+        )
+        raise InputError(msg)
     prepared = prepare(model, quant_config, inplace, example_inputs, **options)
     if run_fn is not None:
         args = () if run_args is None else run_args if isinstance(run_args, (tuple, list)) else (run_args,)
@@ -365,12 +373,25 @@ def _check_model(model: object) -> None:
     if lazy is not None:
         msg = f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before prepare()."
         raise InputError(msg)
+    quantized = next(((name, m) for name, m in model.named_modules() if _is_of_torch_ao(m)), None)
+    if quantized is not None:
+        msg = (
+            f"{quantized[0] or 'The model'!r} is a {type(quantized[1]).__name__} of torch.ao, which is quantized already: call "
+            "prepare() with the fp32 model."
+        )
+        raise InputError(msg)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
         devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, device in devices.items():
         if device.type != "cpu":
             msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
             raise InputError(msg)
+
+
+def _is_of_torch_ao(module: torch.nn.Module) -> bool:
+    """Whether torch.ao made a quantized layer, or the place of one."""
+    packages = ("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
+    return f"{type(module).__module__}.".startswith(packages)
 
 
 def _warn_of_float_weights(plan: WeightPlan) -> None:

@@ -1,12 +1,14 @@
 """Every refusal of the front door: its type, and that its text names the thing and the way out."""
 
 import copy
+import gc
 import importlib.metadata
 import inspect
 import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -123,7 +125,7 @@ def test_a_model_that_is_none(step, model):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("config", [None, {}, "int8", {"awkward": {}}, StaticQuantConfig])
+@pytest.mark.parametrize("config", [None, {}, "int8", {"awkward": {}}, int])
 def test_a_configuration_that_is_none(step, config):
     with pytest.raises(ConfigError, match=r"to be a configuration \(.*StaticQuantConfig, .* or a dict such as .*, but got"):
         step(MLP().eval(), config, example_inputs=X, backend="reference")
@@ -165,8 +167,70 @@ def test_training_mode_of_a_model_that_is_given_away():
 def test_results_stay_in_eval_mode():
     prepared = prepared_for(MLP(), X)
     q = convert(prepared)
-    assert not prepared.train().training
-    assert not q.train().training
+    for model in (prepared, q, q.reference):
+        with pytest.warns(NCWarning, match="stays in eval mode"):
+            assert not model.train().training
+        assert not model.eval().training
+
+
+@pytest.mark.parametrize("kind", ["prepared", "quantized", "reference", "exported"])
+def test_what_would_change_weights_is_refused(kind):
+    prepared = prepared_for(MLP(), X)
+    q = convert(prepared, measure=False)
+    model = {"prepared": prepared, "quantized": q, "reference": q.reference, "exported": nc.export.export(MLP().eval(), X)}[kind]
+    expected = model(X)
+    for same in (model.to("cpu"), model.float(), model.cpu(), model.requires_grad_(False), model.to(torch.float32), model.eval()):
+        assert same is model
+        assert torch.equal(model(X), expected)
+    for change in ("half", "double", "bfloat16", "cuda"):
+        with pytest.raises(nc.UnsupportedError, match="can't be (cast to torch|moved)"):
+            getattr(model, change)()
+    for target in ("meta", torch.float16, "cuda"):
+        with pytest.raises(nc.UnsupportedError, match="can't be (cast to torch|moved)"):
+            model.to(target)
+    for attempt in (model.state_dict, lambda: model.load_state_dict({}), lambda: nn.Sequential(model).state_dict()):
+        with pytest.raises(StateError, match="no state_dict"):
+            attempt()
+    with pytest.raises(StateError, match="no gradients"):
+        model.requires_grad_()
+
+
+def test_attributes_of_the_users_model():
+    class Owner(MLP):
+        def __init__(self):
+            super().__init__()
+            self.config, self.encoder = {"size": 3}, nn.Linear(2, 2)
+
+        def generate(self):
+            return 1
+
+    model = Owner()
+    prepared = prepared_for(model, X)
+    assert prepared.config is model.config
+    for name in ("generate", "encoder"):
+        with pytest.raises(AttributeError, match=f"'{name}' belongs to the fp32 model"):
+            getattr(prepared, name)
+    q = convert(prepared, measure=False)
+    for each, name in ((prepared, "nonsense"), (q, "config")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'. It has the signature"):
+            getattr(each, name)
+        assert not hasattr(each, name)
+    assert copy.deepcopy(prepared).config is model.config
+    del model
+    gc.collect()
+    assert not hasattr(prepared, "config")  # it does not keep the model in memory
+
+
+def test_arguments_of_the_wrong_kind():
+    with pytest.raises(InputError, match="run_fn=lambda prepared"):
+        nc.quantize(MLP().eval(), CONFIG, [X], example_inputs=X)
+    with pytest.raises(ConfigError, match=r"got the class StaticQuantConfig: write StaticQuantConfig\(\)"):
+        prepare(MLP().eval(), nc.StaticQuantConfig, example_inputs=X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(16, 4)).eval())
+    with pytest.raises(InputError, match="'0' is a Linear of torch.ao, which is quantized already"):
+        prepare(theirs, CONFIG, example_inputs=X)
 
 
 # ---- backends ----

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
     ("nc.warn",),
-    ("nc.modes", "nc.settings", "nc.spec"),
+    ("nc.modes", "nc.settings", "nc.spec", "nc.fixed_module"),
     ("nc.checks", "nc.numerics", "nc.shares", "nc.table", "nc.installation", "nc.c_code"),
     ("nc.plan",),
     ("nc.onednn",),

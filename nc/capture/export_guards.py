@@ -54,7 +54,8 @@ def usable_tensors(model: torch.nn.Module) -> Iterator[None]:
         copies: dict[int, torch.Tensor] = {}
         own: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
+            held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in held:
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor.is_inference():
                         own.append((tensors, name, tensor))

@@ -326,6 +326,9 @@ def config_from(value: object) -> AnyConfig:
     """
     if isinstance(value, (QuantConfig, ComposedConfig)):
         return value
+    if isinstance(value, type) and issubclass(value, QuantConfig):
+        msg = f"Expected quant_config to be a configuration, but got the class {value.__name__}: write {value.__name__}()."
+        raise ConfigError(msg)
     if isinstance(value, dict) and value.get("algorithm") == ComposedConfig.algorithm:
         return ComposedConfig.from_dict(value)
     if isinstance(value, dict) and "global" in value:

@@ -29,6 +29,15 @@ class OwnModel:
         self._model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
 
+    def copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The example arguments for calls that may write into them."""
+        return _copied(self.args), _copied(self.kwargs)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The module; None where it does not exist any more."""
+        return self._model()
+
     @contextlib.contextmanager
     def called(self) -> Iterator[tuple[Callable[[], object] | None, str]]:
         """The call of the module in eval mode, with inputs of its own; else None, and why it can't be timed."""
@@ -40,7 +49,7 @@ class OwnModel:
         if other is not None:
             yield None, f"calls change its inputs, which hold a {other}"
             return
-        args, kwargs = _copied(self.args), _copied(self.kwargs)
+        args, kwargs = self.copies()
         with LOCK, eval_mode(model), torch.no_grad(), without_autocast():
             try:
                 model(*args, **kwargs)

@@ -175,7 +175,8 @@ def measure(
     with torch.autocast("cpu", enabled=False):
         with own.called() if own is not None else contextlib.nullcontext((None, "")) as (call, why):
             slow = call or (lambda: module(*example))
-            fast = functools.partial(quantized, *own.args, **own.kwargs) if own and call and quantized else lambda: engine.run(example)
+            args, kwargs = own.copies() if own is not None else ((), {})  # the model may write into them
+            fast = functools.partial(quantized, *args, **kwargs) if call and quantized else lambda: engine.run(example)
             found = compare(slow, fast, seconds / 2, clock, watch)
         parts: list[tuple[Sequence[Step], Sequence[Step]]] = []
         round_s = sum(found.times.values()) / 1e3

@@ -1,0 +1,107 @@
+"""Modules whose weights belong to a captured graph or to an engine: what `torch.nn.Module` would do to weights is refused, not ignored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+
+from nc.errors import NCWarning, StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class FixedModule(torch.nn.Module):
+    """A module in eval mode, in fp32 outside of its integers, and on the CPU.
+
+    Attributes:
+        what: what it is, for messages.
+        saved_by: how it is saved.
+    """
+
+    what: ClassVar[str]
+    saved_by: ClassVar[str]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and the like call, with a function for each tensor. `.to("cpu")` and `.float()` change nothing.
+
+        Raises:
+            UnsupportedError: tensors would be on another device, or of another dtype.
+        """
+        probe = torch.zeros(1, dtype=torch.float32, device="cpu")
+        try:
+            moved = fn(probe)
+        except Exception as error:  # of a device that this torch does not have
+            msg = f"{self.what} computes on the CPU, and can't be moved: {error}"
+            raise UnsupportedError(msg) from error
+        device, dtype = moved.device.type, moved.dtype
+        if device != "cpu":
+            msg = f"{self.what} computes on the CPU, and can't be moved to {device!r}. Call .cpu() on its inputs."
+            raise UnsupportedError(msg)
+        if dtype != torch.float32:
+            msg = (
+                f"{self.what} can't be cast to {dtype}: prepare() decides what its operators compute in. For another precision give "
+                "prepare() a configuration that asks for it."
+            )
+            raise UnsupportedError(msg)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode; warns for `train(True)`: there is nothing to train."""
+        if mode:
+            msg = f"{self.what} stays in eval mode: it has nothing to train. Train the fp32 model, and call prepare() and convert() again."
+            warnings.warn(msg, NCWarning, stacklevel=2)
+        return super().train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Stay without gradients.
+
+        Raises:
+            StateError: gradients are asked for.
+        """
+        if requires_grad:
+            msg = f"{self.what} has no gradients. Train the fp32 model, and call prepare() and convert() again."
+            raise StateError(msg)
+        return self
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """What checkpoints call.
+
+        Raises:
+            StateError: always: an empty dict would be saved without a word.
+        """
+        msg = f"{self.what} has no state_dict: {self.saved_by}."
+        raise StateError(msg)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """The inverse.
+
+        Raises:
+            StateError: always.
+        """
+        msg = f"{self.what} takes no state_dict. Load it into the fp32 model, and call prepare() and convert() again; {self.saved_by}."
+        raise StateError(msg)
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch calls for names that it does not find: submodules, and attributes that only the user's model has.
+
+        Raises:
+            AttributeError: neither this module nor the user's model has it, or it would run the user's fp32 model.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            return self._of_model(name, error)
+
+    def _of_model(self, name: str, error: AttributeError) -> Any:
+        """An attribute of the user's model, where this module knows one; raises AttributeError."""
+        msg = (
+            f"{self.what} has no attribute {name!r}. It has the signature and the outputs of your model, not its attributes: read "
+            "them from the fp32 model."
+        )
+        raise AttributeError(msg, name=name, obj=self) from error
