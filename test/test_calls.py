@@ -1,12 +1,14 @@
 """Calls of the user's model while it is captured: as the user makes them, without noise, on values that the model takes."""
 
+import dataclasses
+
 import pytest
 import torch
 from models import call, sqnr_db
 from torch import nn
 
 import nc
-from nc import NCWarning, StaticQuantConfig
+from nc import CaptureError, InputError, NCWarning, StaticQuantConfig
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
@@ -120,3 +122,89 @@ def test_inference_tensors():
     with torch.inference_mode():
         nc.convert(prepared, measure=False)(x)
         checked(model, x)
+
+
+class Remembers(Two):
+    """Its last result, in a plain attribute, and how often it was called, in one of a submodule."""
+
+    def __init__(self, *, reads=False):
+        super().__init__()
+        self.reads, self.last, self.f.calls = reads, None, 0
+
+    def forward(self, x):
+        y, self.f.calls = self.f(x), self.f.calls + 1
+        if self.reads and self.last is not None:
+            y = y + self.last
+        self.last = y
+        return y
+
+
+class RemembersOnce(Two):
+    """A table that only the first call computes."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(8)
+        return self.f(x) * self.table
+
+
+def test_state_is_named(recwarn):
+    names = "self.last and self.f.calls"
+    model = Remembers()
+    with pytest.warns(NCWarning, match=f"Remembers.forward changes {names} at each call"):
+        checked(model, X)
+    assert model.f.calls == 1  # of the call that is compared
+    with pytest.raises(CaptureError, match=f"forward changes {names} at each call, and a graph keeps nothing"):
+        nc.prepare(Remembers(reads=True).eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
+    recwarn.clear()
+    checked(RemembersOnce(), X)
+    assert not [w for w in recwarn if isinstance(w.message, NCWarning)]
+
+
+def test_random_numbers_are_named():
+    class Draws(Two):
+        def forward(self, x):
+            return self.f(x) + torch.randn_like(x)
+
+    with pytest.raises(CaptureError, match="it draws random numbers"):
+        nc.prepare(Draws().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
+
+
+@dataclasses.dataclass
+class Unknown:
+    """A dataclass that nobody registered."""
+
+    first: torch.Tensor
+
+
+def test_unknown_classes():
+    class Gives(Two):
+        def forward(self, x):
+            return Unknown(self.f(x))
+
+    class Takes(Two):
+        def forward(self, x, more):
+            return self.f(x) + more.first
+
+    class Plain:
+        def __init__(self):
+            self.first = X
+
+    with pytest.raises(CaptureError, match=r"call torch.export.register_dataclass"):
+        nc.prepare(Gives().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
+    with pytest.raises(InputError, match=r"hold a Unknown.*call torch.export.register_dataclass"):
+        nc.prepare(Takes().eval(), StaticQuantConfig(), example_inputs=(X, Unknown(X)), backend="reference")
+    with pytest.raises(InputError, match="Argument 'more' of example_inputs holds a Plain"):
+        nc.prepare(Takes().eval(), StaticQuantConfig(), example_inputs=(X, Plain()), backend="reference")
+
+
+def test_another_structure_is_written_as_python_does():
+    class Sums(Two):
+        def forward(self, x, more):
+            return self.f(x) + more["a"][0]
+
+    prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=(X, {"a": (X,)}), backend="reference")
+    with pytest.raises(InputError, match=r"'more': expected \{'a': \(_,\)\}, as in example_inputs, but got \{'a': \[_, _\]\}"):
+        prepared(X, {"a": [X, X]})

@@ -129,6 +129,7 @@ INSIDE = {
             "nc.capture.naming",
             "nc.capture.recurrent",
             "nc.capture.same_outputs",
+            "nc.capture.state",
             "nc.capture.precautions",
         ),
         ("nc.capture.export_guards", "nc.capture.rewrites", "nc.capture.size_paths"),

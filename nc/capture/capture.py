@@ -28,6 +28,7 @@ from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
+from nc.capture.state import State, changed, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -89,7 +90,9 @@ def capture(
     run = Caller(model, parameters_of(model.forward, values), positional, precautions)
     failures: list[Exception] = []
     with LOCK, eval_mode(model), usable_tensors(model), torch.no_grad(), without_autocast():
+        before = state_of(model)
         expected = _first_run(model, run, values)
+        kept = _kept_at_each_call(run, values, before)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
                 graph, guards = _attempt(run, values, attempt, share_weights, expected)
@@ -101,13 +104,43 @@ def capture(
                 failures.append(error)
                 continue
             graph.signature.effects.check_memory(pytree.tree_leaves(given), [leaf.path for leaf in graph.signature.leaves])
+            if kept:
+                msg = (
+                    f"{type(model).__name__}.forward changes {kept} at each call. The captured model changes nothing there, and "
+                    "computes what the model computes in the state that it has now."
+                )
+                warnings.warn(msg, NCWarning, stacklevel=4)
             warning = " ".join(filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads))))
             if warning:
                 warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
             return graph
-    telling = _telling(failures)
+        telling = _telling(failures)
+        cause = _cause(run, values, expected, kept) if isinstance(telling, OtherOutputError) else ""
     unfit = next((f"\nThe path that the example takes can't be captured: {f}." for f in failures if isinstance(f, UnfitReadError)), "")
-    raise CaptureError(_capture_message(model, telling) + unfit) from telling
+    raise CaptureError(_capture_message(model, telling, cause) + unfit) from telling
+
+
+def _kept_at_each_call(run: Caller, values: dict[str, Any], before: State) -> str:
+    """The plain attributes that each call changes, for messages. What only the first call sets is a result that is kept for later ones."""
+    after = state_of(run.model)
+    if not changed(before, after):
+        return ""
+    run(values)
+    return " and ".join(f"self.{name}" for name in changed(after, state_of(run.model)))
+
+
+def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str:
+    """Why the graph can't give what the model gives, where the model itself says so; else ""."""
+    if kept:
+        return (
+            f"forward changes {kept} at each call, and a graph keeps nothing between calls. Give what it needs of earlier calls as an "
+            "argument, and return what later calls need."
+        )
+    try:
+        check_same(expected, run(values), ())
+    except RuntimeError:
+        return "The model gives another output for the same inputs in each call: it draws random numbers. Give them as an argument."
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -353,15 +386,20 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _capture_message(model: torch.nn.Module, error: Exception) -> str:
+def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") -> str:
     where = _user_line(error)
     advice = (
         "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / torch.cond, or quantize the "
         "submodules around it one by one."
     )
     if _UNKNOWN in str(error):
-        advice = "Return tensors only: a Hugging Face model leaves its cache out when example_inputs say use_cache=False."
+        advice = (
+            "Return tensors, in tuples, lists or dicts: call torch.export.register_dataclass with a dataclass of your own. A Hugging Face "
+            "model leaves its cache out when example_inputs say use_cache=False."
+        )
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
+    if cause:
+        return f"{text}\n{cause}"
     if isinstance(error, OtherOutputError) and error.picks:
         return (
             f"{text}\nThe model picks among its values ({', '.join(error.picks)}). Where two are nearly equal, rounding decides, and then "

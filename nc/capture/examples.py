@@ -55,6 +55,14 @@ def _check_examples(values: dict[str, Any]) -> None:
     if unknown is not None:
         msg = f"example_inputs hold a {unknown.__name__}, whose members torch does not know: call torch.export.register_dataclass with it."
         raise InputError(msg)
+    for name, value in values.items():
+        other = next((type(v) for v in pytree.tree_leaves(value) if _holds_tensors(v)), None)
+        if other is not None:
+            msg = (
+                f"Argument {name!r} of example_inputs holds a {other.__name__}, and torch.export does not know its members: give its "
+                "tensors as a tuple, list or dict, or call torch.utils._pytree.register_pytree_node with the class."
+            )
+            raise InputError(msg)
     if not tensors:
         msg = "example_inputs hold no tensor; give one batch of real inputs."
         raise InputError(msg)
@@ -68,6 +76,13 @@ def _check_examples(values: dict[str, Any]) -> None:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             msg = f"example_inputs hold NaN, in a tensor of shape {tuple(tensor.shape)}: nothing could be verified on them."
             raise InputError(msg)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a leaf is an object with tensors that pytree does not see."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(member, torch.Tensor) for member in pytree.tree_leaves(vars(value)))
 
 
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:

@@ -271,8 +271,23 @@ class Signature:
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:
-                msg = f"Argument {name!r}: expected the structure {expected[name]}, but got {got}."
+                msg = f"Argument {name!r}: expected {_layout(expected[name])}, as in example_inputs, but got {_layout(got)}."
                 raise InputError(msg)
+
+
+def _layout(spec: pytree.TreeSpec) -> str:
+    """A structure as Python writes it, with `_` for each value."""
+    if spec.is_leaf():
+        return "_"
+    parts = [_layout(child) for child in children(spec)]
+    if spec.type in (dict, collections.OrderedDict):
+        return f"{{{', '.join(f'{key!r}: {part}' for key, part in zip(spec.context, parts, strict=True))}}}"
+    if spec.type is list:
+        return f"[{', '.join(parts)}]"
+    if spec.type is tuple:
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    cls = spec.context if spec.type is collections.namedtuple else spec.type
+    return f"{getattr(cls, '__name__', cls)}({', '.join(parts)})"
 
 
 def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ...]:

@@ -1,0 +1,49 @@
+"""What a model keeps in plain attributes from call to call, such as `self.last = x`: a graph keeps nothing."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+#: For each attribute, by its path in the model, all that would be another object, or of another version, if a call changed it.
+State = Mapping[str, list[Any]]
+
+
+def state_of(model: torch.nn.Module) -> State:
+    """The plain attributes of all modules."""
+    return {
+        f"{path}.{name}".lstrip("."): _parts(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def changed(before: State, after: State) -> list[str]:
+    """The attributes that two states do not have in common."""
+    names = [name for name, parts in after.items() if name not in before or not _are_same(before[name], parts)]
+    return [*names, *(name for name in before if name not in after)]
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value, 0 if value.is_inference() else value._version]
+    if isinstance(value, dict):
+        return [value, *value, *(part for item in value.values() for part in _parts_inside(item))]
+    if isinstance(value, (list, tuple, set, collections.deque)):
+        return [value, *(part for item in value for part in _parts_inside(item))]
+    return [value]
+
+
+def _parts_inside(item: Any) -> list[Any]:
+    return _parts(item) if isinstance(item, torch.Tensor) else [item]
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y) for x, y in zip(a, b, strict=True))
