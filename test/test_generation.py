@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from nc.errors import InputError, NCWarning, UnsupportedError, VerificationError
 from nc.generation import decoder as decoding
 from nc.generation import own_forward, status
 from nc.generation.memory import empty_cache
+from nc.generation.names import cache_argument, cache_field, cache_of
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = pytest.mark.skipif(
@@ -176,6 +178,34 @@ def test_the_cache_is_the_users():
             torch.testing.assert_close(got[:, 0], whole[:, 7], rtol=1e-4, atol=1e-5)
         got = model(ids[:, 8:], past_key_values=cache).logits  # several tokens: the model itself
         torch.testing.assert_close(got, whole[:, 8:], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_has_the_name_that_the_model_gives_it():
+    """transformers 5.24 takes and gives `cache`, and warns where `past_key_values` is said; a call by either name is a step."""
+    new = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    model = language_model()
+    assert cache_argument(model) == ("cache" if new else "past_key_values")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        nc.accelerate_generation(model)
+    tokens = by_plan(model)
+    for name in ("cache", "past_key_values") if new else ("past_key_values",):
+        cache = empty_cache(model)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model(texts(), **{name: cache})
+            before = len(tokens)
+            output = model(input_ids=torch.tensor([[5]]), **{name: cache})
+        assert len(tokens) == before + 1
+        assert output[cache_field(type(output))] is cache
+
+
+def test_names_of_caches():
+    newer, older = {"cache": 1, "past_key_values": None}, {"past_key_values": 2}
+    assert [cache_of(given) for given in (newer, older, {}, {"cache": None})] == [1, 2, None, None]
+    for name in ("cache", "past_key_values"):
+        output = dataclasses.make_dataclass("Output", ["logits", name])
+        assert cache_field(output) == name
 
 
 def test_what_plans_do_not_know_is_left_to_the_model():

@@ -92,6 +92,7 @@ INSIDE = {
         ("nc.c_code",),
     ),
     "nc.generation": (
+        ("nc.generation.names",),
         ("nc.generation.memory", "nc.generation.snapshot", "nc.generation.step"),
         ("nc.generation.decoder",),
         ("nc.generation",),

@@ -590,7 +590,7 @@ def test_a_cache_is_no_part_of_what_reaches_a_block():
     model, ids = llama(), texts(1)[0]
     prepare(model, StaticQuantConfig(), example_inputs=ids, backend="reference")
     (calls,) = record(model, list(model.model.layers), [Sample(((ids,), {"use_cache": True}))])
-    caches = [value for _, kwargs in calls for name, value in kwargs.items() if name in ("past_key_value", "past_key_values")]
+    caches = [value for _, kwargs in calls for name, value in kwargs.items() if name in ("cache", "past_key_value", "past_key_values")]
     assert caches == [None] * 3
 
 

@@ -9,6 +9,7 @@ import torch
 from nc.errors import InputError, UnsupportedError
 from nc.generation.decoder import Decoder
 from nc.generation.memory import empty_cache
+from nc.generation.names import cache_argument
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -51,9 +52,9 @@ def accelerate_generation(model: _Model) -> _Model:
         msg = f"{type(model).__name__} has forward hooks inside, which a plan would not call: remove them first."
         raise UnsupportedError(msg)
     with torch.no_grad():
-        cache = empty_cache(model)
-        model(input_ids=torch.tensor([[0, 1, 2]], dtype=torch.int64), past_key_values=cache, use_cache=True)
-        decoder.prove({"input_ids": torch.tensor([[3]], dtype=torch.int64), "past_key_values": cache, "use_cache": True})
+        held = {cache_argument(model): empty_cache(model)}
+        model(input_ids=torch.tensor([[0, 1, 2]], dtype=torch.int64), use_cache=True, **held)
+        decoder.prove({"input_ids": torch.tensor([[3]], dtype=torch.int64), "use_cache": True, **held})
     model.forward = decoder
     return model
 

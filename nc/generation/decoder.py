@@ -16,13 +16,14 @@ import torch
 
 from nc.errors import BackendError, CaptureError, NCError, NCWarning, UnsupportedError, VerificationError
 from nc.generation.memory import Memory, memory_of, why_unknown
+from nc.generation.names import CACHE_NAMES, cache_field, cache_of
 from nc.generation.snapshot import Snapshot
 from nc.generation.step import captured
 from nc.nn import QuantLinear
 from nc.numerics.metrics import worst_sqnr_db
 
 #: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
-_KNOWN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict", "cache_position", "logits_to_keep"}
+_KNOWN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "cache_position", "logits_to_keep", *CACHE_NAMES}
 #: What logits must have in common with the model's own, in dB. Where activations are rounded to int8 or bf16, a value at a tie moves all
 #: that follows; a wrong mask, position or weight gives far less than that, too.
 _EXACT_DB, _ROUNDED_DB = 60.0, 20.0
@@ -86,7 +87,7 @@ class Decoder:
         """What the model gives."""
         if args or not self._is_step(kwargs):
             return self._forward(*args, **kwargs)
-        cache, kind = kwargs["past_key_values"], _kind(kwargs)
+        cache, kind = cache_of(kwargs), _kind(kwargs)
         count, memory = cache.get_seq_length(), self._memories.get(cache)
         if memory is None or count >= memory.places or not memory.is_of(cache.layers):  # another text, or more of it
             self._follow()
@@ -150,7 +151,7 @@ class Decoder:
 
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call computes one token that follows others, and asks for nothing else."""
-        ids, cache, model = kwargs.get("input_ids"), kwargs.get("past_key_values"), self._model()
+        ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
         if cache is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or ids.device.type != "cpu":
             return False
         if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
@@ -182,7 +183,7 @@ class Decoder:
     def _compare(self, kind: _Kind, kwargs: Mapping[str, Any], strict: bool) -> Any:
         """A step of a kind that is not proved yet, computed by the model and by a plan."""
         with self._lock:
-            cache = kwargs["past_key_values"]
+            cache = cache_of(kwargs)
             why = why_unknown(cache)
             memory = None if why else memory_of(cache)  # before the model runs: layers with a window forget
             count = 0 if why else cache.get_seq_length()
@@ -206,7 +207,7 @@ class Decoder:
     def _agreement(self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int) -> _Compared:
         """A token by a plan, and how it agrees with the model's own output."""
         name = type(self._model()).__name__
-        more = sorted(key for key, value in output.items() if value is not None and key not in ("logits", "past_key_values"))
+        more = sorted(key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES))
         if more:
             msg = f"{name} gives {', '.join(more)} too, which plans don't."
             raise UnsupportedError(msg)
@@ -219,7 +220,7 @@ class Decoder:
         except (RuntimeError, IndexError, ValueError) as error:  # of an operator, with sizes that the graph is not for
             msg = f"A token of {name} can't be computed by a plan: {error}"
             raise BackendError(msg) from error
-        layers = kwargs["past_key_values"].layers
+        layers = cache_of(kwargs).layers
         expected = [output.logits, *(layer.keys[:, :, -1] for layer in layers), *(layer.values[:, :, -1] for layer in layers)]
         new = [side[:, :, count] for sides in (memory.keys, memory.values) for side in sides]
         found = worst_sqnr_db(expected, [logits, *new])
@@ -297,4 +298,4 @@ def _own_forward(model: Any) -> Any:
 def _output(logits: torch.Tensor, cache: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    return CausalLMOutputWithPast(logits=logits, **{cache_field(CausalLMOutputWithPast): cache})

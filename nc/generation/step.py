@@ -12,6 +12,7 @@ from nc.capture import rewrites
 from nc.capture.export_guards import exportable
 from nc.capture.flatten import flatten_program
 from nc.errors import CaptureError
+from nc.generation.names import cache_argument
 from nc.global_lock import LOCK
 
 #: Sizes of the example: none of them is a size of models, so the graph can't mistake one for the other.
@@ -72,6 +73,7 @@ class _Step(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._cache = cache_argument(model)
         self._takes_place = "cache_position" in inspect.signature(model.forward).parameters
 
     def forward(
@@ -85,7 +87,7 @@ class _Step(torch.nn.Module):
     ) -> torch.Tensor:
         cache = _cache(keys, values, place)
         more = {"cache_position": place} if self._takes_place else {}
-        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        given = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, self._cache: cache, "use_cache": True}
         result: torch.Tensor = self.model(**given, **more).logits
         return result
 

@@ -104,7 +104,7 @@ def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     mask = kwargs.get("attention_mask")
     keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None
-    kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")}
+    kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("cache", "past_key_values", "use_cache")}
     return Sample((pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone())
 
 
