@@ -89,7 +89,8 @@ def no_time_to_measure(monkeypatch):
 @pytest.fixture
 def without_c(monkeypatch):
     """As where the C code of low-bit kernels can't be compiled."""
-    monkeypatch.setattr("nc.backends.low_bit.compiled._code", lambda: "its C code can't be loaded: there is no C compiler")
+    for module in ("compiled", "compiled_blocks"):
+        monkeypatch.setattr(f"nc.backends.low_bit.{module}._code", lambda: "its C code can't be loaded: there is no C compiler")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -981,6 +981,30 @@ MUTATIONS = (
         "spec.input(0).granularity != PER_TENSOR",
         ("recurrent", "dynamic"),
     ),
+    Mutation(
+        "parts-of-bf16-left-out",
+        "AMX multiplies all parts of weights and activations that fp32 sums would keep",
+        "c_code/low_bit_blocks_amx.h",
+        "i < of_x && i + part < MOST_PARTS; i++",
+        "i < of_x && i + part < MOST_PARTS - 1; i++",
+        ("low_bit_blocks_c",),
+    ),
+    Mutation(
+        "nan-of-e4m3-is-a-number",
+        "a weight in FP8 that is NaN gives NaN",
+        "backends/low_bit/compiled_blocks.py",
+        "if code.kind == E4M3:",
+        "if code.kind == E5M2:",
+        ("low_bit_blocks_c",),
+    ),
+    Mutation(
+        "sums-of-groups-shared",
+        "each row has its own sums of groups",
+        "c_code/low_bit_blocks.c",
+        "j->sums[m * w->groups + g] = sum;",
+        "j->sums[g] = sum;",
+        ("low_bit_blocks_c",),
+    ),
 )
 
 

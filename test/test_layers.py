@@ -281,6 +281,7 @@ INSIDE = {
             "nc.backends.low_bit.blocks",
             "nc.backends.low_bit.compiled",
         ),
+        ("nc.backends.low_bit.compiled_blocks",),
         ("nc.backends.low_bit.choose",),
         ("nc.backends.profiling.profile", "nc.backends.profiling"),
         ("nc.backends.base",),

@@ -923,9 +923,9 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
         return !HAS_AVX_VNNI ? NULL : four ? int8_4_vnni : int8_8_vnni;
     if (int8)
         return four ? int8_4_256 : int8_8_256;
-    if (isa >= AMX && w->middle >= 0)
+    if (isa >= AMX)
         return four ? digits_4_amx : digits_8_amx;
-    if (isa >= AVX512_VNNI && w->middle >= 0)
+    if (isa >= AVX512_VNNI)
         return four ? digits_4_512 : __builtin_cpu_is("intel") ? digits_8_intel : digits_8_512;
     if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return four ? fp32_4_512 : fp32_8_512;
@@ -935,8 +935,7 @@ static part_t choose(const struct weight *w, int int8, int64_t isa)
 /* y = x W^T + bias.
  *
  * x: [rows, K]; for block 0 with `padded` columns
- * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight (middle -1: codes of 4 bits have the values of
- *   the table only); then the instruction set, one that the CPU has,
+ * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight; then the instruction set, one that the CPU has,
  *   and the type of the scales
  * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row. -2: as 0, and all are bf16
  * Returns what calls.h lists.
@@ -950,14 +949,14 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
                     .stride = stride, .bias = bias, .unfit = &unfit};
     /* tiles pay from some rows on; for fewer rows than those of bf16, the digits take less time */
-    const int in_bf16 = HAS_BF16 && block == -2 && j.w.bits == 4 && j.w.middle >= 0, from = block > 0 ? 13 : block == -1 ? 9 : in_bf16 ? 5 : 7;
-    const int amx = HAS_AMX && shape[6] >= AMX && rows >= from && (block > 0 || block == -1 || j.w.middle >= 0);
+    const int in_bf16 = HAS_BF16 && block == -2 && j.w.bits == 4, from = block > 0 ? 13 : block == -1 ? 9 : in_bf16 ? 5 : 7;
+    const int amx = HAS_AMX && shape[6] >= AMX && rows >= from;
     const int bf16 = in_bf16 && (amx || (shape[6] == AVX512_BF16 && rows >= 4));
     block = block == -2 ? 0 : block;
     const part_t part = bf16 ? amx ? bf16_4_amx : bf16_4_512 : choose(&j.w, block != 0, amx || shape[6] < AMX ? shape[6] : AVX512_BF16);
     const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, AVX512);
     const part_t in_tiles = rows < FEW_ROWS ? NULL : part == fp32_4_256 ? tiles_fp32_4_256 : part == fp32_8_256 ? tiles_fp32_8_256 : NULL;
-    const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI && j.w.middle >= 0 ? DIGITS : 0;
+    const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI ? DIGITS : 0;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
     const int64_t each = amx ? 16 : 4, fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
     const int64_t at_most = in_tiles ? ROWS_OF_VALUES : amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit, most = rows < at_most ? rows : at_most;

@@ -26,7 +26,7 @@ from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
 
 #: Dtypes of scales → their numbers in the C code.
-_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: Instead of the length of a block: x is not rounded, and its values are those of bf16.
 BF16 = -2
 #: Outputs of a panel, and what K is padded to where one group covers a row.
@@ -89,10 +89,8 @@ def address() -> int:
     return code.step
 
 
-def block_of(kernel: LowBitKernel) -> int | None:
-    """The argument `block` of `linear` for one of these kernels; None for others."""
-    if kernel not in KERNELS:
-        return None
+def block_of(kernel: LowBitKernel) -> int:
+    """The argument `block` of the `linear` of a kernel in C."""
     return int(getattr(kernel.linear, "keywords", {}).get("block", 0))
 
 
@@ -121,22 +119,17 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         codes = low | high << 4
     else:
         codes = codes.view(panels, PANEL, padded // 4, 4)
-    values, middle = torch.zeros(16, dtype=torch.float32, device="cpu"), form.middle
-    if form.dtype.kind == "float":
-        middle = -1
-        values[: len(form.dtype.values)] = torch.tensor(form.dtype.values, dtype=torch.float32, device="cpu")
-    else:
-        values[:] = torch.arange(16, dtype=torch.float32, device="cpu") - form.middle
-    scale = _panels(scale)
-    if not form.two_levels and weight.scale.dtype in _SCALES:
+    values = torch.arange(16, dtype=torch.float32, device="cpu") - form.middle
+    scale = panels_of(scale)
+    if not form.two_levels and weight.scale.dtype in SCALES:
         scale = scale.to(weight.scale.dtype)  # as they are stored
     best = isa() if best is None else best
     row = padded if group == inputs else group
-    sizes = torch.tensor([outputs, inputs, padded, row, size, middle, best, _SCALES[scale.dtype]], dtype=torch.int64, device="cpu")
-    return _MEMORY.copied(codes.permute(0, 2, 1, 3)), _MEMORY.copied(scale), None if offset is None else _panels(offset), values, sizes
+    sizes = torch.tensor([outputs, inputs, padded, row, size, form.middle, best, SCALES[scale.dtype]], dtype=torch.int64, device="cpu")
+    return _MEMORY.copied(codes.permute(0, 2, 1, 3)), _MEMORY.copied(scale), None if offset is None else panels_of(offset), values, sizes
 
 
-def _panels(factors: torch.Tensor) -> torch.Tensor:
+def panels_of(factors: torch.Tensor) -> torch.Tensor:
     """[N, G] → [panels, G, 16]."""
     outputs, groups = factors.shape
     padded = torch.nn.functional.pad(factors, (0, 0, 0, -outputs % PANEL))
@@ -217,7 +210,6 @@ C_FP32 = LowBitKernel(
     name="c fp32",
     what="C of nc: codes become fp32 in registers, or activations three digits of 8 bits; sums in fp32 (AMX, VNNI, AVX-512 or AVX2)",
     bits=C_INT8.bits,
-    floats=("nf4", "af4", "fp4_e2m1"),
     activations=("fp32",),
     group_step=STEP,
     isa=("avx2",),
@@ -231,14 +223,13 @@ C_BF16 = dataclasses.replace(
     name="c bf16",
     what="C of nc: codes become bf16 exactly, multiplied with activations in bf16, sums in fp32 (AMX or AVX512-BF16)",
     bits=(1, 2, 3, 4),
-    floats=(),
     activations=("bf16",),
     isa=("avx2", "avx512f", "avx512_vnni", "avx512_bf16"),
     unavailable=_why_no_bf16,
     max_rows=2048,
 )
 C_BF16_FEW_ROWS = dataclasses.replace(
-    C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, unavailable=_why_no_bf16, max_rows=64
+    C_FP32, name="c bf16 few rows", activations=("bf16",), isa=C_BF16.isa, unavailable=_why_no_bf16, max_rows=8
 )
 C_BF16_IN_FP32 = dataclasses.replace(
     C_FP32,

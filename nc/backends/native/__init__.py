@@ -13,7 +13,8 @@ from nc.backends.base import EngineModel, Exporter, Option, check_available
 from nc.backends.low_bit.aten import DYN_QUANT_4BIT, INT4PACK, INT8PACK
 from nc.backends.low_bit.bag import BAG
 from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
-from nc.backends.low_bit.compiled import KERNELS
+from nc.backends.low_bit.compiled import KERNELS as IN_C
+from nc.backends.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native import lower, package
 from nc.global_lock import LOCK
@@ -66,7 +67,7 @@ class NativeBackend:
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights, the preferred ones first."""
-        return (*KERNELS, INT4PACK, INT8PACK, DYN_QUANT_4BIT, BAG, BLOCKS_BF16, BLOCKS)
+        return (*IN_C, *IN_C_BY_BLOCKS, INT4PACK, INT8PACK, DYN_QUANT_4BIT, BAG, BLOCKS_BF16, BLOCKS)
 
     def start(self) -> None:
         """Nothing to import. Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.

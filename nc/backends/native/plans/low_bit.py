@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.low_bit import compiled
+from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.low_bit.choose import computed_as
 from nc.backends.low_bit.graph import operator
 from nc.backends.low_bit.kernel import LowBitKernel
@@ -39,9 +39,8 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
         return None
     kernel, (codes, scale, offset, table, sizes) = found
     block = compiled.block_of(kernel)
-    assert block is not None
     block = compiled.BF16 if not block and activations == "bf16" else block
-    if block in (0, compiled.BF16) and inputs % compiled.STEP:
+    if kernel in compiled.KERNELS and block in (0, compiled.BF16) and inputs % compiled.STEP:
         return None  # its rows would have to be padded
     outputs, dtype = a["codes"].tensor.shape[0], x.tensor.dtype
     if activations == "bf16" and x.tensor.dtype is not torch.bfloat16:
@@ -50,7 +49,8 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     result = recorder.new((*before, outputs), contiguous_strides((*before, outputs)), torch.float32)
     added = _NOTHING if bias is None else functions.as_fp32(recorder, node, Traced(bias, None))
     tensors: list[Traced | torch.Tensor] = [result, x, sizes, codes, scale, offset, table, added]
-    recorder.call_function(functions.of_address(kernel.name, compiled.address()), [rows, inputs, block, openmp.threads()], tensors, node)
+    address = compiled.address() if kernel in compiled.KERNELS else compiled_blocks.address()
+    recorder.call_function(functions.of_address(kernel.name, address), [rows, inputs, block, openmp.threads()], tensors, node)
     return result if dtype is torch.float32 else functions.converted(recorder, node, result, dtype)
 
 
@@ -58,7 +58,7 @@ def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBit
     """The kernel for this number of rows, if it is one in C, and what it packed."""
     start = 0
     for name, count in zip(a["kernels"], a["counts"], strict=True):
-        kernel = next((each for each in compiled.KERNELS if each.name == name), None)
+        kernel = next((each for each in (*compiled.KERNELS, *compiled_blocks.KERNELS) if each.name == name), None)
         if kernel is None:
             return None
         if rows <= kernel.max_rows:
