@@ -985,8 +985,8 @@ MUTATIONS = (
         "parts-of-bf16-left-out",
         "AMX multiplies all parts of weights and activations that fp32 sums would keep",
         "c_code/low_bit_blocks_amx.h",
-        "i < of_x && i + part < MOST_PARTS; i++",
-        "i < of_x && i + part < MOST_PARTS - 1; i++",
+        "if (i + part >= MOST_PARTS)",
+        "if (i + part >= MOST_PARTS - 1)",
         ("low_bit_blocks_c",),
     ),
     Mutation(

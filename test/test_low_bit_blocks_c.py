@@ -133,6 +133,15 @@ def test_many_rows_and_inputs(name, group, inputs, best, how):
         check(packed, x, compiled_blocks.linear(x, layout, packed, bias), bias, best=best)
 
 
+@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize(("name", "scale_dtype"), [("fp8_e4m3", "e8m0"), ("int8", "bf16"), ("nf4", "fp32")])
+def test_each_part_of_a_number_counts(name, scale_dtype, best):
+    """With four inputs, what is left out of a product is larger than what fp32 sums lose; weights are one, two and three numbers of bf16."""
+    packed = weight(form(name, 4, scale_dtype=scale_dtype), 33, 4)
+    x = torch.randn(40, 4)
+    check(packed, x, compiled_blocks.linear(x, compiled_blocks.pack(packed, HERE[best]), packed))
+
+
 def test_every_format_has_a_coding():
     assert {name for name, dtype in DTYPES.items() if dtype.kind == "float"} == set(FLOATS)
     kinds = {name: coding(DTYPES[name]).kind for name in FLOATS}

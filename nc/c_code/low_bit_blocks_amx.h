@@ -120,8 +120,10 @@ INLINE FOR_AMX void multiply_parts(const struct job *j, const uint16_t *x, int64
         {
             _tile_loadd(6, weights[0] + (part * block + k) * PANEL, 64);
             _tile_loadd(7, weights[1] + (part * block + k) * PANEL, 64);
-            UNROLL for (int i = 0; i < of_x && i + part < MOST_PARTS; i++)
+            UNROLL for (int i = 0; i < of_x; i++)
             {
+                if (i + part >= MOST_PARTS)
+                    continue;
                 _tile_loadd(4, x + i * j->plane + k * TILE, 64);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
