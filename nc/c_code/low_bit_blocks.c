@@ -17,10 +17,12 @@
  */
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "calls.h"
 #include "openmp.h"
 
 #define PANEL 16
@@ -34,10 +36,8 @@
 #define LEAST_FOR_TILES 0x1p-90f /* AMX takes parts below 2^-126 as 0 */
 #define MOST_FOR_TILES 0x1p126f
 
-enum { OK = 0, NO_MEMORY = 1, NOT_HERE = 2 };
 enum { FP32 = 0, FP16 = 1, BF16 = 2 };                       /* types of scales */
 enum { TABLE = 0, INTEGER = 1, E4M3 = 2, E5M2 = 3, KINDS = 4 }; /* of codes */
-enum { AVX512 = 2, AMX = 5 };                                /* of the instruction sets of low_bit.c, the first ones with other code */
 
 struct weight {
     int64_t outputs, inputs, groups;
@@ -62,7 +62,7 @@ struct job {
     uint16_t *halves;  /* for `tiles`: [parts][rows / 16][K / 32][16][32] in bf16 */
     int64_t plane;     /* elements of a part there */
     int parts;         /* of x */
-    int *unfit;        /* set where x can't be split into such parts */
+    _Atomic int *unfit; /* set where x can't be split into such parts, by any thread */
 };
 
 /* ---- threads ---- */
@@ -325,7 +325,7 @@ static struct plan choose(const struct weight *w, int64_t isa)
 {
     static const part_t few[2][KINDS] = {{few_0_256, few_1_256, few_2_256, few_3_256}, {few_0_512, few_1_512, few_2_512, few_3_512}};
     static const part_t many[2][KINDS] = {{many_0_256, many_1_256, many_2_256, many_3_256}, {many_0_512, many_1_512, many_2_512, many_3_512}};
-    const int wide = isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    const int wide = isa >= ISA_AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     struct plan found = {few[wide][w->kind], many[wide][w->kind], wide ? tile_all_512 : tile_all_256, wide ? 2 : 1};
     return found;
 }
@@ -342,7 +342,7 @@ static struct plan choose(const struct weight *w, int64_t isa)
 int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
                              const float *offset, const float *values, const float *bias, float *y, int64_t block, int64_t threads)
 {
-    int unfit = 0;
+    _Atomic int unfit = 0;
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[1] / shape[2], shape[3], shape[4], shape[5], shape[7], codes, scale, offset,
                           values, values + PANEL},
                     .stride = stride, .block = block == -2 ? 0 : block, .bias = bias, .unfit = &unfit, .parts = block == -2 ? 1 : 3};
@@ -351,7 +351,7 @@ int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const
     const int64_t panels = (w->outputs + PANEL - 1) / PANEL, inputs = padded(w);
     /* AMX takes less time from so many rows on: with more parts, blocks take longer to decode (benchmarks/lowbit_kernels.py --formats) */
     const int64_t from = j.parts == 1 || w->parts == 1 ? 5 : w->parts == 2 ? 24 : 32;
-    const int amx = HAS_AMX && shape[6] >= AMX && w->parts && rows >= from, spread = j.block || w->held != w->group;
+    const int amx = HAS_AMX && shape[6] >= ISA_AMX && w->parts && rows >= from, spread = j.block || w->held != w->group;
     const int64_t fit = X_AT_ONCE / (inputs * (int64_t)sizeof(float)) / 48 * 48, least = fit < 48 ? 48 : fit;
     const int64_t at_once = amx ? ROWS_AT_ONCE : least < ROWS_AT_ONCE ? least : ROWS_AT_ONCE / 12 * 12, most = rows < at_once ? rows : at_once;
     const int64_t tiled = amx || most > FEW_ROWS ? most * inputs : 0;
@@ -404,10 +404,21 @@ int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const
 }
 #endif
 
-/* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, values, bias */
-int nc_low_bit_blocks_step(const int64_t *how, void *unused, int count, void *const *tensors)
+int64_t nc_isas(void)
 {
-    (void)unused, (void)count;
-    return nc_low_bit_blocks_linear(tensors[1], how[0], how[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6], tensors[7],
-                                    tensors[0], how[2], how[3]);
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    return 1 << ISA_AVX2 | 1 << ISA_AVX512 | HAS_AMX << ISA_AMX;
+#else
+    return 0;
+#endif
+}
+
+/* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, values, bias */
+int nc_low_bit_blocks_step(const int64_t *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(4, 8, 8);
+    (void)unused;
+    return nc_low_bit_blocks_linear((const float *)tensors[1], how[0], how[1], (const int64_t *)tensors[2], (const uint8_t *)tensors[3],
+                                    tensors[4], (const float *)tensors[5], (const float *)tensors[6], (const float *)tensors[7],
+                                    (float *)tensors[0], how[2], how[3]);
 }

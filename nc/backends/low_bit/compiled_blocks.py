@@ -20,6 +20,7 @@ from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.c_code import openmp
 from nc.c_code.build import load_on_threads
+from nc.c_code.failures import words
 from nc.errors import BackendError
 from nc.numerics.groups import about_middle, chunks
 from nc.numerics.low_bit import BLOCK
@@ -37,7 +38,6 @@ _LEAST, _MOST = 2.0**-90, 2.0**126
 #: Significant bits of bf16 and fp32.
 _BF16_BITS, _FP32_BITS = 8, 24
 _MEMORY = LargePages()
-_ERRORS = {1: "there is no memory for its scratch", 2: "it was compiled without code for this CPU"}
 
 
 def why_unavailable() -> str:
@@ -65,7 +65,7 @@ def _code() -> _Code | str:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_blocks_step, ctypes.c_void_p).value
     assert step is not None
-    compiled.isa()  # asks the operating system for AMX, for the whole process
+    compiled.usable()  # asks the operating system for AMX, for the whole process
     return _Code(function, step)
 
 
@@ -122,7 +122,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
 
     Args:
         weight: of any format that has a `coding`.
-        best: the instruction set to compute with, a number of `compiled.ISAS`; None: the best one. The layout is the same for all.
+        best: the instruction set to compute with, a number of `nc.c_code.isas`; None: the best one. The layout is the same for all.
     """
     form, (outputs, inputs) = weight.form, weight.shape
     code = coding(form.dtype)
@@ -248,7 +248,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         openmp.threads(),
     )
     if failed:
-        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {_ERRORS[failed]}."
+        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {words(failed)}."
         raise BackendError(msg)
     return result
 
