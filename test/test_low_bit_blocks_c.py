@@ -136,7 +136,7 @@ def test_many_rows_and_inputs(name, group, inputs, best, how):
 @pytest.mark.parametrize("best", HERE)
 @pytest.mark.parametrize(("name", "scale_dtype"), [("fp8_e4m3", "e8m0"), ("int8", "bf16"), ("nf4", "fp32")])
 def test_each_part_of_a_number_counts(name, scale_dtype, best):
-    """With four inputs, what is left out of a product is larger than what fp32 sums lose; weights are one, two and three numbers of bf16."""
+    """With four inputs, a part that is left out is larger than what fp32 sums lose; weights are one, two and three numbers of bf16."""
     packed = weight(form(name, 4, scale_dtype=scale_dtype), 33, 4)
     x = torch.randn(40, 4)
     check(packed, x, compiled_blocks.linear(x, compiled_blocks.pack(packed, HERE[best]), packed))
