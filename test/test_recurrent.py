@@ -14,9 +14,10 @@ import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, convert, load, prepare
 from nc.backends import cpu
 from nc.backends.native import recurrent
-from nc.errors import CaptureError, InputError, NCWarning
+from nc.errors import CaptureError, InputError, NCWarning, UnsupportedError
 from nc.numerics.metrics import sqnr_db
 from nc.ops import RECURRENT
+from nc.planning.rules import fit
 from nc.spec.reasons import Cause
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
@@ -486,3 +487,37 @@ def test_a_result_of_zeros_is_not_inaccurate():
     model = Layer(nn.RNN, bias=False)
     q = converted(model, (torch.zeros(5, 3, 8),))
     assert [d.spec.mode for d in q.graph.plan.decisions] == ["dynamic"]
+
+
+# ---- where there is no C code ----
+
+
+def test_without_c_code_the_reference_computes_and_the_report_says_why(monkeypatch):
+    monkeypatch.setattr(recurrent, "_code", lambda: "there is no C compiler")
+    model = Layer(nn.LSTM)
+    with torch.no_grad():
+        q = converted(model, model.inputs(3, 5))
+        x = model.inputs(2, 7)
+        assert worst_db(model(*x), q(*x)) > 25
+    (line,) = q.report().ops
+    assert (line.asked, line.ran) == ("int8", "fp32")
+    assert "there is no C compiler" in line.reason
+
+
+def test_the_operator_says_the_sizes_of_its_results():
+    packed = [*recurrent.pack(torch.ones(12, 5, dtype=torch.int8), torch.ones(12)), None]
+    packed += [*recurrent.pack(torch.ones(12, 4, dtype=torch.int8), torch.ones(12)), None] + [None] * 4
+    for batch_first in (False, True):
+        x = torch.randn(3, 2, 5) if batch_first else torch.randn(2, 3, 5)
+        arguments = (x, [torch.randn(1, 3, 4)], packed, "gru", 1, False, batch_first, 5)
+        torch.library.opcheck(recurrent._operator(), arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_plan_for_rows_can_go_to_a_backend_with_one_range():
+    prepared = prepare(Layer(nn.LSTM).eval(), DynamicQuantConfig(), example_inputs=(torch.randn(5, 3, 8),), backend="native")
+    ipex = nc.backends.get_backend("ipex").capabilities()
+    assert str(fit(prepared.plan, ipex)["rnn"].spec.activation.granularity) == "per_tensor"
+    asked = DynamicQuantConfig(act_granularity="per_token")
+    prepared = prepare(Layer(nn.LSTM).eval(), asked, example_inputs=(torch.randn(5, 3, 8),), backend="native")
+    with pytest.raises(UnsupportedError, match="per_token"):
+        fit(prepared.plan, ipex)

@@ -194,6 +194,19 @@ def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str],
         values[name], sources[name] = row.dynamic[0], "kernel"
 
 
+def _with_granularity_of_kernel(decision: Decision, row: OpSupport) -> Decision:
+    """The decision with a granularity that the kernel has for ranges found in each call, if no rule sets another one."""
+    activation = decision.spec.activation
+    fields = {name: (value, source) for name, value, source in decision.fields}
+    values, sources = ({name: field[i] for name, field in fields.items()} for i in (0, 1))
+    if decision.spec.mode != "dynamic" or activation is None or "act_granularity" not in fields:
+        return decision
+    _take_granularity_of_kernel(values, sources, row)
+    changed = dataclasses.replace(activation, granularity=granularity(values["act_granularity"]))
+    new = tuple((name, values[name], sources[name]) for name in fields)
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, activation=changed), fields=new)
+
+
 def _take_codes_of_kernel(values: dict[str, Any], sources: dict[str, str], row: OpSupport, *, is_global: bool) -> None:
     """Use the codes of a kernel that takes symmetric ones only, if no rule for this operator or type sets others."""
     for name, value in (("act_dtype", row.activations[0]), ("act_sym", True)):
@@ -248,6 +261,7 @@ def fit(plan: Plan, capabilities: Capabilities) -> Plan:
             low = d.fallback == "bf16" and d.kind in PRODUCTS
             decisions.append(dataclasses.replace(d, spec=BF16 if low else FLOAT, why=_no_kernel(d.kind, d.spec, capabilities)))
         else:
+            d = _with_granularity_of_kernel(d, row)  # noqa: PLW2901 - the same decision for this backend
             _check_dtypes(d.operator, d.spec, row, d.decided, capabilities)
             decisions.append(dataclasses.replace(d, spec=_reduced(d.spec, d.kind, capabilities)))
     return dataclasses.replace(plan_of(decisions, capabilities, plan.placement), algorithms=plan.algorithms)

@@ -170,6 +170,7 @@ def _operator() -> torch._ops.OpOverload:
     options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features"
     library.define(f"layers(Tensor x, Tensor[] hx, Tensor?[] packed, {options}) -> Tensor[]")  # type: ignore[no-untyped-call] # as above
     library.impl("layers", layers, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
+    torch.library.register_fake(f"{_NAMESPACE}::layers", _results, lib=library)
     _LIBRARIES.append(library)
     found: torch._ops.OpOverload = torch.ops.nc_recurrent.layers.default
     return found
@@ -177,6 +178,23 @@ def _operator() -> torch._ops.OpOverload:
 
 #: torch forgets the operators of a library that nothing holds.
 _LIBRARIES: list[torch.library.Library] = []
+
+
+def _results(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    packed: Sequence[torch.Tensor | None],  # noqa: ARG001 - names and order of the schema
+    kind: str,  # noqa: ARG001
+    num_layers: int,  # noqa: ARG001
+    bidirectional: bool,
+    batch_first: bool,
+    features: int,  # noqa: ARG001
+) -> list[torch.Tensor]:
+    """What `layers` gives, without values."""
+    first, second = x.shape[:2]
+    elements = (1 + bidirectional) * hx[0].shape[-1]
+    output = x.new_empty((second, first, elements) if batch_first else (first, second, elements))
+    return [output.transpose(0, 1) if batch_first else output, *(torch.empty_like(h, memory_format=torch.contiguous_format) for h in hx)]
 
 
 def layers(
