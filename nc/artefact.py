@@ -141,7 +141,8 @@ def load(
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
             narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
-            options = engine_options(engine, verify_sizes=verify_sizes, isolate=isolate, compile=compile)
+            sizes = {"verify_sizes": verify_sizes, "verify_kernels": "in doubt"}
+            options = engine_options(engine, **sizes, isolate=isolate, compile=compile)
             return narrowed, lower(engine, narrowed, verify=verify, **options)
 
         def check() -> None:

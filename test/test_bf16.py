@@ -12,6 +12,7 @@ from nc import (
     SmoothQuantConfig,
     StaticQuantConfig,
     UnsupportedError,
+    VerificationError,
     available_backends,
     compare,
     export_pt2,
@@ -266,5 +267,8 @@ def test_a_wrong_bf16_kernel_is_noticed(monkeypatch):
 
     monkeypatch.setattr(passes, "compute_in_bf16", wrong)
     x = torch.randn(4, 16)
-    q = quantized(MLP().eval(), x, StaticQuantConfig().set_local("fc2", LOW), "native")
+    config = StaticQuantConfig().set_local("fc2", LOW)
+    with pytest.raises(VerificationError, match="in .* place"):
+        quantized(MLP().eval(), x, config, "native")
+    q = quantized(MLP().eval(), x, config, "native", verify="off")
     assert compare(q, "reference").disagreements

@@ -214,7 +214,7 @@ def test_a_wrong_product_is_noticed(monkeypatch):
     monkeypatch.setattr(passes, "fuse_products", wrong)
     q = quantized(Function(attention, **layers()).eval(), torch.randn(X), None, "native")
     report = q.report()
-    assert report.details["run by"].startswith("TorchScript: oneDNN primitives computes something else")
+    assert report.details["run by"].startswith("TorchScript: oneDNN primitives compute something else")
     assert {op.operator for op in report.not_int8} == {"matmul", "matmul_1"}
 
 

@@ -178,7 +178,11 @@ def test_a_wrong_plan_is_not_used(monkeypatch):
 
     monkeypatch.setitem(plans._HANDLERS, QLINEAR, faulty)
     q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
-    assert q.report().details["run by"].startswith("TorchScript: computes something else than the quantized graph, the first time at '10'")
+    assert (
+        q.report()
+        .details["run by"]
+        .startswith("TorchScript: oneDNN primitives compute something else than the quantized graph, the first time at '10'")
+    )
     assert "codes within 0.01 quanta" in q.report().details["kernels compared"]
 
 

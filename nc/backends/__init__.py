@@ -20,7 +20,7 @@ BUILT_IN = ("ipex", "native", "openvino", "reference")
 AUTO = ("native", "ipex")
 
 #: Options that one engine or another has, as `convert` and `load` take them when nobody says anything.
-DEFAULTS: dict[str, object] = {"isolate": "auto", "compile": False, "verify_sizes": True}
+DEFAULTS: dict[str, object] = {"isolate": "auto", "compile": False, "verify_sizes": True, "verify_kernels": "always"}
 
 _REGISTERED: dict[str, Backend] = {}
 

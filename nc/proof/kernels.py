@@ -66,6 +66,7 @@ class KernelCheck:
         db: the smallest SQNR of a fp32 result; infinity where there is none.
         unread: names of tensors that the engine does not keep; they were judged together with the next ones.
         faults: what is wrong, in execution order.
+        outputs_only: no kernel was looked at, because the outputs agree so well that none can be wrong; `tensors` are the outputs.
     """
 
     tensors: int
@@ -73,9 +74,12 @@ class KernelCheck:
     db: float
     unread: tuple[str, ...]
     faults: tuple[Fault, ...]
+    outputs_only: bool = False
 
     def __str__(self) -> str:
         """A line of a report."""
+        if self.outputs_only:
+            return f"none, because the outputs agree to {self.db:.0f} dB"
         if self.faults:
             return f"{len(self.faults)} of {self.tensors} tensors are wrong, the first of {self.faults[0]}"
         fp32 = "" if math.isinf(self.db) else f", fp32 results to {self.db:.0f} dB"

@@ -49,7 +49,11 @@ class NativeBackend:
 
     name = NAME
     packs_weights = True
-    options: Mapping[str, Option] = {"compile": Option((False, True)), "verify_sizes": Option((True, False), protects=True)}
+    options: Mapping[str, Option] = {
+        "compile": Option((False, True)),
+        "verify_sizes": Option((True, False), protects=True),
+        "verify_kernels": Option((lower.ALWAYS, lower.IN_DOUBT), protects=True),
+    }
     exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
 
     def why_unavailable(self) -> str:

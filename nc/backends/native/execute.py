@@ -16,6 +16,7 @@ from torch import fx
 
 from nc.backends.native.fuse import packed
 from nc.backends.native.judge import Judge
+from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.plans.model import planned, why_not
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
@@ -125,7 +126,7 @@ class PlanExecutor:
         def details() -> Mapping[str, str]:
             more = {"wrong sums, so not taken": model.wrong_kernels(), "not planned": model.unplanned()}
             known = {"kernels": model.how()} | {key: "; ".join(texts) for key, texts in more.items() if texts}
-            return known | sizes_compared(model.checks.others, model.checks.wrong)
+            return known | sizes_compared(model.checks)
 
         return Running(
             model,
@@ -231,7 +232,7 @@ def _judged(running: Running, example: Sequence[torch.Tensor], judge: Judge | No
     outputs = called(running, example)
     if judge is None or running.values is None:
         return running, outputs
-    check = judge.kernels(example, *running.values(example, judge.names))
+    check = judge.kernels(example, *running.values(example, judge.names), example=True)
     return dataclasses.replace(running, checked=check), outputs
 
 
@@ -242,12 +243,13 @@ def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) ->
     return why or (f"computes something else at {faults[0]}" if faults else "")
 
 
-def sizes_compared(others: int, wrong: int) -> dict[str, str]:
+def sizes_compared(checks: PlanChecks) -> dict[str, str]:
     """What a report says of comparisons for other sizes than the example's; nothing where there were none."""
-    if not others:
+    if not checks.others and not checks.why_stopped:
         return {}
-    found = f"{wrong} of them wrong: torch's operators compute those" if wrong else "none wrong"
-    return {"sizes compared": f"{others} beside the example's, {found}"}
+    found = f"{checks.wrong} of them wrong: torch's operators compute those" if checks.wrong else "none wrong"
+    stopped = f"; no more are: {checks.why_stopped}" if checks.why_stopped else ""
+    return {"sizes compared": f"{checks.others} beside the example's, {found}{stopped}"}
 
 
 def called(running: Running, example: Sequence[torch.Tensor]) -> Sequence[Any]:

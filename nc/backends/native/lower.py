@@ -20,21 +20,33 @@ from nc.backends.native.judge import Judge
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
-from nc.backends.verify import check_option, first_disagreement, verify_kernels, verify_outputs
+from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.backends.verify import verify_kernels as judge_kernels
 from nc.graph.fx_utils import copy_module, note_values
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
 from nc.plan import Decision
 
+#: When the kernels for the example are compared.
+ALWAYS, IN_DOUBT = "always", "in doubt"
 
-def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, compile: bool = False) -> EngineModel:  # noqa: A002
+
+def lower(
+    graph: QDQGraph,
+    *,
+    verify: str = "raise",
+    verify_sizes: bool = True,
+    verify_kernels: str = ALWAYS,
+    compile: bool = False,  # noqa: A002
+) -> EngineModel:
     """An engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
         verify_sizes: compare plans for new sizes too, when they are made; not with verify="off".
+        verify_kernels: compare the kernels for the example "always", or "in doubt" only: where its outputs alone do not tell.
         compile: let `torch.compile` fuse what is fp32 between the kernels.
 
     Raises:
@@ -48,7 +60,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, 
         return _lowered(graph.module, graph.example, products)
 
     lowered = functools.cache(again)
-    judge = None if verify == "off" else Judge(graph, new_sizes=verify_sizes)
+    judge = None if verify == "off" else Judge(graph, new_sizes=verify_sizes, always=verify_kernels == ALWAYS)
     running, outputs, run_by = _running(lambda products: lowered(products)[0], graph.example, compile, judge)
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -68,7 +80,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, 
 
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected)
-    verify_kernels(running.checked, verify, "The native backend")
+    judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
     dynamic = packed_bytes(graph.module)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nc.errors import VerificationError
+from nc.errors import ArtefactCorruptError, VerificationError
 from nc.proof.kernels import Fault, KernelCheck
 from nc.warn import warn
 
@@ -24,7 +24,9 @@ class PlanJudge(Protocol):
     names: frozenset[str]
     new_sizes: bool
 
-    def kernels(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor]) -> KernelCheck:
+    def kernels(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any], values: Mapping[str, torch.Tensor], *, example: bool
+    ) -> KernelCheck:
         """Compare the values inside of one call."""
 
     def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
@@ -42,6 +44,7 @@ class PlanChecks:
         first: what the comparison of the first plan, that for the example, found; None where there was none.
         others: number of other sizes that were compared.
         wrong: number of those whose plan is wrong.
+        why_stopped: why new sizes can't be compared any more; "" where they can.
     """
 
     def __init__(self, judge: PlanJudge | None, otherwise: Callable[..., Sequence[Any]]) -> None:
@@ -49,6 +52,7 @@ class PlanChecks:
         self._known: dict[Hashable, str] = {}
         self.first: KernelCheck | None = None
         self.others = self.wrong = 0
+        self.why_stopped = ""
 
     def why_wrong(self, key: Hashable, inputs: Sequence[torch.Tensor], look: Look) -> str:
         """Why the plan for these inputs must not be used; "" where it may be.
@@ -59,22 +63,33 @@ class PlanChecks:
         judge = self._judge
         if judge is None or (self.first is not None and not judge.new_sizes):
             return ""
-        if key not in self._known:
-            check = judge.kernels(inputs, *look(judge.names))
-            if self.first is None:
-                self.first = check
-            else:
-                self.others += 1
-                self.wrong += bool(check.faults)
-                if check.faults:
-                    self._warn_of(check.faults[0], inputs, judge)
-            self._remember(key, _text(check))
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        if self.first is None:
+            self.first = judge.kernels(inputs, *look(judge.names), example=True)
+            return self._remember(key, self.first)
+        if self.why_stopped:
+            return ""
+        try:
+            check = judge.kernels(inputs, *look(judge.names), example=False)
+        except ArtefactCorruptError as error:  # the packed weights are whole, so the model goes on
+            self.why_stopped = str(error)
+            warn(f"Kernels for new input sizes can't be compared any more: {error}")
+            return ""
+        self.others += 1
+        self.wrong += bool(check.faults)
+        if check.faults:
+            self._warn_of(check.faults[0], inputs, judge)
+        return self._remember(key, check)
 
-    def _remember(self, key: Hashable, why: str) -> None:
+    def _remember(self, key: Hashable, check: KernelCheck) -> str:
+        """Keep why a plan must not be used, and return it."""
+        faults = check.faults
+        why = f"oneDNN primitives compute something else than the quantized graph, the first time at {faults[0]}" if faults else ""
         self._known[key] = why
         if len(self._known) > _MOST_SIZES:
             del self._known[next(iter(self._known))]
+        return why
 
     def _warn_of(self, fault: Fault, inputs: Sequence[torch.Tensor], judge: PlanJudge) -> None:
         """Say that the plan for new sizes is not used, once what takes its place is known to be right."""
@@ -86,7 +101,3 @@ class PlanChecks:
             msg = f"{what}. What would take their place {why}."
             raise VerificationError(msg)
         warn(f"{what}. torch's own operators, which agree with it, compute these sizes; they are slower.")
-
-
-def _text(check: KernelCheck) -> str:
-    return f"computes something else than the quantized graph, the first time at {check.faults[0]}" if check.faults else ""
