@@ -1,4 +1,4 @@
-"""One linear with 4-bit weights, by our kernels, torch's, OpenVINO's and ONNX Runtime's: microseconds, GB/s, percent of what can be read.
+"""One linear with low-bit weights, by our kernels, torch's, OpenVINO's and ONNX Runtime's: microseconds, GB/s, percent of what can be read.
 
     .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128] [--layers 4096x4096] [--groups 64 128]
 
@@ -148,27 +148,28 @@ def onnx_runtime(level: int) -> Engine:
     return Engine(f"ONNX Runtime, level {level}", make)
 
 
-def engines(group: int) -> Iterator[Engine]:
-    """All that can be imported."""
+def engines(group: int, dtype: str) -> Iterator[Engine]:
+    """All that can be imported and take weights of that format."""
     yield ours("int8")
     yield ours("int8_block32")
     yield ours("fp32")
     yield ours("bf16")
-    yield kernel(BAG)
     yield kernel(BLOCKS)
-    if group in (INT4PACK.groups or ()):
+    if dtype == "int4":
+        yield kernel(BAG)
+    if dtype == "int4" and group in (INT4PACK.groups or ()):
         yield kernel(INT4PACK, torch.bfloat16)
     yield gemm(torch.bfloat16)
     yield gemm(torch.float32)
     for make, settings, needed in ((openvino, (32, 0), ("openvino",)), (onnx_runtime, (4, 1), ("onnx", "onnxruntime"))):
-        if all(map(importlib.util.find_spec, needed)):
+        if dtype == "int4" and all(map(importlib.util.find_spec, needed)):
             yield from [make(setting) for setting in settings]
 
 
-def layer(outputs: int, inputs: int, group: int) -> PackedWeight:
-    """A random layer with symmetric 4-bit weights; its scales have 16 bits, as those of OpenVINO."""
+def layer(outputs: int, inputs: int, group: int, dtype: str) -> PackedWeight:
+    """A random layer with symmetric weights of a format; its scales have 16 bits, as those of OpenVINO."""
     model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False)).eval()
-    config = nc.WeightOnlyConfig("int4", group_size=group, w_algo="minmax", scale_dtype="fp16")
+    config = nc.WeightOnlyConfig(dtype, group_size=group, w_algo="minmax", scale_dtype="fp16")
     (found,) = nc.quantize(model, config, backend="reference")
     packed: PackedWeight = found.packed
     return packed
@@ -192,7 +193,7 @@ def measure(weight: PackedWeight, group: int, rows: int, options: argparse.Names
     copies = options.copies or math.ceil(_ALL / weight.bytes)
     x = torch.randn(rows, inputs)
     exact = x.double() @ weight.dequantize().double().T
-    found = [engine for engine in engines(group) if rows <= engine.most_rows and options.only in engine.name]
+    found = [engine for engine in engines(group, options.weights) if rows <= engine.most_rows and options.only in engine.name]
     ready = [(engine, x.to(engine.dtype), [engine.make(weight) for _ in range(copies)]) for engine in found]
     times: dict[str, list[float]] = {engine.name: [] for engine in found}
     for _ in range(options.rounds):
@@ -235,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", default=["2048x2048", "4096x4096", "11008x4096"], help="N x K")
     parser.add_argument("--groups", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--weights", default="int4", help="format of the weights; our kernels take all of them")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 128])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
@@ -249,7 +251,7 @@ def main() -> None:
         for size in options.layers:
             outputs, inputs = map(int, size.split("x"))
             for group in options.groups:
-                weight = layer(outputs, inputs, group)
+                weight = layer(outputs, inputs, group, options.weights)
                 if options.crossover:
                     crossover(weight, group, options)
                 for rows in () if options.crossover else options.rows:

@@ -349,7 +349,7 @@ int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const
     const struct weight *w = &j.w;
     const struct plan plan = choose(w, shape[6]);
     const int64_t panels = (w->outputs + PANEL - 1) / PANEL, inputs = padded(w);
-    /* AMX takes less time from so many rows on: with more parts, blocks take longer to decode (benchmarks/lowbit_kernels.py --formats) */
+    /* AMX takes less time from so many rows on: with more parts, blocks take longer to decode (benchmarks/lowbit_kernels.py --weights) */
     const int64_t from = j.parts == 1 || w->parts == 1 ? 5 : w->parts == 2 ? 24 : 32;
     const int amx = HAS_AMX && shape[6] >= ISA_AMX && w->parts && rows >= from, spread = j.block || w->held != w->group;
     const int64_t fit = X_AT_ONCE / (inputs * (int64_t)sizeof(float)) / 48 * 48, least = fit < 48 ? 48 : fit;

@@ -41,8 +41,12 @@ def rows_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
 
 
 def _dequantized(weight: PackedWeight) -> torch.Tensor:
-    """As `weight.dequantize()`, faster for integers of 2 and 4 bits."""
+    """As `weight.dequantize()`, faster for FP8 and for integers of 2 and 4 bits."""
     rows, columns = weight.shape
+    stored = weight.form.dtype.storage
+    if stored.is_floating_point:
+        scale = weight.params.scale
+        return weight.unpacked().view(stored).float().view(*scale.shape, -1).mul_(scale.unsqueeze(-1)).view(rows, columns)
     reader = _ROW_READERS.get(weight.form.bits)
     if weight.form.dtype.kind == "float" or reader is None or columns * weight.form.bits % 8:
         return weight.dequantize()
