@@ -100,7 +100,9 @@ def coding(dtype: DType) -> Coding:
     Raises:
         BackendError: its values fit none of the kinds.
     """
-    values = torch.tensor(dtype.values or [float(code - 2 ** (dtype.bits - 1)) for code in range(2**dtype.bits)], device="cpu")
+    values = torch.tensor(
+        dtype.values or [float(code - 2 ** (dtype.bits - 1)) for code in range(2**dtype.bits)], dtype=torch.float32, device="cpu"
+    )
     codes = torch.arange(len(values), dtype=torch.uint8, device="cpu")
     if len(values) <= PANEL:
         return Coding(TABLE, codes, values, 1.0)
