@@ -9,6 +9,7 @@
 # make test-exhaustive-native                              the same with the torch of .venv-native
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
+# make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
@@ -51,7 +52,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -109,6 +110,19 @@ test-exhaustive-native: setup-native
 mutations: setup setup-native
 	.venv-native/bin/python test/mutations.py --jobs $(JOBS)
 	.venv/bin/python test/mutations.py --jobs $(JOBS)
+
+# The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
+sanitize: setup-native
+	.venv-native/bin/python test/c_fuzz.py --sanitize --cases 60 --seed $(TURN)
+	program=$$(mktemp)
+	trap 'rm -f "$$program"' EXIT
+	for source in attention products steps low_bit; do
+	    $(TSAN) -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
+	    "$$program"
+	done
+
+# Without clones: the sanitizer does not run yet when they are chosen.
+TSAN = gcc -O1 -g -std=gnu11 -fno-math-errno -fsanitize=thread -DNC_NO_CLONES -I nc/c_code -include nc/c_code/identity.h -DNC_SOURCE_HASH='""'
 
 lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .

@@ -1,9 +1,10 @@
 """Random sizes for each function in C, between pages that can't be touched, against torch in float64.
 
-    python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0]
+    python test/c_fuzz.py [--functions map norm …] [--cases 30] [--seed 0] [--sanitize]
 
 Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one, so a read or write outside of
-it ends this process. What no function may write is compared with what it was. `make sanitize` runs the same under compilers' sanitizers.
+it ends this process. What no function may write is compared with what it was. With --sanitize the C code is compiled with the address
+and undefined-behaviour sanitizers of gcc, whose message is the last that this process prints. `make sanitize` runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import ctypes
 import faulthandler
 import math
 import mmap
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from test_low_bit_c import bound, exact, form, rounded, weight
 
 from nc.backends.low_bit import compiled
 from nc.backends.native.plans import avx2, functions, int8_attention
-from nc.c_code import build, openmp
+from nc.c_code import build, flags, openmp
 from nc.onednn.runner import Function, call_once
 
 PAGE = mmap.PAGESIZE
@@ -417,14 +420,37 @@ def possible() -> dict[str, str]:
     return {name: why.get(name, functions.why_unavailable()) for name in CASES}
 
 
+#: -O3 takes minutes to compile with them.
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_STARTED = "NC_FUZZ_SANITIZES"
+
+
+def sanitize() -> None:
+    """Start this process again with the sanitizers' libraries, which must be the first; there, compile with sanitizers."""
+    if os.environ.pop(_STARTED, ""):
+        os.environ.pop("LD_PRELOAD")  # not in the compiler
+        build._compiler = lambda: "gcc"
+        build._TIMEOUT_S = 1800
+        flags.FLAGS = (*SANITIZED, *flags.FLAGS[1:])
+        return
+    names = ("libasan.so", "libubsan.so")
+    paths = [subprocess.run(["gcc", f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip() for n in names]
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **options, _STARTED: "1", "LD_PRELOAD": ":".join(paths)})
+
+
 def main() -> None:
     """Run cases, and print what they were."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--cases", type=int, default=30, help="of each function")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc")
     options = parser.parse_args()
-    faulthandler.enable()
+    if options.sanitize:
+        sanitize()
+    else:
+        faulthandler.enable()
     for name in options.functions:
         if why := possible()[name]:
             print(f"{name}: skipped: {why}", flush=True)

@@ -894,6 +894,14 @@ MUTATIONS = (
         ("plans",),
     ),
     Mutation(
+        "dtypes-in-c",
+        "a dtype that a function in C does not know is an error",
+        "c_code/steps.c",
+        "        EXPECT(t ? is_read(dtype) : is_written(dtype), OTHER_DTYPE);\n",
+        "        (void)dtype;\n",
+        ("c_calls",),
+    ),
+    Mutation(
         "one-row-panels",
         "one row is multiplied with all outputs",
         "c_code/low_bit.c",
