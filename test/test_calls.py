@@ -10,6 +10,7 @@ from torch import nn
 import nc
 from nc import CaptureError, InputError, NCWarning, StaticQuantConfig
 
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
 
@@ -153,9 +154,10 @@ class RemembersOnce(Two):
 def test_state_is_named(recwarn):
     names = "self.last and self.f.calls"
     model = Remembers()
-    with pytest.warns(NCWarning, match=f"Remembers.forward changes {names} at each call"):
-        checked(model, X)
-    assert model.f.calls == 1  # of the call that is compared
+    if RELEASE >= (2, 9):  # before, torch.export refuses every tensor that is kept
+        with pytest.warns(NCWarning, match=f"Remembers.forward changes {names} at each call"):
+            checked(model, X)
+        assert model.f.calls == 1  # of the call that is compared
     with pytest.raises(CaptureError, match=f"forward changes {names} at each call, and a graph keeps nothing"):
         nc.prepare(Remembers(reads=True).eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
     recwarn.clear()
@@ -206,5 +208,5 @@ def test_another_structure_is_written_as_python_does():
             return self.f(x) + more["a"][0]
 
     prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=(X, {"a": (X,)}), backend="reference")
-    with pytest.raises(InputError, match=r"'more': expected \{'a': \(_,\)\}, as in example_inputs, but got \{'a': \[_, _\]\}"):
+    with pytest.raises(InputError, match=r"'more': expected the structure \{'a': \(_,\)\}, .*, but got \{'a': \[_, _\]\}"):
         prepared(X, {"a": [X, X]})

@@ -115,7 +115,7 @@ def capture(
                 warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
             return graph
         telling = _telling(failures)
-        cause = _cause(run, values, expected, kept) if isinstance(telling, OtherOutputError) else ""
+        cause = _cause(run, values, expected, kept) if kept or isinstance(telling, OtherOutputError) else ""
     unfit = next((f"\nThe path that the example takes can't be captured: {f}." for f in failures if isinstance(f, UnfitReadError)), "")
     raise CaptureError(_capture_message(model, telling, cause) + unfit) from telling
 

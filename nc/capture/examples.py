@@ -78,11 +78,12 @@ def _check_examples(values: dict[str, Any]) -> None:
             raise InputError(msg)
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether a leaf is an object with tensors that pytree does not see."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__"):
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a leaf is an object with tensors that pytree does not see; or objects in it, as in a `StaticCache` with its layers."""
+    if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__") or not depth:
         return False
-    return any(isinstance(member, torch.Tensor) for member in pytree.tree_leaves(vars(value)))
+    members = pytree.tree_leaves(dict(vars(value)))
+    return any(isinstance(member, torch.Tensor) or _holds_tensors(member, depth - 1) for member in members)
 
 
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:

@@ -271,7 +271,7 @@ class Signature:
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:
-                msg = f"Argument {name!r}: expected {_layout(expected[name])}, as in example_inputs, but got {_layout(got)}."
+                msg = f"Argument {name!r}: expected the structure {_layout(expected[name])}, as in example_inputs, but got {_layout(got)}."
                 raise InputError(msg)
 
 
