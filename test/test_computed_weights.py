@@ -317,3 +317,40 @@ def test_a_scripted_submodule_stays_as_it_is(inplace, fields):
         with torch.no_grad():
             next(q[1].parameters()).zero_()
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("error::nc.NCWarning")
+@pytest.mark.parametrize("how", ["parametrized weight_norm", "weight_norm", "low rank"])
+def test_weights_that_are_computed_are_not_told_to_stay(how):
+    model, _, _ = with_loaded_weights(how)
+    model = nn.Sequential(model[1]).eval()
+    assert not nc.describe(model, low_bit()).others
+    assert isinstance(quantize(model, low_bit())[0], QuantLinear)
+
+
+@pytest.mark.parametrize("scale_dtype", ["fp16"])
+@pytest.mark.parametrize("w_dtype", ["int4", "int8", "nf4"])
+def test_scales_that_their_format_cannot_hold_are_refused_with_the_layer(w_dtype, scale_dtype):
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).eval()
+    config = WeightOnlyConfig(w_dtype, group_size=SIZE, scale_dtype=scale_dtype)
+    for factor, said in ((1e-7, "only and need a scale of"), (1e9, "the largest one in fp16")):
+        changed = copy.deepcopy(model)
+        changed[1].weight.data *= factor
+        with pytest.raises(nc.ConfigError, match=rf"Layer '1': The weights go up to .*{said}.*bf16.*set_local\('1'"):
+            quantize(changed, config)
+        wide = quantize(changed, config.set_local("1", WeightOnlyConfig(scale_dtype="fp32")))
+        assert sqnr(changed[1].weight, wide[1].packed.dequantize()) > 15
+        config = WeightOnlyConfig(w_dtype, group_size=SIZE, scale_dtype=scale_dtype)
+    model[1].weight.data[0] *= 1e-9
+    model[0].weight.data.zero_()
+    q = quantize(model, config)
+    assert sqnr(model[1].weight, q[1].packed.dequantize()) > 15, "one small group among others is no loss"
+
+
+def test_a_model_whose_layers_have_low_bit_weights_already():
+    q = quantize(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)).eval(), low_bit().exclude("1"))
+    both = quantize(q, WeightOnlyConfig("int4", group_size=SIZE))
+    assert [layer.form.bits for layer in both] == [8, 4]
+    for step in (prepare, nc.describe, quantize):
+        with pytest.raises(nc.InputError, match=r"All linears and embeddings of the model \(2\) have low-bit weights already"):
+            step(both, low_bit())

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from nc.calibration.ranks import Ranks
+from nc.errors import ConfigError
 from nc.lowbit.activations import Activations
 from nc.lowbit.collect import Collector, inputs_of
 from nc.lowbit.copies import sharing
@@ -30,6 +31,7 @@ from nc.lowbit.solvers.best import keep_best, solve_best
 from nc.lowbit.statistics import InputStatistics
 from nc.lowbit.transforms import Scope, Target, Transform
 from nc.nn import QuantEmbedding, QuantLinear
+from nc.numerics.group_ranges import refuse_underflow
 from nc.numerics.packed_weight import PackedWeight
 from nc.plan import Applied
 
@@ -388,7 +390,13 @@ class Driver:
         solver = self.asked[layer.name].solver
         assert solver is not None
         problem = self._problem(layer, inputs)
-        return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver)
+        try:
+            refuse_underflow(problem.weight, problem.form)
+            return solve_best(problem, solver) if learned is None else keep_best(problem, learned, solver)
+        except ConfigError as error:
+            way_out = f"For this layer alone: config.set_local({layer.name!r}, WeightOnlyConfig(…))."
+            msg = f"Layer {layer.name!r}: {error} {way_out}"
+            raise ConfigError(msg) from error
 
 
 def _stages(inside: Sequence[str], inputs: Mapping[str, InputStatistics]) -> list[list[str]]:

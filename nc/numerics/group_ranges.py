@@ -32,6 +32,8 @@ RULES = ("minmax", "mse", "wls")
 _SHRINK = tuple(1 - step / 100 for step in range(80))
 _SHRINK_POWERS = (1.0, 0.5, 2.0)
 _NORM = 2.4
+#: A scale of fewer steps of its storage format than this is off by more than 6 %.
+_LEAST_STEPS = 8
 
 
 def choose(
@@ -153,12 +155,37 @@ def _outer(weight: torch.Tensor, form: WeightFormat, rule: str, importance: torc
 
 
 def _refuse_overflow(weight: torch.Tensor, form: WeightFormat) -> None:
-    low, high = torch.aminmax(weight)
-    span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
-    scale, most = span.item() / _largest(form), LIMITS[form.scale_dtype][1]
+    span, scale = _span_and_scale(weight, form)
+    most = LIMITS[form.scale_dtype][1]
     if scale > most:
         msg = (
-            f"The weights go up to {span.item():.3g} and need a scale of {scale:.3g}; the largest one in {form.scale_dtype} is {most:.5g}. "
+            f"The weights go up to {span:.3g} and need a scale of {scale:.3g}; the largest one in {form.scale_dtype} is {most:.5g}. "
             f"Use scale_dtype='bf16' or 'fp32'."
         )
         raise ConfigError(msg)
+
+
+def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
+    """Raise ConfigError if all weights are so small that their scales are a few steps of the storage format, or none.
+
+    Args:
+        weight: any shape.
+        form: the format; one that scales its scales has no such limit, and bf16 has that of fp32.
+    """
+    if form.tensor_scale or form.double_quant is not None or form.scale_dtype in ("fp32", "bf16"):
+        return
+    span, scale = _span_and_scale(weight, form)
+    least = LIMITS[form.scale_dtype][0]
+    if 0 < scale < _LEAST_STEPS * least:
+        msg = (
+            f"The weights go up to {span:.3g} only and need a scale of {scale:.3g}; {form.scale_dtype} has steps of {least:.3g} "
+            "there, and codes would be far off. Use scale_dtype='bf16' or 'fp32'."
+        )
+        raise ConfigError(msg)
+
+
+def _span_and_scale(weight: torch.Tensor, form: WeightFormat) -> tuple[float, float]:
+    """The range of all weights, and the scale that it needs."""
+    low, high = torch.aminmax(weight)
+    span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
+    return span.item(), span.item() / _largest(form)

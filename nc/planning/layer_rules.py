@@ -14,7 +14,7 @@ import torch
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, WeightOnlyConfig, outer_field, parts_of, weight_format
 from nc.errors import ConfigError, InputError
-from nc.lowbit.layers import Layer, is_low_bit, layers_of, other_weights, readable
+from nc.lowbit.layers import Layer, has_low_bit, is_low_bit, layers_of, other_weights, readable
 from nc.lowbit.plan import LayerDecision, WeightPlan
 from nc.lowbit.transforms import Transform
 from nc.nn import QuantLinear
@@ -83,6 +83,10 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
         check_rules(config, modules, strict=strict, frames=1)
     if any(not layer.name for layer in layers):
         msg = f"The model is itself a {type(model).__name__}, which can't be replaced inside of anything. Give torch.nn.Sequential(model)."
+        raise InputError(msg)
+    if not layers and has_low_bit(model):
+        count = sum(map(is_low_bit, model.modules()))
+        msg = f"All linears and embeddings of the model ({count}) have low-bit weights already; call prepare() with the float model."
         raise InputError(msg)
     if not layers:
         msg = "The model has no torch.nn.Linear, Conv1D (transformers) or torch.nn.Embedding; weight-only quantization is for these."
