@@ -30,9 +30,10 @@ class OpReport:
         kind: its kind.
         asked: what the configuration asks for: "int8", "bf16", "fp32", for example "int4 per_group 32, weight only", or of a
             simulated operator the formats of all roles.
-        ran: what the engine executes: "int8", "bf16" or "fp32".
+        ran: what the engine executes: "int8", "bf16" or "fp32"; "int8" also for what an int8 kernel computes along, see `reason`.
         rule: the rule that decided.
-        reason: why it is not int8, or what was rewritten; else "".
+        reason: why it is not int8, what was rewritten, or "fused into X" where nobody asked for int8 and the int8 kernel of X computes it;
+            else "".
         kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of others the kernel that
             computed it in the profile, or that the engine's plans have for it; "" if the engine knows none.
         share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.

@@ -27,7 +27,7 @@ class OpRun:
 
     Attributes:
         operator: its name.
-        ran: "int8", "bf16" or "fp32", read from what the engine executes.
+        ran: "int8", "bf16" or "fp32", read from what the engine executes; "int8" also for what an int8 kernel computes along.
         reason: why it is not int8 although that was asked, or where it went; "" when there is nothing to say.
         primitive: the oneDNN kernel that computes it, with its instruction set; "" where the engine does not know without running it.
         kernels: what computes a linear with low-bit weights; None for all others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,12 +91,11 @@ def lower(
         module, outcome = lowered(running.products)
         found, low_bit = executed(module) | dict.fromkeys(running.multiplied(), "int8"), kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
-        primitives = running.kernels()
+        joined = beside(module, {d.operator for d in graph.plan.quantized})
+        ran = functools.partial(_op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined)
         return EngineReport(
             backend="native",
-            ops=tuple(
-                dataclasses.replace(_op_run(d, found, outcome, primitives), kernels=low_bit.get(d.operator)) for d in graph.plan.decisions
-            ),
+            ops=tuple(dataclasses.replace(ran(decision), kernels=low_bit.get(decision.operator)) for decision in graph.plan.decisions),
             quantize_outside=targets.count(quantize) + targets.count(quantize_per_tensor),
             dequantize_outside=targets.count(dequantize),
             weight_bytes=dynamic + running.weight_bytes(),
@@ -131,8 +130,14 @@ def _running(
     return running, called(running, example), ""
 
 
-def _op_run(decision: Decision, found: Mapping[str, str], outcome: Outcome, primitives: Mapping[str, str]) -> OpRun:
+def _op_run(
+    decision: Decision, found: Mapping[str, str], outcome: Outcome, primitives: Mapping[str, str], joined: Mapping[str, str]
+) -> OpRun:
     asked = decision.spec.precision
+    if asked == "fp32" and decision.operator in joined:
+        return OpRun(
+            operator=decision.operator, ran="int8", reason=joined[decision.operator], primitive=primitives.get(decision.operator, "")
+        )
     if asked in ("fp32", found.get(decision.operator)):
         return OpRun(operator=decision.operator, ran=asked, reason=decision.reason, primitive=primitives.get(decision.operator, ""))
     why = outcome.refused.get((decision.operator, asked), "it became part of a fp32 call")
@@ -151,6 +156,24 @@ def executed(module: fx.GraphModule) -> dict[str, str]:
         elif node.meta.get("bf16"):
             found[node.meta["operator"]] = "bf16"
     return found
+
+
+def beside(module: fx.GraphModule, asked: Container[str]) -> dict[str, str]:
+    """Names of the operators that nobody asked to be int8 and that int8 kernels compute along, and how.
+
+    Args:
+        module: the graph of oneDNN calls.
+        asked: names of the operators that were asked to be int8.
+    """
+    found: dict[str, str] = {}
+    for node in module.graph.nodes:
+        names = node.meta.get("operators", ()) if is_kernel(node) else ()
+        kernel = next((name for name in names if name in asked), None)
+        if kernel is not None:
+            found |= {name: f"fused into {kernel}" for name in names if name not in asked}
+        elif getattr(node.target, "namespace", "") == "quantized" and node.meta.get("operator", "") not in ("", *found):
+            found[node.meta["operator"]] = "computed on codes"
+    return {name: how for name, how in found.items() if name not in asked}
 
 
 def _is_dynamic_kernel(node: fx.Node) -> bool:

@@ -64,9 +64,11 @@ def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, 
     layer = next((each for each in own if each.kind in _PRODUCTS), own[0] if own else None)
     asked, kernels = decision.spec.precision, KernelChoice(()) if decision.kind == "quant_linear" else None
     ran = layer.precision if layer is not None and layer.precision in _PRECISIONS.values() else "fp32"
-    if ran == "int8" and asked == "fp32":
-        ran = "fp32"  # a post-operation of an int8 layer, which computes these in fp32
     primitive = layer.primitive if layer is not None else ""
+    if ran == "int8" and asked == "fp32" and layer is not None:
+        names = [operators[part] for part in layer.parts if part in operators and operators[part] != decision.operator]
+        reason = f"fused into {names[0]}" if names else "computed on codes"
+        return OpRun(operator=decision.operator, ran=ran, reason=reason, primitive=primitive, kernels=kernels)
     if ran == asked or asked not in ("int8", "bf16"):
         return OpRun(operator=decision.operator, ran=ran, reason=decision.reason, primitive=primitive, kernels=kernels)
     if layer is None:
