@@ -1031,14 +1031,20 @@ def mutate(folder: Path, mutation: Mutation) -> str:
     return before
 
 
+#: What ended instead of a test that failed: a fault in C code can end the process.
+CRASH = "a crash of"
+
+
 def failure(folder: Path, files: list[str], jobs: int) -> str:
-    """The first test that fails in a copy; "" when all pass."""
+    """The first test that fails in a copy, or a crash; "" when all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not exhaustive"]
     command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return ""
+    if done.returncode < 0:
+        return f"{CRASH} {' '.join(files) or 'the suite'} (signal {-done.returncode})"
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode not in (1, 2) or failed is None:  # with several processes, -x ends as an interruption does
         sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -1081,7 +1087,7 @@ def _try(folder: Path, mutation: Mutation, jobs: int, targeted: bool) -> bool:
     where = "" if caught else " (not in the files that should)"
     caught = caught or ("" if targeted else failure(folder, [], jobs))
     (folder / "nc" / mutation.file).write_text(before, encoding="utf-8")
-    if caught and failure(folder, [caught], 1):
+    if caught and failure(folder, files if caught.startswith(CRASH) else [caught], 1):
         sys.exit(f"{caught} fails without the mutation {mutation.name} too; make the suite pass first.")
     seconds = time.monotonic() - start
     print(f"{mutation.name:24} {'caught by ' + caught + where if caught else 'NOT CAUGHT':90} {seconds:4.0f} s", flush=True)
