@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import nc
 from nc import ConfigError
 from nc.errors import CalibrationError, InputError, UnsupportedError
 from nc.lowbit.solvers import GPTQ, HQQ, RTN, SOLVERS, AutoRound, BlockProblem, Problem, solve_best
@@ -566,3 +567,19 @@ def test_statistics_that_overflowed_are_refused():
     asked = problem(torch.randn(8, 32), correlated(100, 32) * 1e25)
     with pytest.raises(CalibrationError, match="'layer' .* overflow"):
         solve_best(asked, GPTQ())
+
+
+def test_a_weight_that_attention_reads_itself_is_calibrated():
+    """`nn.MultiheadAttention` never calls its `out_proj`, and gives its weight to a function."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(16, 12, 32)
+    prepared = nc.prepare(model, nc.WeightOnlyConfig("int4", group_size=32, solver=nc.GPTQ()))
+    with torch.no_grad():
+        assert torch.allclose(prepared(x), model(x), atol=1e-5)
+    q = nc.convert(prepared, measure=False)
+    attend = q.layers[0].self_attn
+    assert attend.out_proj.result.solver == "gptq"
+    assert attend.out_proj.result.note == ""
+    assert attend.out_proj.result.tokens == 16 * 12
+    assert attend.out_proj.result.loss < attend.out_proj.result.rtn_loss

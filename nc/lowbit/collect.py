@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nc.errors import CalibrationError
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.statistics import InputStatistics
+
+_PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 
 
 class Collector:
@@ -43,7 +48,12 @@ class Collector:
         self._keep, self._float = keep, float_inputs
         handles = [module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in self._layers.items()]
         try:
-            yield
+            with contextlib.ExitStack() as modes:
+                others = _read_by_others(self._layers)
+                if others:
+                    modes.enter_context(_PlainPath())
+                    modes.enter_context(_Products(others, self._add))
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -80,6 +90,40 @@ class Collector:
         except CalibrationError as error:
             msg = f"Layer {name!r}: {error}. Check the calibration data, or leave the layer alone: config.exclude({name!r})."
             raise CalibrationError(msg) from None
+
+
+class _PlainPath(TorchFunctionMode):
+    """Changes nothing. While a mode is active, `torch.nn.MultiheadAttention` does not take its fast path, which hides its products."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Products(TorchDispatchMode):
+    """Sees products with a layer's weight that are made without calling the layer, as attention of torch does with its `out_proj`.
+
+    Args:
+        layers: by name.
+        add: gets the name of the layer and what is multiplied by its weight, [rows, inputs].
+    """
+
+    def __init__(self, layers: Mapping[str, torch.nn.Module], add: Callable[[str, torch.Tensor], None]) -> None:
+        super().__init__()
+        self._names = {layer.weight.data_ptr(): name for name, layer in layers.items() if isinstance(layer.weight, torch.Tensor)}
+        self._add = add
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _PRODUCTS:
+            x, weight = args[-2:]
+            name = self._names.get(weight.data_ptr())
+            if name is not None:
+                self._add(name, x)
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by_others(root: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Those of some layers whose weight a function of torch reads, so that the layer is never called."""
+    return {name: layer for name, layer in root.items() if isinstance(layer, NonDynamicallyQuantizableLinear)}
 
 
 @contextlib.contextmanager
