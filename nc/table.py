@@ -92,10 +92,15 @@ def flowing(text: str, width: int) -> list[str]:
     return [part for line in text.splitlines() for part in words.wrap(line) or [""]]
 
 
+#: In front of the largest of several numbers.
+_AT_MOST = "<="
+
+
 def largest(cells: Sequence[str]) -> str:
     """The largest of numbers as text, with "<=" where they differ; "-" stands for none."""
-    numbers = sorted((cell for cell in cells if cell != "-"), key=float)
-    return "-" if not numbers else "<=" * (numbers[0] != numbers[-1]) + numbers[-1]
+    differ = any(cell.startswith(_AT_MOST) for cell in cells)  # those of blocks that were made one
+    numbers = sorted((cell.removeprefix(_AT_MOST) for cell in cells if cell != "-"), key=float)
+    return "-" if not numbers else _AT_MOST * (differ or numbers[0] != numbers[-1]) + numbers[-1]
 
 
 def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:

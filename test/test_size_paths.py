@@ -247,7 +247,9 @@ class Flat(nn.Module):
 @pytest.mark.parametrize("backend", [name for name, why in nc.available_backends().items() if not why])
 def test_sizes_that_do_not_fit_an_operator_are_refused_before_an_engine_computes_addresses_with_them(backend, config):
     x = torch.randn(2, 3, 16, 16, generator=G)
-    prepared = nc.prepare(Flat().eval(), config, example_inputs=x, backend=backend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Nothing is quantized", nc.NCWarning)  # not every engine has dynamic linears
+        prepared = nc.prepare(Flat().eval(), config, example_inputs=x, backend=backend, strict=False)
     prepared(x)
     q = nc.convert(prepared, measure=False)
     assert q(torch.randn(3, 3, 15, 16)).shape == (3, 10)

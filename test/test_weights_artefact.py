@@ -95,7 +95,7 @@ def assert_same_model(a, b):
     ids=str,
 )
 def test_a_transformers_model_comes_back_bit_for_bit_without_its_class(fields, dtype, tmp_path):
-    q = nc.quantize(llama(tie_word_embeddings=False).to(dtype), config(**fields))
+    q = nc.quantize(llama(tie_word_embeddings=False).to(dtype), config(**fields), measure=False)  # a verdict is not saved
     nc.save(q, tmp_path / "a")
     loaded = nc.load(tmp_path / "a")
     assert type(loaded) is type(q)
@@ -112,7 +112,7 @@ def test_a_transformers_model_comes_back_bit_for_bit_without_its_class(fields, d
 def test_the_report_and_the_configuration_come_back_with_solvers_and_losses(tmp_path):
     prepared = nc.prepare(llama(), config(solver=nc.GPTQ(), transforms=[nc.AWQ()]))
     prepared(IDS)
-    q = nc.convert(prepared)
+    q = nc.convert(prepared, measure=False)
     nc.save(q, tmp_path)
     loaded = nc.load(tmp_path)
     assert "awq" in str(nc.report(loaded))
@@ -222,7 +222,7 @@ def test_a_bias_that_the_model_has_not_is_refused_without_a_rotation(tmp_path):
 def test_another_class_needs_a_model_and_leaves_it_alone(tmp_path):
     model = net()
     x = torch.randn(3, 32)
-    q = nc.quantize(model, config(group_size=16, w_sym=False))
+    q = nc.quantize(model, config(group_size=16, w_sym=False), measure=False)
     expected = q(x)
     nc.save(q, tmp_path)
     with pytest.raises(nc.ArtefactError, match=r"holds the weights of a .*Net, but not the class.*nc\.load\(directory, model="):

@@ -28,7 +28,7 @@ from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
-from nc.capture.state import State, changed, state_of
+from nc.capture.state import State, changed, computed_by_hooks, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -126,7 +126,9 @@ def _kept_at_each_call(run: Caller, values: dict[str, Any], before: State) -> st
     if not changed(before, after):
         return ""
     run(values)
-    return " and ".join(f"self.{name}" for name in changed(after, state_of(run.model)))
+    last = state_of(run.model)
+    computed = computed_by_hooks(run.model, after, last)
+    return " and ".join(f"self.{name}" for name in changed(after, last) if name not in computed)
 
 
 def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str:

@@ -31,6 +31,21 @@ def changed(before: State, after: State) -> list[str]:
     return [*names, *(name for name in before if name not in after)]
 
 
+def computed_by_hooks(model: torch.nn.Module, before: State, after: State) -> set[str]:
+    """The attributes of modules with hooks in front of their call that are other tensors with the same values: weights, not states.
+
+    `weight_norm`, `spectral_norm` and pruning compute a weight of parameters in each call.
+    """
+    hooked = {path for path, module in model.named_modules() if module._forward_pre_hooks}
+    return {
+        name for name in before.keys() & after.keys() if name.rpartition(".")[0] in hooked and _are_equal(before[name][0], after[name][0])
+    }
+
+
+def _are_equal(a: object, b: object) -> bool:
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype and torch.equal(a, b)
+
+
 def _parts(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value, 0 if value.is_inference() else value._version]

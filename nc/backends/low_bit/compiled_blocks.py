@@ -18,7 +18,7 @@ from nc.backends.low_bit import compiled
 from nc.backends.low_bit.compiled import BF16, PANEL
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
-from nc.c_code import openmp
+from nc.c_code import isas, openmp
 from nc.c_code.build import load_on_threads
 from nc.c_code.failures import words
 from nc.errors import BackendError
@@ -48,10 +48,11 @@ def why_unavailable() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, and its address for lists of calls."""
+    """The compiled function, its address for lists of calls, and the best instruction set that it may use, a number of `nc.c_code.isas`."""
 
     function: Callable[..., int]
     step: int
+    isa: int
 
 
 @functools.cache
@@ -65,8 +66,9 @@ def _code() -> _Code | str:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_blocks_step, ctypes.c_void_p).value
     assert step is not None
-    compiled.usable()  # asks the operating system for AMX, for the whole process
-    return _Code(function, step)
+    asked = compiled.usable()  # asks the operating system for AMX, for the whole process
+    allowed = [name for name in isas.compiled(library) if name != "amx" or name in asked]
+    return _Code(function, step, compiled.NUMBERS[allowed[0]])
 
 
 def address() -> int:
@@ -74,6 +76,13 @@ def address() -> int:
     code = _code()
     assert not isinstance(code, str), "kernels that are not available are never chosen"
     return code.step
+
+
+def isa() -> int:
+    """The best instruction set that the code has and may use here; only where it is available."""
+    code = _code()
+    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    return code.isa
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +157,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
         values[: len(code.read)] = code.read
     values[PANEL : PANEL + outputs] = factor * code.unit
     scale = _smallest(compiled.panels_of(scale))
-    best = compiled.isa() if best is None else best
+    best = isa() if best is None else best
     numbers = [outputs, inputs, inputs // group, held, code.kind, parts, best, compiled.SCALES[scale.dtype]]
     sizes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return _MEMORY.copied(laid), _MEMORY.copied(scale), None if offset is None else compiled.panels_of(offset), values, sizes

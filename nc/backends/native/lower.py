@@ -27,6 +27,7 @@ from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
 from nc.plan import Decision
+from nc.spec.reasons import Cause
 
 #: When the kernels for the example are compared.
 ALWAYS, IN_DOUBT = "always", "in doubt"
@@ -92,6 +93,9 @@ def lower(
         found, low_bit = executed(module) | dict.fromkeys(running.multiplied(), "int8"), kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
         joined = beside(module, {d.operator for d in graph.plan.quantized})
+        for decision in graph.plan.decisions:
+            if decision.stays_for(Cause.ASKED):  # it reads and gives fp32, as the user wants it
+                joined.pop(decision.operator, None)
         ran = functools.partial(_op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined)
         return EngineReport(
             backend="native",
