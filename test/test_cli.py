@@ -71,6 +71,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch):
+    """Processes that run tests in parallel have the width of a terminal in their environment."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def run(folder):
     """Run a command; "MODELS" in it stands for the module of factories."""
