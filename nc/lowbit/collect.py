@@ -99,7 +99,7 @@ class _PlainPath(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not annotate it
     """Sees products with a layer's weight that are made without calling the layer, as attention of torch does with its `out_proj`.
 
     Args:
@@ -108,7 +108,7 @@ class _Products(TorchDispatchMode):
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module], add: Callable[[str, torch.Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # as above
         self._names = {layer.weight.data_ptr(): name for name, layer in layers.items() if isinstance(layer.weight, torch.Tensor)}
         self._add = add
 

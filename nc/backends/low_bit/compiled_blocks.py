@@ -68,7 +68,7 @@ def _code() -> _Code | str:
     assert step is not None
     asked = compiled.usable()  # asks the operating system for AMX, for the whole process
     allowed = [name for name in isas.compiled(library) if name != "amx" or name in asked]
-    return _Code(function, step, compiled.NUMBERS[allowed[0]])
+    return _Code(function, step, isas.NUMBERS[allowed[0]])
 
 
 def address() -> int:
