@@ -9,6 +9,7 @@ from torch import nn
 
 import nc
 from nc import CaptureError, InputError, NCWarning, StaticQuantConfig
+from nc.capture.examples import with_sizes
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
@@ -83,6 +84,15 @@ class Bags(nn.Module):
 
     def forward(self, ids, offsets):
         return self.f(self.bag(ids, offsets))
+
+
+def test_offsets_stay_within_what_they_are_offsets_of():
+    """torch 2.8 reads what lies beyond."""
+    values = {"ids": torch.arange(20), "offsets": torch.tensor([0, 4, 10, 15]), "x": torch.randn(4, 3)}
+    assert with_sizes(values, {"in0_0": 1})["offsets"].tolist() == [0, 1, 1, 1]
+    assert with_sizes(values, {"in0_0": 12})["offsets"].tolist() == [0, 4, 10, 12]
+    assert with_sizes(values, {"in1_0": 6})["offsets"].tolist() == [0, 0, 4, 4, 10, 15]
+    assert with_sizes(values, {"in2_0": 1})["offsets"].tolist() == [0, 4, 10, 15]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -120,7 +120,7 @@ def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
         return _in_order(torch.cat([leaf, leaf.flip(0)] * length)[:length].contiguous(), leaf)
 
     others: dict[str, Any] = pytree.tree_map(resized, values)
-    return others
+    return _within(others, values)
 
 
 def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -131,6 +131,31 @@ def _in_order(resized: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if bool((steps >= 0).all()):
         return resized.sort().values
     return resized.sort(descending=True).values if bool((steps <= 0).all()) else resized
+
+
+def _within(resized: dict[str, Any], original: dict[str, Any]) -> dict[str, Any]:
+    """Keep rows of integers in order, such as offsets, within the first dimensions of other tensors that hold them in the original.
+
+    Not all operators check what they are given: `embedding_bag` of torch 2.8 ends the process with offsets beyond the ids.
+    """
+    flat, spec = pytree.tree_flatten(resized)
+    leaves = pytree.tree_leaves(original)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    for i in tensors:
+        if not _is_row_in_order(leaves[i]) or not leaves[i].numel():
+            continue
+        highest = int(leaves[i].max())
+        limits = [flat[j].shape[0] for j in tensors if j != i and leaves[j].shape[0] >= highest]
+        if limits:
+            flat[i] = flat[i].clamp(max=min(limits))
+    kept: dict[str, Any] = pytree.tree_unflatten(flat, spec)
+    return kept
+
+
+def _is_row_in_order(tensor: torch.Tensor) -> bool:
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    return bool((tensor.diff() >= 0).all())
 
 
 def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -147,4 +172,4 @@ def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, An
             if wanted != leaf.shape[d]:
                 flat[i] = _in_order(flat[i].index_select(d, torch.arange(wanted) % leaf.shape[d]), leaf)
     resized: dict[str, Any] = pytree.tree_unflatten(flat, spec)
-    return resized
+    return _within(resized, values)
