@@ -197,7 +197,7 @@ def convert(
         verdict = low_bit_verdict(low_bit) if measure else None
         if verdict is not None:
             low_bit.__dict__["nc_verdict"] = verdict
-            warn_if_slower(verdict, stacklevel=2)
+            warn_if_slower(verdict)
         return low_bit
     if isinstance(model, PreparedMixed):
         prepared = model.calibrated(progress)

@@ -72,7 +72,7 @@ def test_layers_of_each_shape_and_format_in_turns(monkeypatch):
 def test_it_warns_where_all_together_are_slower(monkeypatch):
     machine = Machine(monkeypatch, int4=0.5, fp8_e4m3=40.0)
     with pytest.warns(NCWarning, match=r"they take 7.1 times as long for 1 row and 3.5 .*format fp8_e4m3[^,]*\).*int4.* is faster"):
-        verdict.warn_if_slower(machine.measure(two_formats()), 1)
+        verdict.warn_if_slower(machine.measure(two_formats()))
 
 
 @pytest.mark.parametrize(("load", "ms"), [(QUIET, 0.5), (QUIET, 1.05), (BUSY, 40.0)])
@@ -81,7 +81,7 @@ def test_else_it_does_not(monkeypatch, load, ms):
     found = machine.measure(two_formats())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verdict.warn_if_slower(found, 1)
+        verdict.warn_if_slower(found)
     assert ("cannot tell" in str(found)) is (load is BUSY)
 
 

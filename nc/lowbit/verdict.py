@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch.nn import functional as F
 from nc.backends.profiling import verdict as int8_verdict
 from nc.backends.profiling.latency import LEAST_ROUNDS, Round, compared, milliseconds, timed_rounds
 from nc.backends.profiling.load import Load, Watch
-from nc.errors import NCWarning
 from nc.nn import QuantLinear
 from nc.settings import without_autocast
+from nc.warn import warn
 
 #: Rows of inputs that layers are called with.
 ROWS = (1, 32)
@@ -141,7 +140,7 @@ def measure(
     )
 
 
-def warn_if_slower(found: LowBitVerdict, stacklevel: int) -> None:
+def warn_if_slower(found: LowBitVerdict) -> None:
     """Warn of low-bit layers that all together take longer than float ones."""
     slow = [total for total in found.totals if total.is_slower]
     if not slow:
@@ -156,7 +155,7 @@ def warn_if_slower(found: LowBitVerdict, stacklevel: int) -> None:
         f"The low-bit layers are SLOWER than the {found.dtype} ones on this machine: they take {times} (format {forms}). {advice} "
         "nc.report(model) has the times and the kernel of each layer; measure=False skips this measurement."
     )
-    warnings.warn(msg, NCWarning, stacklevel=stacklevel + 1)
+    warn(msg)
 
 
 _Key = tuple[str, int, int]
