@@ -46,9 +46,9 @@ def packed_of(name, group, kind, outputs):
 
 
 def bound(x, packed, bias):
-    """Of products and sums in fp32: relative to the largest that their parts can be."""
+    """Of products and sums in fp32: relative to the largest that their parts can be. A weight, its product and the bias are rounded too."""
     scale = packed.params.scale.abs().double().repeat_interleave(packed.shape[1] // packed.params.scale.shape[1], 1)
-    return packed.shape[1] * 2**-24 * (x.abs() @ (exact(packed).abs() + scale * 2**packed.form.bits).T + bias.double().abs())
+    return (packed.shape[1] + 3) * 2**-24 * (x.abs() @ (exact(packed).abs() + scale * 2**packed.form.bits).T + bias.double().abs())
 
 
 def rounded(x, block):
