@@ -9,6 +9,7 @@ from typing import Any
 from nc.backends.base import OpRun
 from nc.nn import KernelChoice
 from nc.plan import Decision
+from nc.spec.reasons import Cause
 
 #: How the runtime model calls precisions → what a report says.
 _PRECISIONS = {"u8": "int8", "i8": "int8", "bf16": "bf16", "f32": "fp32"}
@@ -65,6 +66,8 @@ def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, 
     asked, kernels = decision.spec.precision, KernelChoice(()) if decision.kind == "quant_linear" else None
     ran = layer.precision if layer is not None and layer.precision in _PRECISIONS.values() else "fp32"
     primitive = layer.primitive if layer is not None else ""
+    if ran == "int8" and decision.stays_for(Cause.ASKED):  # it reads and gives fp32, as the user wants it
+        ran = "fp32"
     if ran == "int8" and asked == "fp32" and layer is not None:
         names = [operators[part] for part in layer.parts if part in operators and operators[part] != decision.operator]
         reason = f"fused into {names[0]}" if names else "computed on codes"
