@@ -22,6 +22,8 @@ from nc import BackendError, BackendUnavailableError, ConfigError, StateError, U
 from nc.backends.passes import Pass
 from nc.backends.verify import required_db
 from nc.graph import saturation
+from nc.graph.fx_utils import run_with
+from nc.graph.views import Quantize
 from nc.numerics.int16_pairs import largest_pair
 from nc.onnx import program, sums
 from nc.onnx.runtime import EXACT
@@ -80,8 +82,26 @@ MODELS = {
 }
 #: How many quantized operators do not run in int8 where outputs are codes.
 ALL_BUT = {"transposed": 2}
-#: dB of the file against the graph, where a code is so near to a tie that either rounds it otherwise.
-LEAST_DB = {"residual": 45}
+
+
+def far_from_ties(graph):
+    """Inputs like the example whose codes have one right value: near to a tie the file and the graph may round either way."""
+    inputs, distances = graph.example, []
+
+    def note(node, value, env):
+        if node.target is quantize_per_tensor:
+            codes = Quantize.of(node)
+            place = env[codes.input].double() / codes.numbers[0]
+            distances.append(((place - place.floor()) - 0.5).abs().min().item())
+        return value
+
+    for _ in range(20):
+        distances.clear()
+        run_with(graph.module, inputs, note)
+        if min(distances, default=1) > 1e-5:
+            return inputs
+        inputs = [torch.randn_like(x) for x in inputs]
+    pytest.fail("all inputs are near to a tie")
 
 
 @needs_packages
@@ -99,7 +119,8 @@ def test_the_file_computes_what_the_graph_does(name, tmp_path):
     asked = [d.operator for d in q.graph.plan.quantized if d.spec.weight is not None]
     assert {node.partition(":")[0] for node in codes} == set(asked)
     assert {c.data_type for c in codes.values()} == {onnx.TensorProto.INT8}
-    assert worst_db(q.graph.module(*q.graph.example), as_it_is(tmp_path / "m.onnx", q.graph.example)) > LEAST_DB.get(name, 110)
+    inputs = far_from_ties(q.graph) if name == "residual" else q.graph.example
+    assert worst_db(q.graph.module(*inputs), as_it_is(tmp_path / "m.onnx", inputs)) > 110
     assert report.sqnr_db >= required_db(q.graph)
     assert [op.operator for op in report.operators] == [d.operator for d in q.graph.plan.quantized]
 
