@@ -703,6 +703,6 @@ def test_qronos_brings_the_output_of_a_deep_model_nearer_to_the_float_model():
 
 
 def test_only_missing_gradients_are_called_so():
-    with pytest.raises(RuntimeError, match="^mat1 and mat2") as caught, needing_gradients("TEQ", "0"):
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught, needing_gradients("TEQ", "0"):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert caught.type is RuntimeError
