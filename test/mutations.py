@@ -1006,6 +1006,14 @@ MUTATIONS = (
         ("low_bit_blocks_c",),
     ),
     Mutation(
+        "blocks-use-the-oldest-instructions",
+        "low-bit blocks use the best instruction set that there is",
+        "backends/low_bit/compiled_blocks.py",
+        "for name in reversed(isas.ISAS) if name in found",
+        "for name in isas.ISAS if name in found",
+        ("low_bit_blocks_c",),
+    ),
+    Mutation(
         "sums-of-groups-shared",
         "each row has its own sums of groups",
         "c_code/low_bit_blocks.c",

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_low_bit_c import HERE, rounded
+from test_low_bit_c import rounded
 from test_low_bit_engines import form, layer_with, ran, weight
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import nc
+from nc.backends import cpu
 from nc.backends.low_bit import compiled_blocks
 from nc.backends.low_bit.blocks import BLOCKS
 from nc.backends.low_bit.compiled_blocks import (
@@ -23,6 +24,7 @@ from nc.backends.low_bit.compiled_blocks import (
     KERNELS,
     coding,
 )
+from nc.c_code.isas import NUMBERS
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
@@ -31,6 +33,8 @@ from nc.spec import PRESETS, DoubleQuant, WeightFormat
 from nc.spec.dtypes import DTYPES
 
 pytestmark = pytest.mark.skipif(C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")
+#: Instruction sets → their numbers.
+HERE = {name: NUMBERS[name] for name in compiled_blocks.usable()}
 INTEGERS = [name for name, dtype in DTYPES.items() if dtype.kind == "integer"]
 TWO_LEVELS = {
     **{name: WeightFormat.from_dict(preset.to_dict()) for name, preset in PRESETS.items()},
@@ -317,3 +321,14 @@ def test_they_are_those_of_native():
     assert {kernel.name for kernel in KERNELS} == {"c blocks", "c blocks int8", "c blocks int8 block32", "c blocks bf16"}
     rows = nc.backends.get_backend("native").low_bit_kernels()
     assert [row for row in rows if row in KERNELS] == list(KERNELS)
+
+
+def test_the_best_instruction_set_is_chosen(monkeypatch):
+    for best, without in (("amx", ()), ("avx512", ("amx_tile",)), ("avx2", ("amx_tile", "avx512bw")), (None, ("fma",))):
+        monkeypatch.setattr(cpu, "lacks", lambda needed, without=without: tuple(n for n in needed if n in without))
+        monkeypatch.setattr("nc.backends.low_bit.compiled.usable", lambda without=without: () if "amx_tile" in without else ("amx",))
+        assert compiled_blocks.usable()[:1] == ((best,) if best else ())
+        if best:
+            assert compiled_blocks.pack(weight(form("nf4", 16)))[4][6] == compiled_blocks.isa() == NUMBERS[best]
+        else:
+            assert "of which this CPU has none" in compiled_blocks.why_unavailable()

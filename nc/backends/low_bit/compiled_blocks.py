@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from nc.backends import cpu
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.compiled import BF16, PANEL
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
@@ -43,16 +44,28 @@ _MEMORY = LargePages()
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    return found if isinstance(found, str) else ""
+    if isinstance(found, str):
+        return found
+    return "" if usable() else f"its C code was compiled for {', '.join(found.isas) or 'no instruction set'}, of which this CPU has none"
+
+
+def usable() -> tuple[str, ...]:
+    """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
+    code = _code()
+    found = () if isinstance(code, str) else code.isas
+    asked = compiled.usable()  # asks the operating system for AMX, for the whole process
+    return tuple(
+        name for name in reversed(isas.ISAS) if name in found and not cpu.lacks(isas.ISAS[name]) and (name != "amx" or name in asked)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, its address for lists of calls, and the best instruction set that it may use, a number of `nc.c_code.isas`."""
+    """The compiled function, its address for lists of calls, and the instruction sets that it was compiled for."""
 
     function: Callable[..., int]
     step: int
-    isa: int
+    isas: tuple[str, ...]
 
 
 @functools.cache
@@ -66,9 +79,7 @@ def _code() -> _Code | str:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_blocks_step, ctypes.c_void_p).value
     assert step is not None
-    asked = compiled.usable()  # asks the operating system for AMX, for the whole process
-    allowed = [name for name in isas.compiled(library) if name != "amx" or name in asked]
-    return _Code(function, step, isas.NUMBERS[allowed[0]])
+    return _Code(function, step, isas.compiled(library))
 
 
 def address() -> int:
@@ -79,10 +90,8 @@ def address() -> int:
 
 
 def isa() -> int:
-    """The best instruction set that the code has and may use here; only where it is available."""
-    code = _code()
-    assert not isinstance(code, str), "kernels that are not available are never chosen"
-    return code.isa
+    """The best instruction set that the code has and may use here, a number of `nc.c_code.isas`; only where it is available."""
+    return isas.NUMBERS[usable()[0]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
