@@ -102,10 +102,16 @@ class _Packed(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
     ) -> None:
-        """Codes of another format may have the same shapes, and would be other weights."""
+        """Codes of another format may have the same shapes, and would be other weights; float weights need to be quantized."""
         found = local_metadata.get(_FORM, str(self.form))
         if found != str(self.form):
             errors.append(f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got one of format {found}.")
+            return
+        if f"{prefix}weight" in state_dict and f"{prefix}codes" not in state_dict:
+            errors.append(
+                f"{prefix[:-1] or 'The layer'} holds a weight of format {self.form}, but got a float one: load float weights into the "
+                "float model, and call prepare() and convert() again."
+            )
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 

@@ -374,8 +374,67 @@ def test_a_missing_file_and_a_newer_schema_are_named(folder):
 @pytest.mark.parametrize("name", ["PreTrainedModel", "Trainer", "pipeline", "LlamaAttention", "os.system", "", None, ["LlamaForCausalLM"]])
 def test_only_listed_classes_of_transformers_are_built(name, folder):
     changed(folder, lambda d: d["transformers"].update({"class": name}))
-    with pytest.raises(nc.ArtefactError, match="auto classes"):
+    with pytest.raises(nc.ArtefactError, match="has no model class"):
         nc.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("transformers.models.llama.modeling_llama", "LlamaAttention"),
+        ("transformers.models.llama.modeling_llama", "torch"),
+        ("transformers.models.llama.modeling_llama", "PreTrainedModel"),
+        ("transformers.models.llama.modeling_lama", "LlamaModel"),
+        ("transformers.models.llama", "LlamaModel"),
+        ("transformers.modeling_utils", "PreTrainedModel"),
+        ("antigravity", "LlamaModel"),
+        ("transformers.models.llama.modeling_llama.", "LlamaModel"),
+        (3, "LlamaModel"),
+    ],
+)
+def test_only_model_classes_in_files_of_transformers_are_built(file, name, folder):
+    changed(folder, lambda d: d["transformers"].update({"class": name, "module": file}))
+    with pytest.raises(nc.ArtefactError, match="has no model class"):
+        nc.load(folder)
+    assert "antigravity" not in sys.modules
+
+
+def text_sizes():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+    return {**sizes, "max_position_embeddings": 64, "projection_dim": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("CLIPTextModelWithProjection", "CLIPTextConfig", text_sizes()),
+        ("SiglipTextModel", "SiglipTextConfig", text_sizes()),
+        ("ClapTextModelWithProjection", "ClapTextConfig", text_sizes()),
+        ("DPRContextEncoder", "DPRConfig", text_sizes()),
+        ("GPT2DoubleHeadsModel", "GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 64}),
+    ],
+)
+def test_a_model_class_in_no_auto_class_comes_back(name, kind, sizes, tmp_path):
+    model = getattr(transformers, name)(getattr(transformers, kind)(**sizes)).eval()
+    q = nc.quantize(model, config(), measure=False)
+    nc.save(q, tmp_path / "q")
+    loaded = nc.load(tmp_path / "q")
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS)[0], q(IDS)[0])
+
+
+def test_a_part_of_a_model_comes_back(tmp_path):
+    """A class that transformers does not export."""
+    part = llama().model
+    encoder = transformers.BertModel(transformers.BertConfig(**text_sizes())).eval().encoder
+    for model, found in ((part, True), (encoder, False)):
+        nc.save(nc.quantize(model, config(), measure=False), tmp_path / "q")
+        if found:
+            assert type(nc.load(tmp_path / "q")) is type(model)
+        else:
+            with pytest.raises(nc.ArtefactError, match="BertEncoder, but not the class"):
+                nc.load(tmp_path / "q")
 
 
 def test_a_configuration_cannot_name_code_or_fetch_anything(folder):

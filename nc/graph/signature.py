@@ -106,6 +106,10 @@ class Signature:
         is_plain = all(p.captured and p.positional and not p.variadic for p in first) and all(c.is_leaf() for c in children(self.in_spec))
         object.__setattr__(self, "plain", count if is_plain and len(self.leaves) == count else -1)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
+        """The same: it never changes, and torch warns of each leaf of a structure that is copied."""
+        return self
+
     @property
     def outputs(self) -> int:
         """How many outputs the graph has."""

@@ -6,11 +6,14 @@ Arithmetic is in `nc.numerics`; here is only what the dispatcher needs. The dtyp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from nc.errors import InputError
 from nc.numerics import affine, dynamic, fake_quant, formats, low_bit, recurrent
 from nc.spec import dtype as named
 from nc.spec import per_channel, per_group
@@ -24,11 +27,25 @@ def _operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call] # torch annotates it in part only
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # torch annotates it in part only
-    torch.library.register_fake(f"nc::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"nc::{name}", _on_one_device(name, fake), lib=_LIBRARY)
     packet, _, overload = name.partition(".")
     operator: torch._ops.OpOverload = getattr(getattr(torch.ops.nc, packet), overload or "default")
     REFERENCE[operator] = compute
     return operator
+
+
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tensors of one device. Torch calls it for CPU tensors too if one is on `meta`, and the result would have any values."""
+
+    @functools.wraps(fake)
+    def checked(*arguments: Any) -> Any:
+        devices = {part.device.type for part in pytree.tree_leaves(arguments) if isinstance(part, torch.Tensor)}
+        if len(devices) > 1:
+            msg = f"nc::{name} got tensors on {' and '.join(sorted(devices))}: put the model and its inputs on one device."
+            raise InputError(msg)
+        return fake(*arguments)
+
+    return checked
 
 
 def _codes(x: torch.Tensor, *arguments: Any) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """Models of transformers ↔ the name of their class and their configuration. A model is rebuilt without weights.
 
-A name is only accepted if it is in a table of transformers' auto classes, so what is called is transformers' own code, never that of an
-artefact or of a hub. Options that would fetch something (weights of a backbone, kernels, quantizers) are left out or refused.
+Only a model class that a file of transformers' own package defines is accepted, so what is called is transformers' own code, never that of
+an artefact or of a hub. Options that would fetch something (weights of a backbone, kernels, quantizers) are left out or refused.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ from nc.errors import ArtefactError
 from nc.global_lock import LOCK
 
 _TABLES = "transformers.models.auto.modeling_auto"
+#: Files of transformers that define models. Classes of the auto tables are found by their names alone.
+_FILE = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 _ATTENTION = ("sdpa", "eager")
 #: Keys of configurations that name code, or say how weights are read.
 _LEFT_OUT = ("auto_map", "quantization_config", "attn_implementation", "experts_implementation")
@@ -33,14 +37,16 @@ def description(model: torch.nn.Module) -> dict[str, Any] | None:
     """What `build` needs for a model: class, configuration, generation configuration, attention; None if it is not a listed class."""
     cls = type(model)
     config: Any = getattr(model, "config", None)
-    if not cls.__module__.startswith("transformers.models.") or cls.__name__ not in _listed() or type(config) is not _config_class(cls):
+    if type(config) is not _config_class(cls) or _fetches(config):
         return None
-    if _fetches(config):
+    is_listed = cls.__module__.startswith("transformers.models.") and cls.__name__ in _listed()
+    if not is_listed and not _is_model_of(cls, cls.__module__):
         return None
     generation = getattr(model, "generation_config", None)
     attention = getattr(config, "_attn_implementation", None)
     return {
         "class": cls.__name__,
+        **({} if is_listed else {"module": cls.__module__}),
         "config": _description_of(config),
         "generation_config": None if generation is None else _description_of(generation),
         "attention": attention if attention in _ATTENTION else None,
@@ -60,19 +66,18 @@ def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
     """
     name, attention = data["class"], data["attention"]
     try:
-        listed = _listed()
+        cls = _class_named(name, data.get("module"))
     except ImportError as error:
         msg = f"The artefact holds a {name} of transformers, which is not installed here: {error}. Install it, or give model=…"
         raise ArtefactError(msg) from error
-    if not isinstance(name, str) or name not in listed:
-        msg = f"transformers {_version()} has no model class {name!r} in its auto classes; use the version that saved it, or give model=…"
+    if cls is None:
+        msg = f"transformers {_version()} has no model class {name!r}; use the version that saved it, or give model=…"
         raise ArtefactError(msg)
     if attention is not None and attention not in _ATTENTION:
         msg = f"attention {attention!r}"
         raise ValueError(msg)
     _check_counts(data["config"])
     try:
-        cls = getattr(importlib.import_module("transformers"), name)
         config = _config_class(cls).from_dict(_without_code(data["config"]))
         if _fetches(config):
             msg = "its configuration asks for weights of another model"
@@ -119,6 +124,39 @@ def _listed() -> frozenset[str]:
         for entry in table.values():
             found.update((entry,) if isinstance(entry, str) else entry)
     return frozenset(name for name in found if "timm" not in name.lower())  # these are classes of another package
+
+
+def _class_named(name: object, file: object) -> Any:
+    """The class of a description; None if this version of transformers has none.
+
+    Raises:
+        ImportError: transformers, or something that its file needs, is not installed.
+    """
+    if not isinstance(name, str):
+        return None
+    if file is None:
+        return getattr(importlib.import_module("transformers"), name) if name in _listed() else None
+    importlib.import_module("transformers")
+    if not isinstance(file, str) or not _FILE.fullmatch(file):
+        return None
+    try:
+        found = getattr(importlib.import_module(file), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (file == error.name or file.startswith(f"{error.name}.")):
+            return None  # of another version
+        raise
+    return found if _is_model_of(found, file) else None
+
+
+def _is_model_of(cls: Any, file: str) -> bool:
+    """Whether a class is a model that a file of transformers defines itself, and is made of a configuration alone."""
+    if not isinstance(cls, type) or cls.__module__ != file or not _FILE.fullmatch(file):
+        return False
+    if not issubclass(cls, importlib.import_module("transformers").PreTrainedModel) or "timm" in cls.__name__.lower():
+        return False
+    _, *others = list(inspect.signature(cls.__init__).parameters.values())[1:] or [None]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not inspect.Parameter.empty or p.kind in kinds for p in others)
 
 
 def _config_class(cls: Any) -> Any:
