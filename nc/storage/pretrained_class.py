@@ -154,7 +154,7 @@ def _is_model_of(cls: Any, file: str) -> bool:
         return False
     if not issubclass(cls, importlib.import_module("transformers").PreTrainedModel) or "timm" in cls.__name__.lower():
         return False
-    _, *others = list(inspect.signature(cls.__init__).parameters.values())[1:] or [None]
+    others = list(inspect.signature(cls).parameters.values())[1:]
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(p.default is not inspect.Parameter.empty or p.kind in kinds for p in others)
 
