@@ -305,7 +305,8 @@ INSIDE = {
         ("nc.backends.native.plans.others",),
         ("nc.backends.native.plans.attention",),
         ("nc.backends.native.plans.low_bit",),
-        ("nc.backends.native.plans.model",),
+        ("nc.backends.native.plans.model", "nc.backends.native.tried"),
+        ("nc.backends.native.packing",),
         (
             "nc.backends.native.compiled",
             "nc.backends.native.execute",

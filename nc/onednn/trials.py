@@ -94,35 +94,53 @@ def is_unusual(primitive: Primitive, wanted: Convolution) -> bool:
     """
     if primitive.is_reference or any(isinstance(each, BinaryOp) for each in wanted.attributes.post_ops):
         return False  # no convolution of a plan has a binary operation behind it
+    return wanted.geometry.transposed or ("amx" in primitive.kernel and fills_tiles_in_part(wanted))
+
+
+def fills_tiles_in_part(wanted: Convolution) -> bool:
+    """Whether a convolution has a window, and too few channels of a group or places in a row of the result for whole AMX tiles."""
     has_window = math.prod(wanted.geometry.window) > 1
-    partial = wanted.geometry.channels < _FULL_TILE or wanted.target.sizes[-1] < _NARROW
-    return wanted.geometry.transposed or ("amx" in primitive.kernel and has_window and partial)
+    return has_window and (wanted.geometry.channels < _FULL_TILE or wanted.target.sizes[-1] < _NARROW)
 
 
 def is_right(maker: Maker, primitive: Primitive, wanted: Convolution) -> bool:
-    """Whether a primitive's sums are right: of noise, in memory that holds noise, at places that include all edges."""
+    """Whether a primitive's sums are right; see `adds_up`."""
+
+    def run(tensors: dict[int, torch.Tensor]) -> None:
+        tensors[WEIGHTS] = packed(maker, tensors[WEIGHTS], wanted.weights, primitive.layouts[WEIGHTS], Scratch())
+        scratchpad = primitive.layouts.get(SCRATCHPAD)
+        if scratchpad is not None:
+            tensors[SCRATCHPAD] = _noise(Desc.dense((scratchpad.size,), torch.uint8), 0, 255)
+        run_once(maker, primitive, tensors)
+
+    try:
+        return adds_up(wanted, run)
+    except BackendError:
+        return False
+
+
+def adds_up(wanted: Convolution, run: Callable[[dict[int, torch.Tensor]], None]) -> bool:
+    """Whether the sums of a kernel are right: of noise, in memory that holds noise, at places that include all edges.
+
+    Args:
+        wanted: what the kernel computes.
+        run: computes it of tensors by their arguments, and writes the result into that of `DST`. The weights are as in `wanted.weights`.
+    """
     x, target = _noise(wanted.source, *_range(wanted.source.dtype)), _noise(wanted.target, *_range(wanted.target.dtype))
     weight = _noise(wanted.weights, -_LARGEST_WEIGHT, _LARGEST_WEIGHT)
     before = target.clone()
     numbers = _numbers(wanted)
     grid = _grid(wanted)
     values = _values(wanted, x, weight, before, numbers, grid)
-    if not wanted.target.dtype.is_floating_point:
+    dtype = wanted.target.dtype
+    if not dtype.is_floating_point:
         numbers[SCALES | DST] = (values.abs().max() / _RESULT_ZERO).float().clamp_min(1e-6).reshape(1)
         zero = float(numbers[ZERO_POINTS | DST]) if ZERO_POINTS | DST in numbers else 0.0
-        limits = torch.iinfo(wanted.target.dtype)
+        limits = torch.iinfo(dtype)
         values = (values / float(numbers[SCALES | DST]) + zero).round().clamp(limits.min, limits.max)
-    tensors: dict[int, torch.Tensor] = {SRC: x, DST: target, **numbers}
-    tensors[WEIGHTS] = packed(maker, weight, wanted.weights, primitive.layouts[WEIGHTS], Scratch())
-    scratchpad = primitive.layouts.get(SCRATCHPAD)
-    if scratchpad is not None:
-        tensors[SCRATCHPAD] = _noise(Desc.dense((scratchpad.size,), torch.uint8), 0, 255)
-    try:
-        run_once(maker, primitive, tensors)
-    except BackendError:
-        return False
+    run({SRC: x, DST: target, WEIGHTS: weight, **numbers})
     found = _at(target, grid).double()
-    most = float(values.abs().max()) * _TOLERANCE if wanted.target.dtype.is_floating_point else 1.0
+    most = float(values.abs().max()) * max(_TOLERANCE, torch.finfo(dtype).eps) if dtype.is_floating_point else 1.0
     return bool(((found - values).abs() <= most).all())
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from nc.backends.native.fuse import packed
 from nc.backends.native.judge import Judge
+from nc.backends.native.packing import packed, refused, refused_sizes
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.plans.model import planned, why_not
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
@@ -63,6 +63,7 @@ class Running:
         steps: see `EngineModel.steps`.
         kernels: names of the kernels of operators, where it knows them without running.
         details: what the report says of it, beside its name.
+        refused: names of the operators that the graph computes in int8 and it in fp32, for the example, and why.
         products: whether it runs the graph with kernels for products of two activations.
         multiplied: names of the products that such kernels compute.
         forget: gives back memory of weights that it needs for new sizes of inputs only, and gets what makes the lowered graph again.
@@ -77,6 +78,7 @@ class Running:
     steps: Callable[[Sequence[torch.Tensor]], Sequence[Step]]
     kernels: Callable[[], Mapping[str, str]] = dict
     details: Callable[[], Mapping[str, str]] = dict
+    refused: Callable[[], Mapping[str, str]] = dict
     products: bool = False
     multiplied: Callable[[], Collection[str]] = tuple
     forget: Callable[[Callable[[], fx.GraphModule]], None] = lambda _: None
@@ -276,6 +278,8 @@ def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
         lambda: sum(t.numel() * t.element_size() for t in module.buffers()),
         functools.partial(profile_nodes, module, call, CONVERTERS),
         functools.partial(node_steps, module, CONVERTERS),
+        details=functools.partial(refused_sizes, module),
+        refused=functools.partial(refused, module),
         values=functools.partial(_values, module),
     )
 

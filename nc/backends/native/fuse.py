@@ -12,9 +12,9 @@ from torch.fx.node import Argument
 from nc.backends.native.grouped import join, joined
 from nc.backends.native.operators import prepack
 from nc.backends.native.regions import ACTIVATIONS, Region, is_sum, region_of
-from nc.graph.catalogue import RECURRENT, kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import constant_of, constant_value, copy_module, drop_unused, give_values_of, run_with
-from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted, set_argument
+from nc.graph.catalogue import RECURRENT, kind_of_node, op_name
+from nc.graph.fx_utils import constant_of, give_values_of, run_with
+from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted
 from nc.ops import dequantize_per_channel, dequantize_per_tensor
 
 onednn = torch.ops.onednn
@@ -23,7 +23,6 @@ _CONVOLUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "conv2d": onednn.qconv2d_pointwise.default,
     "conv3d": onednn.qconv3d_pointwise.default,
 }
-_READS_SHAPE = frozenset({*_CONVOLUTIONS.values(), onednn.qconv2d_pointwise.binary})
 #: Where `note_shapes` leaves the shape that a convolution reads.
 _SHAPE = "reads"
 
@@ -31,7 +30,7 @@ _SHAPE = "reads"
 def note_shapes(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> None:
     """Run a graph once for the shapes that its convolutions read, if it has any, for programs that pack weights when they are compiled.
 
-    Sizes from tracing won't do: a batch of 1 was traced as 2. See also `packed`.
+    Sizes from tracing won't do: a batch of 1 was traced as 2. See also `packing.packed`.
     """
     if any(kind_of_node(n) in _CONVOLUTIONS for n in module.graph.nodes):
         run_with(module, example, _note_shape)
@@ -45,7 +44,7 @@ def _note_shape(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def fuse(module: fx.GraphModule) -> None:
-    """Replace every linear and convolution that reads codes; the graph packs their weights itself, see `packed`.
+    """Replace every linear and convolution that reads codes; the graph packs their weights itself, see `packing.packed`.
 
     Args:
         module: QDQ graph with unsigned codes.
@@ -239,36 +238,6 @@ def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.
     name, operator = region.anchor.name, prepack(_kind(region))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
     return module.graph.call_function(operator, tuple(nodes))
-
-
-def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A copy of a lowered graph whose weights are packed constants, for torch's operators.
-
-    A convolution takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block
-    size, which can take a hundred times as long as it computes (AMX). So they are packed for the shapes that it reads in the example.
-    """
-    module, _ = copy_module(module)
-    shapes: dict[fx.Node, list[int]] = {}
-
-    def note(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
-        if node.target in _READS_SHAPE:
-            arguments = schema_arguments(node)
-            shapes[arguments["qw"]] = list(env[arguments["qx"]].shape)
-        return value
-
-    if any(node.target in _READS_SHAPE for node in module.graph.nodes):
-        run_with(module, example, note)
-    for node in [n for n in module.graph.nodes if n.target in (prepack("linear"), prepack("conv2d"))]:
-        if node in shapes:
-            set_argument(node, "x_shape", shapes[node])
-        value = constant_value(module, node)
-        assert value is not None, f"{node.name} does not pack a constant"
-        with module.graph.inserting_before(node):
-            node.replace_all_uses_with(constant(module, f"{node.name}_packed", value))
-        module.graph.erase_node(node)
-    drop_unused(module)
-    module.recompile()
-    return module
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

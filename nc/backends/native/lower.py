@@ -15,8 +15,9 @@ from nc.backends.dynamic import packed_bytes
 from nc.backends.low_bit.graph import kernel_choices
 from nc.backends.native.compiled import compiled
 from nc.backends.native.execute import PYTHON, Lowered, Running, called, executable
-from nc.backends.native.fuse import is_kernel, packed
+from nc.backends.native.fuse import is_kernel
 from nc.backends.native.judge import Judge
+from nc.backends.native.packing import packed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
@@ -83,18 +84,20 @@ def lower(
     sqnr = verify_outputs(graph, outputs, verify, "The native backend", first, None if judge is None else judge.expected)
     judge_kernels(running.checked, verify, "The native backend")
     kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
-    kernels_compared = {} if running.checked is None else {"kernels compared": str(running.checked)}
     dynamic = packed_bytes(graph.module)
 
     running.forget(lambda: again(running.products)[0])
 
     def report() -> EngineReport:
         module, outcome = lowered(running.products)
-        found, low_bit = executed(module) | dict.fromkeys(running.multiplied(), "int8"), kernel_choices(module)
+        wrong = running.refused()
+        found = {name: how for name, how in executed(module).items() if name not in wrong} | dict.fromkeys(running.multiplied(), "int8")
+        outcome = dataclasses.replace(outcome, refused={(name, "int8"): why for name, why in wrong.items()} | dict(outcome.refused))
+        low_bit = kernel_choices(module)
         targets = [node.target for node in module.graph.nodes]
         joined = beside(module, {d.operator for d in graph.plan.quantized})
         for decision in graph.plan.decisions:
-            if decision.stays_for(Cause.ASKED):  # it reads and gives fp32, as the user wants it
+            if decision.operator in wrong or decision.stays_for(Cause.ASKED):  # as the user wants it, it reads and gives fp32
                 joined.pop(decision.operator, None)
         ran = functools.partial(_op_run, found=found, outcome=outcome, primitives=running.kernels(), joined=joined)
         return EngineReport(
@@ -130,7 +133,8 @@ def _running(
         return executable(lowered, example, judge)
     running = PYTHON.build(lowered, example)
     call = compiled(copy_module(packed(lowered(PYTHON.products), example))[0])
-    running = dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile"})
+    of_python = running.details
+    running = dataclasses.replace(running, call=call, details=lambda: {"between the kernels": "compiled by torch.compile", **of_python()})
     return running, called(running, example), ""
 
 

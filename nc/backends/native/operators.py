@@ -143,10 +143,10 @@ def _product(
     values = affine.dequantize(left, left_scale, left_zero_point) @ affine.dequantize(right, right_scale, right_zero_point) * factor
     for name, other in zip(how, others, strict=True):
         values = values + other if name == "add" else values * other
-    return _stored(values, output_scale, output_zero_point, output_dtype)
+    return stored(values, output_scale, output_zero_point, output_dtype)
 
 
-def _stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:
+def stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:
     """fp32 values as the result of a kernel: as they are, or as codes."""
     if dtype.is_floating_point:
         return values.to(dtype)
@@ -181,7 +181,7 @@ def _transposed(
     convolution = {3: functional.conv_transpose1d, 4: functional.conv_transpose2d, 5: functional.conv_transpose3d}[qx.dim()]
     x = affine.dequantize(qx, x_scale, x_zero_point)
     values = convolution(x, weight, bias, list(stride), list(padding), list(output_padding), groups, list(dilation))
-    return _stored(ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype)
+    return stored(ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype)
 
 
 def _transposed_like(qx: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -57,7 +57,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
     """`onednn::qlinear_pointwise`, with or without a sum."""
     x, weight = recorder.read(a["qx"]), _codes(recorder, a["qw"])
     scales, bias = recorder.constant(a["w_scale"]), _bias(recorder, a["bias"])
-    post = _unary(a, "post_op_name", "unary_post_op")
+    post = post_ops_of(a, "post_op_name", "unary_post_op")
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None) or x.tensor.dim() < 1:
         return None
     outputs, inputs = weight.tensor.shape
@@ -106,7 +106,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
     """`onednn::qconv*_pointwise`, with or without a sum."""
     x, before, after = _unpadded(recorder, a["qx"], a["x_zero_point"])
     weight, scales, bias = _codes(recorder, a["qw"]), recorder.constant(a["w_scale"]), _bias(recorder, a["bias"])
-    post = _unary(a, "attr", "unary_attr")
+    post = post_ops_of(a, "attr", "unary_attr")
     if weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
         return None
     dims = weight.tensor.dim() - 2
@@ -122,7 +122,7 @@ def convolution(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trac
         window=tuple(weight.tensor.shape[2:]),
         channels=weight.tensor.shape[1],
     )
-    sizes = x.tensor.shape[0], weight.tensor.shape[0], *_output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
+    sizes = x.tensor.shape[0], weight.tensor.shape[0], *output_sizes(x.tensor.shape[2:], weight.tensor.shape[2:], geometry)
     fit = x.tensor.shape[1] == weight.tensor.shape[1] * a["groups"] and min(sizes[2:]) > 0
     check_sizes(fit, node, x.tensor.shape, weight.tensor.shape)
     dtype = a["output_dtype"] or torch.uint8
@@ -164,7 +164,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
         recorder.constant(a["w_scale"]),
         _bias(recorder, a["bias"]),
     )
-    post = _unary(a, "attr")
+    post = post_ops_of(a, "attr")
     if x is None or weight is None or scales is None or post is None or (a["bias"] is not None and bias is None):
         return None
     x, weight, groups = channels_last(recorder, x, node), weight.contiguous(), a["groups"]
@@ -248,7 +248,7 @@ def _bias(recorder: Recorder, value: Any) -> torch.Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-def _unary(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
+def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
     """The activation behind the product; None for one that is not known."""
     key = next(name for name in names if name in a)
     prefix = key.removesuffix("_name")
@@ -305,7 +305,7 @@ def _unpadded(recorder: Recorder, value: Any, zero_point: int) -> tuple[Traced, 
     return x, None, None
 
 
-def _output_sizes(inputs: Sequence[int], kernel: Sequence[int], g: Geometry) -> list[int]:
+def output_sizes(inputs: Sequence[int], kernel: Sequence[int], g: Geometry) -> list[int]:
     """Spatial sizes of a convolution's result."""
     how = zip(inputs, kernel, g.strides, g.before, g.after, g.dilations, strict=True)
     return [(i + before + after - (dilation * (k - 1) + 1)) // stride + 1 for i, k, stride, before, after, dilation in how]

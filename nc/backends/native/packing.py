@@ -1,0 +1,73 @@
+"""Lowered graphs as torch's own operators run them: weights are packed constants, and convolutions are tried before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.fuse import constant, operators_of
+from nc.backends.native.plans.products import PREPACKS
+from nc.backends.native.tried import guard, is_guarded, is_wrong, wrong_sizes
+from nc.graph.catalogue import schema_arguments
+from nc.graph.fx_utils import constant_value, copy_module, drop_unused, run_with
+from nc.graph.views import set_argument
+
+#: Where `packed` notes the shape that a convolution reads in the example.
+_READS = "reads_in_example"
+
+
+def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A copy of a lowered graph whose weights are packed constants, for torch's operators.
+
+    A convolution takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block
+    size, which can take a hundred times as long as it computes (AMX). So they are packed for the shapes that it reads in the example.
+    """
+    module, _ = copy_module(module)
+    guard(module)
+    shapes: dict[fx.Node, list[int]] = {}
+
+    def note(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+        if _packs_convolution(node):
+            arguments = schema_arguments(node)
+            shapes[arguments["qw"]] = node.meta[_READS] = list(env[arguments["qx"]].shape)
+        return value
+
+    if any(map(_packs_convolution, module.graph.nodes)):
+        run_with(module, example, note)
+    for node in [n for n in module.graph.nodes if n.target in PREPACKS]:
+        if node in shapes:
+            set_argument(node, "x_shape", shapes[node])
+        value = constant_value(module, node)
+        assert value is not None, f"{node.name} does not pack a constant"
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(constant(module, f"{node.name}_packed", value))
+        module.graph.erase_node(node)
+    drop_unused(module)
+    module.recompile()
+    return module
+
+
+def refused(module: fx.GraphModule) -> dict[str, str]:
+    """Names of the operators of a packed graph that are computed in fp32 for the example, and why."""
+    wrong = [node for node in module.graph.nodes if is_guarded(node) and is_wrong(module, node, node.meta[_READS])]
+    why = f"torch {torch.__version__} has an int8 kernel for it whose sums are wrong on this CPU, as a trial on noise shows"
+    return {name: why for node in wrong for name in operators_of(node)}
+
+
+def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
+    """What a report says of sizes for which a packed graph computes convolutions in fp32; nothing where there are none."""
+    found = {node: wrong_sizes(module, node) for node in module.graph.nodes if is_guarded(node)}
+    texts = [f"{operators_of(node)[0]} ({'; '.join(map(_shape, sizes))})" for node, sizes in found.items() if sizes]
+    return {"wrong sums, so in fp32": ", ".join(texts)} if texts else {}
+
+
+def _packs_convolution(node: fx.Node) -> bool:
+    """Whether a node is a convolution of torch's, which reads a packed weight."""
+    return is_guarded(node) or (isinstance(node.target, torch._ops.OpOverload) and str(node.target).startswith("onednn.qconv"))
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
