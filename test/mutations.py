@@ -420,6 +420,22 @@ MUTATIONS = (
         ("trials",),
     ),
     Mutation(
+        "torchs-sums",
+        "without a plan, torch's convolutions are tried before they are used",
+        "backends/native/tried.py",
+        "is_usual = not sizes[0] or",
+        "is_usual = True or",
+        ("tried",),
+    ),
+    Mutation(
+        "linears-of-nothing",
+        "a linear of an empty input keeps the dimensions of its input where torch's kernel does not",
+        "backends/native/packing.py",
+        "return result if result.dim() == x.dim() else",
+        "return result if True else",
+        ("tried",),
+    ),
+    Mutation(
         "plan-waiting",
         "what torch reads while a plan is made is computed",
         "backends/native/plans/recorder.py",

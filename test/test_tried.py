@@ -8,7 +8,7 @@ from models import Function, quantized
 from torch import nn
 
 from nc.backends import available_backends
-from nc.backends.native import tried
+from nc.backends.native import execute, tried
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -256,8 +256,26 @@ def test_a_torch_that_compiles_has_right_sums_too(spoil):
     assert "wrong sums, so in fp32" in report.details
 
 
-def test_torch_says_what_is_wrong_with_other_channels():
+@pytest.mark.parametrize("sizes", [(1, 64, 2, 8), (1, 65, 8, 8), (1, 64, 8)], ids=["window", "channels", "dimensions"])
+def test_inputs_that_do_not_fit_are_refused(sizes):
+    """torch gives values for a window that is larger than its input by one."""
     tried.library()
-    arguments = call(torch.zeros(1, 64, 8, 8, dtype=torch.uint8), torch.ones(4, 64, 3, 3, dtype=torch.int8), "none", torch.float32)
-    with pytest.raises(RuntimeError):
-        torch.ops.nc_tried.qconv(torch.zeros(1, 65, 8, 8, dtype=torch.uint8), *arguments[1:])
+    weight = torch.ones(4, 64, 3, 3, dtype=torch.int8)
+    arguments = list(call(torch.zeros(1, 64, 8, 8, dtype=torch.uint8), weight, "none", torch.float32))
+    arguments[7:9] = [2, 2], [0, 0]
+    with pytest.raises(ValueError, match="do not fit"):
+        torch.ops.nc_tried.qconv(torch.zeros(sizes, dtype=torch.uint8), *arguments[1:])
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["TorchScript", "Python"])
+def test_linears_of_nothing_keep_their_dimensions(monkeypatch, script):
+    if not script:
+        monkeypatch.setattr(execute, "EXECUTORS", ())
+    model = Function(lambda self, x: self.b(torch.relu(self.a(x)) + x), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    q = quantized(model.eval(), torch.randn(2, 3, 8), None, "native")
+    assert q.report().details["run by"].startswith("TorchScript" if script else "Python")
+    for sizes in ((0, 3), (3, 0), (2, 5)):
+        x = torch.randn(*sizes, 8)
+        expected, got = q.reference(x), q(x)
+        assert got.shape == expected.shape == (*sizes, 4)
+        assert not x.numel() or worst_sqnr_db([expected], [got]) > 60

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from nc.backends.native.judge import Judge
-from nc.backends.native.packing import packed, refused, refused_sizes
+from nc.backends.native.packing import HELPERS, SPELLING, packed, refused, refused_sizes
 from nc.backends.native.plans.checks import PlanChecks
 from nc.backends.native.plans.model import planned, why_not
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
@@ -35,6 +35,7 @@ _SPELLING: dict[Callable[..., object], str] = {
     to_bf16: "{}.to(torch.bfloat16)",
     from_bf16: "{}.to(torch.float32)",
     torch.ops.aten.reshape.default: "{}.reshape({})",  # not the copy that a fuser needs
+    **SPELLING,
 }
 #: Executors of torch's operators run the same kernels; bits differ at most where memory is aligned otherwise.
 _SAME_DB = 60.0
@@ -159,7 +160,7 @@ class TorchScriptExecutor:
         module = packed(lowered(self.products), example)
         with LOCK, warnings.catch_warnings():  # torch 2.13 deprecates TorchScript, which users can do nothing about
             warnings.simplefilter("ignore")
-            scripted = script(module, _SPELLING, _CODES).module
+            scripted = script(module, _SPELLING, _CODES + HELPERS).module
 
         def run(*inputs: torch.Tensor) -> Sequence[Any]:
             # nothing is left to fuse; optimized, the first calls would be slow, and IPEX, where it is imported, would rewrite the graph

@@ -1,8 +1,8 @@
-"""Lowered graphs as torch's own operators run them: weights are packed constants, and convolutions are tried before they are used."""
+"""Lowered graphs as torch's own operators run them: weights are packed constants, and what torch computes wrong is avoided."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,39 @@ from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import constant_value, copy_module, drop_unused, run_with
 from nc.graph.views import set_argument
 
+_LINEAR = torch.ops.onednn.qlinear_pointwise
 #: Where `packed` notes the shape that a convolution reads in the example.
 _READS = "reads_in_example"
+
+
+def linear(*arguments: Any) -> torch.Tensor:
+    """`onednn::qlinear_pointwise`, with the dimensions of its input also where that is empty: torch's gives two."""
+    return _with_rows_of(arguments[0], _LINEAR.default(*arguments))
+
+
+def linear_sum(*arguments: Any) -> torch.Tensor:
+    """`onednn::qlinear_pointwise.binary`, likewise."""
+    return _with_rows_of(arguments[0], _LINEAR.binary(*arguments))
+
+
+def _with_rows_of(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    return result if result.dim() == x.dim() else result.view(*x.shape[:-1], result.shape[-1])
+
+
+def _spelled(kernel: torch._ops.OpOverload) -> str:
+    places = ", ".join(f"{{{i}}}" for i in range(len(kernel._schema.arguments)))
+    return f"self._with_rows_of({{0}}, torch.ops.onednn.qlinear_pointwise({places}))"
+
+
+#: How TorchScript writes the functions above, and the method that it needs for them.
+SPELLING: Mapping[Callable[..., object], str] = {linear: _spelled(_LINEAR.default), linear_sum: _spelled(_LINEAR.binary)}
+_LINEARS = {_LINEAR.default: linear, _LINEAR.binary: linear_sum}
+HELPERS = """
+def _with_rows_of(self, x: Tensor, result: Tensor) -> Tensor:
+    if result.dim() == x.dim():
+        return result
+    return result.view(x.size()[:-1] + [result.size(-1)])
+"""
 
 
 def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -27,6 +58,9 @@ def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphM
     """
     module, _ = copy_module(module)
     guard(module)
+    for node in module.graph.nodes:
+        if node.target in _LINEARS:
+            node.target = _LINEARS[node.target]
     shapes: dict[fx.Node, list[int]] = {}
 
     def note(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:

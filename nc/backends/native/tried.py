@@ -101,11 +101,13 @@ class _Asked:
             activation=(a[f"{prefix}attr"] or "none", tuple(a[f"{prefix}scalars"]), a[f"{prefix}algorithm"] or ""),
         )
 
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether an input of these sizes can be computed, to a result that is not empty; torch says what is wrong with others."""
-        if len(sizes) != len(self.weight) or sizes[1] != self.groups * self.geometry.channels:
-            return False
-        return min(sizes[0], *output_sizes(sizes[2:], self.geometry.window, self.geometry)) > 0
+    def check(self, sizes: Sequence[int]) -> None:
+        """Raise ValueError where an input of these sizes does not fit: torch computes values of a window that is larger than its input."""
+        channels = self.groups * self.geometry.channels
+        spatial = output_sizes(sizes[2:], self.geometry.window, self.geometry) if len(sizes) == len(self.weight) else [0]
+        if sizes[1] != channels or min(spatial) < 1:
+            msg = f"a convolution's input {tuple(sizes)} and weight {self.weight}, {self.groups} groups, do not fit each other"
+            raise ValueError(msg)
 
     def for_sizes(self, sizes: Sequence[int]) -> trials.Convolution:
         """The convolution that is asked for an input of these sizes."""
@@ -186,13 +188,18 @@ def _asked_by(module: fx.GraphModule, node: fx.Node) -> _Asked:
 
 
 def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
-    """Whether torch's kernel adds up right for inputs of these sizes; tried once in a process for each number of threads."""
+    """Whether torch's kernel adds up right for inputs of these sizes; tried once in a process for each number of threads.
+
+    Raises:
+        ValueError: they do not fit.
+    """
     verdicts, key = _verdicts(asked), (torch.get_num_threads(), tuple(sizes))
     found = verdicts.get(key)
     if found is None:
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # whatever the caller's are
-            wanted = asked.for_sizes(sizes) if asked.fits(sizes) else None
-            is_usual = wanted is None or not trials.fills_tiles_in_part(wanted)
+            asked.check(sizes)
+            wanted = asked.for_sizes(sizes)
+            is_usual = not sizes[0] or not trials.fills_tiles_in_part(wanted)
             if len(verdicts) >= _MOST_SIZES:
                 verdicts.clear()
             found = verdicts[key] = is_usual or trials.adds_up(wanted, functools.partial(_try, asked))
