@@ -124,20 +124,9 @@ class PreparedModel(FixedModule):
         """What was collected so far, to save, load or merge."""
         return Statistics(self.graph.module, self.observers, self._samples)
 
-    def _of_model(self, name: str, error: AttributeError) -> Any:
-        """Values such as `config`; what computes something is refused, because no observer would see it."""
+    def _users_model(self) -> torch.nn.Module | None:
         own = vars(self).get("own")
-        model = None if own is None else own.model
-        if model is None or not hasattr(model, name):
-            return super()._of_model(name, error)
-        value = getattr(model, name)
-        if isinstance(value, (torch.nn.Module, torch.Tensor)) or callable(value):
-            msg = (
-                f"{name!r} belongs to the fp32 model, and calibration would not see what it computes: call the prepared model itself with "
-                "the inputs that your model gets there."
-            )
-            raise AttributeError(msg, name=name, obj=self) from error
-        return value
+        return None if own is None else own.model
 
     def __copy__(self) -> PreparedModel:
         """A model that shares everything."""

@@ -32,6 +32,8 @@ from nc.global_lock import LOCK
 from nc.graph.catalogue import kind_of_node
 from nc.graph.products import unknown_products, unknown_text
 from nc.graph.qdq import QDQGraph
+from nc.lowbit.accuracy import accuracy_db, hopeless_layers
+from nc.lowbit.accuracy import hopeless_text as low_bit_hopeless_text
 from nc.lowbit.blocks import Progress
 from nc.lowbit.experts import separated
 from nc.lowbit.layers import has_low_bit
@@ -194,6 +196,7 @@ def convert(
         name = backend or model.asked
         low_bit_engine(name)  # refused before the work, not after it
         low_bit = set_backend(model.quantized(progress), name)
+        _warn_of_low_bit(low_bit, model)
         verdict = low_bit_verdict(low_bit) if measure else None
         if verdict is not None:
             low_bit.__dict__["nc_verdict"] = verdict
@@ -433,6 +436,20 @@ def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: 
         warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health))
     if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
         warn(str(verdict))
+
+
+def _warn_of_low_bit(model: torch.nn.Module, prepared: PreparedWeights) -> None:
+    """Compare the outputs of a model with low-bit weights with the float model's, if that was called; warn where it is far from it."""
+    decibels = None
+    if prepared.first is not None:
+        try:
+            decibels = accuracy_db(model, prepared.first)
+        except Exception as error:  # noqa: BLE001 - any model can raise anything; what was quantized is kept
+            warn(f"The quantized model fails on the inputs of the first call of the prepared model: {type(error).__name__}: {error}")
+    model.__dict__["nc_sqnr_db"] = decibels
+    hopeless = low_bit_hopeless_text(decibels, hopeless_layers(model))
+    if hopeless:
+        warn(hopeless)
 
 
 def _warn_of_training(model: torch.nn.Module, *, inplace: bool, frames: int) -> None:

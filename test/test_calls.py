@@ -184,6 +184,96 @@ def test_random_numbers_are_named():
         nc.prepare(Draws().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
 
 
+COUNT, SUM = 0, torch.zeros(4, 8)
+
+
+class Kept:
+    """An object with a tensor."""
+
+    def __init__(self):
+        self.sum = torch.zeros(4, 8)
+
+
+class Counts(Two):
+    """Adds up results in some place that is no buffer; which, says the class below."""
+
+    sum = torch.zeros(4, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.object, self.tensor, self.table = Kept(), torch.zeros(4, 8), {"sum": torch.zeros(4, 8)}
+
+
+class InObject(Counts):
+    def forward(self, x):
+        self.object.sum = self.object.sum + self.f(x)
+        return self.object.sum
+
+
+class InObjectInPlace(Counts):
+    def forward(self, x):
+        return 2 * self.object.sum.add_(self.f(x))
+
+
+class InTable(Counts):
+    def forward(self, x):
+        return 2 * self.table["sum"].add_(self.f(x))
+
+
+class InClass(Counts):
+    def forward(self, x):
+        Counts.sum = Counts.sum + self.f(x)
+        return Counts.sum
+
+
+class InGlobal(Counts):
+    def forward(self, x):
+        global SUM  # noqa: PLW0603 - that is what is tried
+        SUM = SUM + self.f(x)
+        return SUM
+
+
+class InGlobalNumber(Counts):
+    def forward(self, x):
+        global COUNT  # noqa: PLW0603
+        COUNT += 1
+        return self.f(x) * COUNT
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (InObject, "self.object.sum"),
+        (InObjectInPlace, "self.object.sum"),
+        (InTable, "self.table"),
+        (InClass, "Counts.sum"),
+        (InGlobal, "the global SUM"),
+        (InGlobalNumber, "the global COUNT"),
+    ],
+)
+def test_state_outside_of_attributes_is_named_and_left_as_it_was(cls, name):
+    model = cls().eval()
+    with pytest.raises(CaptureError, match=f"forward changes {name}.* at each call, and a graph keeps nothing"):
+        nc.prepare(model, StaticQuantConfig(), example_inputs=X, backend="reference")
+    sums = (model.object.sum, model.table["sum"], Counts.sum, SUM)
+    assert COUNT == 0
+    for value in sums:
+        assert type(value) is torch.Tensor
+        assert not value.any()
+
+
+def test_state_that_nothing_shows_is_not_called_random():
+    calls = []
+
+    class Hidden(Two):
+        def forward(self, x):
+            calls.append(1)
+            return self.f(x) * len(calls)
+
+    with pytest.raises(CaptureError, match="keeps something from call to call that nc does not see, or draws random numbers of Python"):
+        nc.prepare(Hidden().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
+
+
 @dataclasses.dataclass
 class Unknown:
     """A dataclass that nobody registered."""
@@ -204,7 +294,14 @@ def test_unknown_classes():
         def __init__(self):
             self.first = X
 
-    with pytest.raises(CaptureError, match=r"call torch.export.register_dataclass"):
+    class GivesPlain(Two):
+        def forward(self, x):
+            self.f(x)
+            return Plain()
+
+    with pytest.raises(CaptureError, match=r"GivesPlain returns a Plain, .*: return its tensors as a tuple, list, dict or dataclass"):
+        nc.prepare(GivesPlain().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
+    with pytest.raises(CaptureError, match=r"Gives returns a Unknown, .* call torch.export.register_dataclass\(Unknown\) before prepare"):
         nc.prepare(Gives().eval(), StaticQuantConfig(), example_inputs=X, backend="reference")
     with pytest.raises(InputError, match=r"hold a Unknown.*call torch.export.register_dataclass"):
         nc.prepare(Takes().eval(), StaticQuantConfig(), example_inputs=(X, Unknown(X)), backend="reference")

@@ -52,3 +52,67 @@ def test_a_copy_of_a_prepared_model_prints_nothing():
         warnings.simplefilter("error")
         copied = copy.deepcopy(prepared)
     assert torch.equal(copied(X), prepared(X))
+
+
+class Named(nn.Module):
+    """A model with parts, values and methods of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.hidden = nn.Linear(32, 32), nn.Linear(32, 16), 5
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    @property
+    def twice(self):
+        return 2 * self.hidden
+
+
+def prepared_of(kind):
+    low = nc.WeightOnlyConfig("int4", group_size=16, solver=nc.GPTQ())
+    configs = {"static": nc.StaticQuantConfig(), "weights": low, "mixed": nc.StaticQuantConfig().set_local("decoder", low)}
+    model = Named().eval()
+    return model, nc.prepare(model, configs[kind], example_inputs=X)
+
+
+@pytest.mark.parametrize("kind", ["static", "weights", "mixed"])
+def test_a_prepared_model_has_the_values_of_the_model_and_says_why_it_has_no_methods(kind):
+    _, prepared = prepared_of(kind)
+    assert (prepared.hidden, prepared.twice) == (5, 10)
+    for name in ("encode", "encoder"):
+        assert not hasattr(prepared, name)
+        with pytest.raises(AttributeError, match=f"{name!r} belongs to the fp32 model.*call the prepared model itself"):
+            getattr(prepared, name)
+    with pytest.raises(AttributeError, match="A prepared model has no attribute 'nothing'"):
+        _ = prepared.nothing
+
+
+@pytest.mark.parametrize("kind", ["static", "weights", "mixed"])
+def test_a_prepared_model_leaves_the_weights_of_the_model_alone(kind):
+    model, prepared = prepared_of(kind)
+    before = copy.deepcopy(model.state_dict())
+    for change in (lambda: prepared.half(), lambda: prepared.to("meta"), lambda: prepared.double(), lambda: prepared.to(torch.bfloat16)):
+        with pytest.raises(nc.UnsupportedError, match="A prepared model can't be cast|can't be moved"):
+            change()
+    for change in (prepared.state_dict, lambda: prepared.load_state_dict({}), prepared.requires_grad_):
+        with pytest.raises(nc.StateError, match="A prepared model"):
+            change()
+    with pytest.warns(nc.NCWarning, match="stays in eval mode"):
+        prepared.train()
+    assert not model.training
+    model.train()
+    prepared.eval()
+    assert model.training
+    assert prepared.cpu().float() is prepared
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_prepared_model_in_bf16_can_be_cast_to_what_it_is():
+    prepared = nc.prepare(net().bfloat16(), nc.WeightOnlyConfig("int4", group_size=16))
+    assert prepared.to(torch.bfloat16) is prepared
+    with pytest.raises(nc.UnsupportedError, match=r"can't be cast to torch.float32: cast the float model"):
+        prepared.float()

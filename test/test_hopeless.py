@@ -186,3 +186,93 @@ def test_a_model_that_is_slower_warns_with_the_rule_to_paste(monkeypatch, fp32_m
         nc.convert(prepared)
     texts = [str(w.message) for w in caught if issubclass(w.category, nc.NCWarning)]
     assert [text.startswith("SLOWER than fp32: it takes 2.00 times as long") for text in texts] == [True] * warned
+
+
+def deep(count=24):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(64, 64), nn.Tanh())]).eval()
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight.normal_(std=0.2)
+    return model
+
+
+def low_bit(model, calls, dtype="int2", **options):
+    config = nc.WeightOnlyConfig(dtype, group_size=64)
+    return nc.quantize(model, config, (lambda p: [p(x) for x in calls]) if calls else None, measure=False, **options)
+
+
+def test_a_hopeless_low_bit_model_is_found_by_the_first_call():
+    x = torch.randn(8, 64)
+    model = deep()
+    with pytest.warns(nc.NCWarning, match=r"HOPELESS accuracy: .* dB against the float model in the first call") as caught:
+        q = low_bit(model, [x, 100 * x])
+    assert {warning.filename for warning in caught} == {__file__}
+    report = nc.report(q)
+    assert report.sqnr_db == pytest.approx(sqnr_db(model(x), q(x)), abs=0.01)
+    assert report.sqnr_db < HOPELESS_DB
+    assert report.summary().startswith("HOPELESS accuracy")
+
+
+def test_a_low_bit_model_that_is_near_says_how_near(tmp_path):
+    x = torch.randn(8, 64)
+    model = deep(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nc.NCWarning)
+        q = low_bit(model, [x], "int8")
+    expected = sqnr_db(model(x), q(x))
+    assert f"outputs in the first call of the prepared model: {expected:.1f} dB against the float model" in nc.report(q).summary()
+    nc.save(q, tmp_path / "q")
+    assert nc.report(nc.load(tmp_path / "q", model=deep(2))).sqnr_db is None
+
+
+def test_low_bit_layers_that_are_hopeless_by_themselves_need_no_call():
+    model = deep(2)
+    with pytest.warns(nc.NCWarning, match=r"HOPELESS layers below 10 dB by themselves: [02] \(") as caught:
+        q = low_bit(model, [], "uint2")
+    assert len(caught) == 1
+    name, decibels = nc.report(q).hopeless[0]
+    before, after = model.get_submodule(name).weight.detach(), q.get_submodule(name).weight.dequantize()
+    assert decibels == pytest.approx(sqnr_db(before, after), abs=0.05)
+    assert nc.report(q).sqnr_db is None
+
+
+def test_padding_and_calls_with_a_cache_do_not_count():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = deep(2)
+
+        def forward(self, x, attention_mask=None, past_key_values=None):
+            y = self.inner(x)
+            return y if past_key_values is None else y + past_key_values
+
+    model, x = Padded().eval(), torch.randn(2, 3, 64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    x[1, 1:] = float("nan")
+
+    def run(prepared):
+        prepared(x, past_key_values=torch.ones(()))
+        prepared(x, attention_mask=mask)
+
+    q = nc.quantize(model, nc.WeightOnlyConfig("int8", group_size=64), run, measure=False)
+    assert nc.report(q).sqnr_db == pytest.approx(sqnr_db(model(x)[mask.bool()], q(x)[mask.bool()]), abs=0.01)
+
+
+def test_a_model_that_keeps_a_state_is_not_compared():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = deep(2)
+            self.register_buffer("sum", torch.zeros(64))
+            self.count = 0
+
+        def forward(self, x):
+            self.sum += self.inner(x).sum(0)
+            self.count += 1
+            return self.sum * self.count
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", nc.NCWarning)
+        q = low_bit(Sums().eval(), [torch.randn(8, 64)] * 2, "int8")
+    assert nc.report(q).sqnr_db is None

@@ -62,6 +62,7 @@ LEVELS = (
     ("nc.backends",),
     ("nc.prepared", "nc.reporting", "nc.onnx", "nc.generation"),
     (
+        "nc.lowbit.accuracy",
         "nc.lowbit.artefact",
         "nc.lowbit.blocks",
         "nc.lowbit.experts",
@@ -243,7 +244,7 @@ INSIDE = {
         ("nc.lowbit.transforms.clip",),
         ("nc.lowbit.transforms.awq", "nc.lowbit.transforms.smooth", "nc.lowbit.transforms.teq"),
         ("nc.lowbit.transforms",),
-        ("nc.lowbit.modules", "nc.lowbit.recorded", "nc.lowbit.shared_work", "nc.lowbit.verdict"),
+        ("nc.lowbit.accuracy", "nc.lowbit.modules", "nc.lowbit.recorded", "nc.lowbit.shared_work", "nc.lowbit.verdict"),
         ("nc.lowbit.report",),
         ("nc.lowbit.experts",),
         ("nc.lowbit.blocks",),

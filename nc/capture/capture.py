@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
 from nc.capture.calls import Caller, Ran, check_same, copied, giving_entries, run_graph
-from nc.capture.examples import another_batch, bind_examples, with_batch, with_sizes
+from nc.capture.examples import another_batch, bind_examples, holds_tensors, with_batch, with_sizes
 from nc.capture.export_guards import eval_mode, exportable, named_keywords, usable_tensors, zeros_at_padding
 from nc.capture.flatten import Unused, flatten_program, own_constants
 from nc.capture.naming import Operator, name_operators
 from nc.capture.precautions import NO_PRECAUTIONS, Precautions
 from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
-from nc.capture.state import State, changed, computed_by_hooks, state_of
+from nc.capture.state import State, changed, changes_of, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
 from nc.errors import CaptureError, InputError, NCWarning
 from nc.global_lock import LOCK
@@ -92,6 +92,7 @@ def capture(
     with LOCK, eval_mode(model), usable_tensors(model), torch.no_grad(), without_autocast():
         before = state_of(model)
         expected = _first_run(model, run, values)
+        _check_outputs(model, expected.outputs)
         kept = _kept_at_each_call(run, values, before)
         for attempt in _all_attempts(values, dynamic_shapes, _takes_any_image(model), failures):
             try:
@@ -121,14 +122,13 @@ def capture(
 
 
 def _kept_at_each_call(run: Caller, values: dict[str, Any], before: State) -> str:
-    """The plain attributes that each call changes, for messages. What only the first call sets is a result that is kept for later ones."""
+    """What each call changes beside buffers, for messages. What only the first call sets is a result that is kept for later ones."""
     after = state_of(run.model)
     if not changed(before, after):
         return ""
     run(values)
     last = state_of(run.model)
-    computed = computed_by_hooks(run.model, after, last)
-    return " and ".join(f"self.{name}" for name in changed(after, last) if name not in computed)
+    return " and ".join(changes_of(run.model, after, last))
 
 
 def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str:
@@ -138,11 +138,27 @@ def _cause(run: Caller, values: dict[str, Any], expected: Ran, kept: str) -> str
             f"forward changes {kept} at each call, and a graph keeps nothing between calls. Give what it needs of earlier calls as an "
             "argument, and return what later calls need."
         )
+    if _gives_the_same(run, values, expected):
+        return ""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seeded = run(values)
+        torch.manual_seed(0)
+        draws = _gives_the_same(run, values, seeded)
+    why = (
+        "it draws random numbers. Give them as an argument"
+        if draws
+        else "it keeps something from call to call that nc does not see, or draws random numbers of Python or NumPy. Give it as an argument"
+    )
+    return f"The model gives another output for the same inputs in each call: {why}."
+
+
+def _gives_the_same(run: Caller, values: dict[str, Any], expected: Ran) -> bool:
     try:
         check_same(expected, run(values), ())
     except RuntimeError:
-        return "The model gives another output for the same inputs in each call: it draws random numbers. Give them as an argument."
-    return ""
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,6 +336,20 @@ def _first_run(model: torch.nn.Module, run: Caller, values: dict[str, Any]) -> R
         given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
         msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
         raise InputError(msg) from error
+
+
+def _check_outputs(model: torch.nn.Module, outputs: Any) -> None:
+    """Raise CaptureError for an object with tensors that torch does not see into."""
+    unknown = next((type(leaf) for leaf in pytree.tree_leaves(outputs) if dataclasses.is_dataclass(leaf) or holds_tensors(leaf)), None)
+    if unknown is None:
+        return
+    name = unknown.__name__
+    if dataclasses.is_dataclass(unknown):
+        advice = f"call torch.export.register_dataclass({name}) before prepare()"
+    else:
+        advice = "return its tensors as a tuple, list, dict or dataclass; a Hugging Face model leaves its cache out with use_cache=False"
+    msg = f"{type(model).__name__} returns a {name}, and torch.export does not know its members: {advice}."
+    raise CaptureError(msg)
 
 
 def _shown(value: Any) -> str:

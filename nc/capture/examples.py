@@ -53,10 +53,11 @@ def _check_examples(values: dict[str, Any]) -> None:
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     unknown = next((type(v) for v in pytree.tree_leaves(values) if dataclasses.is_dataclass(v)), None)
     if unknown is not None:
-        msg = f"example_inputs hold a {unknown.__name__}, whose members torch does not know: call torch.export.register_dataclass with it."
+        name = unknown.__name__
+        msg = f"example_inputs hold a {name}, whose members torch does not know: call torch.export.register_dataclass({name})."
         raise InputError(msg)
     for name, value in values.items():
-        other = next((type(v) for v in pytree.tree_leaves(value) if _holds_tensors(v)), None)
+        other = next((type(v) for v in pytree.tree_leaves(value) if holds_tensors(v)), None)
         if other is not None:
             msg = (
                 f"Argument {name!r} of example_inputs holds a {other.__name__}, and torch.export does not know its members: give its "
@@ -78,12 +79,12 @@ def _check_examples(values: dict[str, Any]) -> None:
             raise InputError(msg)
 
 
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
+def holds_tensors(value: Any, depth: int = 3) -> bool:
     """Whether a leaf is an object with tensors that pytree does not see; or objects in it, as in a `StaticCache` with its layers."""
     if isinstance(value, (torch.Tensor, torch.nn.Module)) or not hasattr(value, "__dict__") or not depth:
         return False
     members = pytree.tree_leaves(dict(vars(value)))
-    return any(isinstance(member, torch.Tensor) or _holds_tensors(member, depth - 1) for member in members)
+    return any(isinstance(member, torch.Tensor) or holds_tensors(member, depth - 1) for member in members)
 
 
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:

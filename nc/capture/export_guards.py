@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import inspect
@@ -17,29 +16,20 @@ from typing import Any, TextIO
 import torch
 
 from nc.capture.recurrent import AnyNumberOfSteps
+from nc.capture.state import put_back
 from nc.modes import evaluating
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
-#: Attributes that forward may change without a new value for the attribute.
-_CONTAINERS = (list, dict, set, collections.OrderedDict)
 
 
 @contextlib.contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put every submodule in eval mode. Afterwards each has its own mode again, and buffers and attributes are what they were before."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    attributes = [(m, dict(vars(m))) for m in model.modules()]
-    contents = [(value, value.copy()) for _, own in attributes for value in own.values() if type(value) in _CONTAINERS]
     try:
-        with evaluating(model):
+        with put_back(model), evaluating(model):
             yield
     finally:
-        for module, own in attributes:  # the mode; forward may count its calls, keep tensors, or put others in the place of buffers
-            for name in set(vars(module)) - set(own):
-                del vars(module)[name]
-            vars(module).update(own)
-        for value, content in contents:
-            _put_back(value, content)
         with torch.no_grad():
             for buffer, before in buffers:
                 # torch compares no sparse tensors; their values are a tensor of their own
@@ -66,15 +56,6 @@ def usable_tensors(model: torch.nn.Module) -> Iterator[None]:
         finally:
             for tensors, name, tensor in own:
                 tensors[name] = tensor
-
-
-def _put_back(value: Any, content: Any) -> None:
-    """Give a container the content that it had."""
-    if type(value) is list:
-        value[:] = content
-    else:
-        value.clear()
-        value.update(content)
 
 
 @contextlib.contextmanager

@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
+from nc.config import AnyConfig
+from nc.fixed_module import FixedModule
 from nc.lowbit.blocks import Progress
 from nc.lowbit.prepared import PreparedWeights
 from nc.lowbit.recorded import RecordedCalls
 from nc.prepared import PreparedModel
 
 
-class PreparedMixed(torch.nn.Module):
+class PreparedMixed(FixedModule):
     """Call it with calibration data; it returns what the float model returns. `convert` uses the data twice.
 
     Attributes:
         low_bit: the part for the low-bit layers; it keeps the calibration samples.
     """
+
+    what, saved_by, cast_by = PreparedWeights.what, PreparedWeights.saved_by, PreparedWeights.cast_by
 
     def __init__(self, low_bit: PreparedWeights, prepare_graph: Callable[[torch.nn.Module], Any]) -> None:
         super().__init__()
@@ -28,6 +32,18 @@ class PreparedMixed(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's outputs. The inputs are kept for `convert`."""
         return self.low_bit(*args, **kwargs)
+
+    @property
+    def quant_config(self) -> AnyConfig:
+        """The configuration."""
+        return self.low_bit.quant_config
+
+    def _users_model(self) -> torch.nn.Module | None:
+        low_bit = self._modules.get("low_bit")
+        return low_bit.model if isinstance(low_bit, PreparedWeights) else None
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return self.low_bit._dtypes()  # noqa: SLF001 - of the same base class
 
     @property
     def statistics(self) -> RecordedCalls:

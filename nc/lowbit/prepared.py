@@ -10,8 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.calibration.ranks import Ranks
+from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import StateError
+from nc.fixed_module import FixedModule
+from nc.lowbit.accuracy import FirstCall, first_call, goes_on
 from nc.lowbit.blocks import Driver, Progress
 from nc.lowbit.copies import own_tensors, sharing
 from nc.lowbit.layers import is_low_bit, settle_layers
@@ -22,16 +25,21 @@ from nc.lowbit.report import Record
 from nc.modes import evaluating
 
 
-class PreparedWeights(torch.nn.Module):
+class PreparedWeights(FixedModule):
     """Call it with calibration data; it returns what the float model returns. `convert` gives the quantized model.
 
     Attributes:
         model: the float model, unchanged.
         plan: the decisions; `print(prepared.plan)` shows them.
         quant_config: the configuration.
-        samples: the calls so far.
+        samples: the calls so far, if the configuration needs data.
+        first: the first call that changed nothing in the model, to compare outputs with; None where there was none.
         asked: the backend that `prepare` was asked for.
     """
+
+    what = "A prepared model"
+    saved_by = "save what it was called with by prepared.statistics.save()"
+    cast_by = "cast the float model, and call prepare() with it"
 
     def __init__(
         self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False, asked: str = "auto"
@@ -43,14 +51,20 @@ class PreparedWeights(torch.nn.Module):
         self.inplace = inplace
         self.asked = asked
         self.samples: list[Sample] = []
+        self.first: FirstCall | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
-        sample = _sample(self.model, args, kwargs) if self.plan.needs_data else None  # before the model can change its inputs in place
+        is_first = self.first is None and not goes_on(args, kwargs)
+        wanted = self.plan.needs_data or is_first
+        sample = _sample(args, kwargs) if wanted else None  # before the model can change its inputs in place
+        before = kept_in(self.model) if is_first else {}
         with evaluating(self.model), torch.no_grad():
             output = self.model(*args, **kwargs)
-        if sample is not None:
+        if sample is not None and self.plan.needs_data:
             self.samples.append(sample)
+        if sample is not None and is_first and not changes_of(self.model, before, kept_in(self.model)):
+            self.first = first_call(sample, output)
         return output
 
     @property
@@ -58,10 +72,11 @@ class PreparedWeights(torch.nn.Module):
         """The calls so far, to save, load or merge."""
         return RecordedCalls(self.model, self.samples)
 
-    def train(self, mode: bool = True) -> PreparedWeights:
-        """Stays in eval mode, and leaves the user's model alone."""
-        self.training = False
-        return self
+    def _users_model(self) -> torch.nn.Module | None:
+        return self._modules.get("model")
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_floating_point()}
 
     def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
         """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own; the same one on all ranks of a group.
@@ -95,7 +110,7 @@ class PreparedWeights(torch.nn.Module):
         return model.eval()
 
 
-def _sample(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
     """A copy of the inputs of a call, without what only training needs, and without a cache."""
 
     def copied(value: Any) -> Any:

@@ -171,12 +171,12 @@ def _calls(
             return HIDDEN
         if isinstance(value, torch.Tensor):
             return value.detach()
-        return None if _is_cache(value) else value
+        return None if is_cache(value) else value
 
     def replaced(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = args, kwargs
-            calls.append((index, pytree.tree_map(part, call, is_leaf=_is_cache)))
+            calls.append((index, pytree.tree_map(part, call, is_leaf=is_cache)))
             if index < real:
                 args, kwargs = fresh(call)
                 output = original(*args, **kwargs)
@@ -213,7 +213,7 @@ def with_forwards(blocks: Sequence[torch.nn.Module], made: Callable[[int, Callab
                 block.__dict__["forward"] = before
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """Keys and values of earlier calls: they grow with each call. Once something was captured, they are containers for pytree."""
     return type(value).__name__.endswith("Cache")
 
@@ -245,7 +245,7 @@ def fresh(call: Call) -> Call:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     args, kwargs = call
-    return pytree.tree_map(part, args, is_leaf=_is_cache), {k: pytree.tree_map(part, v, is_leaf=_is_cache) for k, v in kwargs.items()}
+    return pytree.tree_map(part, args, is_leaf=is_cache), {k: pytree.tree_map(part, v, is_leaf=is_cache) for k, v in kwargs.items()}
 
 
 def called(module: torch.nn.Module, call: Call) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from nc import generation
 from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.lowbit.accuracy import hopeless_layers, hopeless_text
 from nc.lowbit.layers import memory_of, other_weights
 from nc.lowbit.plan import other_parts, others_text
 from nc.lowbit.record import Call
@@ -100,6 +101,9 @@ class WeightReport:
         verdict: the speed of layers relative to float ones, measured by `convert`; None if it was not measured. It is not saved.
         tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
         weight_shares: by dtype ("int4", "float", …) the share of the weights' values.
+        sqnr_db: of the outputs against the float model's in the first call of the prepared model; None if it was not measured. It is not
+            saved.
+        hopeless: (name, dB) of the layers whose own output is far from the float one, the worst first.
         multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no layer was timed, because only
             then the numbers of rows are known.
     """
@@ -114,6 +118,8 @@ class WeightReport:
     verdict: LowBitVerdict | None = None
     weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sqnr_db: float | None = None
+    hopeless: tuple[tuple[str, float], ...] = ()
 
     @property
     def shares(self) -> Shares:
@@ -133,7 +139,13 @@ class WeightReport:
         """The figures, without the table of layers."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.quantized)
         stored = sum(layer.size for layer in self.quantized)
-        lines = [] if self.verdict is None else [str(self.verdict)]
+        hopeless = hopeless_text(self.sqnr_db, self.hopeless)
+        lines = [hopeless] if hopeless else []
+        lines += [] if self.verdict is None else [str(self.verdict)]
+        if self.sqnr_db is not None:
+            lines.append(f"outputs in the first call of the prepared model: {self.sqnr_db:.1f} dB against the float model")
+        elif self.verdict is not None:  # of `convert`, and not of `load`
+            lines.append("outputs were not compared with the float model's: the prepared model was not called, or keeps a state")
         lines += [
             f"{len(self.quantized)} of {len(self.layers)} layers have low-bit weights: {count / 1e6:.1f} M weights in {stored / 1e6:.1f} MB"
             + (f", {stored * 8 / count:.2f} bits each" if count else ""),
@@ -269,6 +281,8 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
         tokens=generation.status(model),
         verdict=model.__dict__.get("nc_verdict"),
+        sqnr_db=model.__dict__.get("nc_sqnr_db"),
+        hopeless=tuple(hopeless_layers(model)),
     )
 
 
