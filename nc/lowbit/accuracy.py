@@ -60,7 +60,7 @@ def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
 
 def hopeless_layers(model: torch.nn.Module) -> list[tuple[str, float]]:
     """The low-bit layers whose own output has less than `HOPELESS_DB` against that of the float layer: (name, dB), the worst first."""
-    found = [(name, module.result.loss) for name, module in model.named_modules() if is_low_bit(module) and module.result is not None]  # type: ignore[union-attr]
+    found = [(name, module.result.loss) for name, module in model.named_modules() if is_low_bit(module) and module.result is not None]
     return sorted(((name, -10 * math.log10(loss)) for name, loss in found if loss > 10 ** (-HOPELESS_DB / 10)), key=lambda each: each[1])
 
 
