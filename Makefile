@@ -21,7 +21,7 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
-#   SHARE=<n> TURN=<k>  `make test-newest` and `test-exhaustive-native` run every nth test, beginning with the kth
+#   SHARE=<n> TURN=<k>  `make test-newest`, `test-exhaustive-native` and `sanitize` run every nth test, beginning with the kth
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -113,10 +113,10 @@ mutations: setup setup-native
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
 sanitize: setup-native
-	.venv-native/bin/python test/c_fuzz.py --sanitize --cases 60 --seed $(TURN)
+	.venv-native/bin/python test/sanitizers.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 	program=$$(mktemp)
 	trap 'rm -f "$$program"' EXIT
-	for source in attention products steps low_bit; do
+	for source in attention products steps low_bit low_bit_blocks recurrent; do
 	    $(TSAN) -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
 	    "$$program"
 	done

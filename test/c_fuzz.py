@@ -4,32 +4,43 @@
 
 Each tensor lies in memory of its own, which begins behind a page without any rights or ends in front of one, so a read or write outside of
 it ends this process. What no function may write is compared with what it was. With --sanitize the C code is compiled with the address
-and undefined-behaviour sanitizers of gcc, whose message is the last that this process prints. `make sanitize` runs it.
+and undefined-behaviour sanitizers of gcc (sanitizers.py), whose message is the last that this process prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import faulthandler
 import math
 import mmap
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_low_bit_c import bound, exact, form, rounded, weight
+import sanitizers
 
-from nc.backends.low_bit import compiled
+if __name__ == "__main__" and "--sanitize" in sys.argv:
+    sanitizers.use()  # what follows loads C code
+
+import test_low_bit_blocks_c
+from test_low_bit_c import bound, exact, form, rounded, weight
+from test_recurrent import float64_layers
+
+from nc.backends import cpu
+from nc.backends.low_bit import compiled, compiled_blocks
+from nc.backends.native import recurrent
 from nc.backends.native.plans import avx2, functions, int8_attention
-from nc.c_code import build, flags, openmp
+from nc.c_code import build, openmp
+from nc.c_code.failures import words
+from nc.c_code.isas import ISAS, NUMBERS
 from nc.onednn.runner import Function, call_once
 
 PAGE = mmap.PAGESIZE
@@ -176,7 +187,7 @@ def codes(values, scale, zero_point, dtype):
 
 
 def case_norm() -> str:
-    rows, n, layer = random.choice((1, 2, 5, 40)), random.choice(SIZES), random.random() < 0.5
+    rows, n, layer = random.choice((0, 1, 2, 5, 40)), random.choice(SIZES), random.random() < 0.5
     to, of = random.choice((*FLOATS, torch.uint8, torch.int8)), random.choice(FLOATS)
     x, y = torch.randn(rows, n).to(of), torch.zeros(rows, n).to(to)
     factors = [torch.rand(n) + 0.5 if random.random() < 0.7 else torch.empty(0) for _ in range(2)]
@@ -334,7 +345,7 @@ def check_product(numbers, y, exact_sums, scales, bias, old, scale, zero_point):
 
 def case_product() -> str:
     rows, outputs, inputs = (
-        random.choice((1, 2, 5, 6, 61, 130)),
+        random.choice((0, 1, 2, 5, 6, 61, 130)),
         random.choice((1, 7, 8, 9, 16, 17, 33, 48)),
         4 * random.choice((1, 2, 9, 40)),
     )
@@ -385,7 +396,7 @@ def case_low_bit() -> str:
     name, kind = random.choice(kinds)
     outputs, rows, isa = (
         random.choice((1, 7, 15, 16, 17, 33, 48)),
-        random.choice((1, 2, 3, 5, 8, 9, 17, 40)),
+        random.choice((0, 1, 2, 3, 5, 8, 9, 17, 40)),
         random.choice(compiled.usable()),
     )
     packed = weight(form(name, group, kind), outputs, inputs)
@@ -405,6 +416,120 @@ def case_low_bit() -> str:
     return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, block {block}, {isa}"
 
 
+def case_low_bit_blocks() -> str:
+    name = random.choice((*test_low_bit_blocks_c.INTEGERS, *compiled_blocks.FLOATS))
+    kind = random.choice(("symmetric", "zero point", "minimum")) if name in test_low_bit_blocks_c.INTEGERS else "symmetric"
+    group = random.choice((1, 3, 8, 12, 16, 24, 48, 100, -1))
+    inputs = group * random.randrange(1, 1 + max(1, 300 // group)) if group > 0 else random.choice((1, 7, 8, 83, 383, 384, 385, 1030))
+    outputs = random.choice((1, 7, 15, 16, 17, 33, 48))
+    rows, how = random.choice((0, 1, 2, 3, 5, 6, 7, 8, 9, 17, 24, 33, 40, 260)), random.choice(("fp32", "bf16", "int8", "int8_block32"))
+    isa = random.choice(compiled_blocks.usable())
+    packed = weight(form(name, group, kind, random.choice(("fp32", "fp16", "bf16"))), outputs, inputs)
+    found, scale, offset, values, sizes = compiled_blocks.pack(packed, NUMBERS[isa])
+    x = rows_of((rows, inputs), torch.float32) * random.choice((1, 1, 1e-29))  # AMX can't hold parts of the smallest ones
+    x = x.bfloat16().float() if how == "bf16" else x
+    bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
+    y, nothing = torch.zeros(rows, outputs), torch.empty(0)
+    block = {"fp32": 0, "bf16": compiled.BF16, "int8": -1, "int8_block32": 32}[how]
+    tensors = [y, x, sizes, found, scale, nothing if offset is None else offset, values, bias]
+    call(functions.of_address("low bit blocks", compiled_blocks.address()), [rows, x.stride(0), block, threads()], tensors)
+    multiplied = rounded(x, block) if block not in (0, compiled.BF16) and rows else None
+    given = x.bfloat16() if how == "bf16" else x
+    test_low_bit_blocks_c.check(packed, given, y, bias if bias.numel() else None, multiplied, isa)
+    return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, {how}, {isa}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecurrentCall:
+    """A direction of a recurrent layer: what its function in C gets, its tensors between pages, and what must come out.
+
+    Attributes:
+        layer: the argument.
+        copies: name → tensor, in the order in which `expected` begins: output, last states.
+        expected: in float64.
+        text: what it is.
+    """
+
+    layer: recurrent._CLayer
+    copies: dict[str, Guarded]
+    expected: list[torch.Tensor]
+    text: str
+
+
+RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "rnn_relu": nn.RNN}
+
+
+def laid_out(steps: int, rows: int, elements: int) -> torch.Tensor:
+    """[steps, rows, elements], with steps or rows as the first dimension in memory, and perhaps something between rows."""
+    first_is_steps, gap = random.random() < 0.5, random.choice((0, 0, 3))
+    shape = (steps, rows) if first_is_steps else (rows, steps)
+    values = torch.randn(*shape, elements + gap)[..., :elements]
+    return values if first_is_steps else values.transpose(0, 1)
+
+
+def recurrent_call() -> RecurrentCall:
+    """A random one."""
+    kind, rows, steps = random.choice(tuple(RECURRENT)), random.choice((0, 1, 2, 3, 4, 5, 9)), random.choice((1, 2, 5, 9))
+    features, hidden = random.choice((1, 3, 4, 5, 17, 64, 70)), random.choice((1, 2, 7, 8, 9, 16, 17, 40))
+    projection = random.choice((0, random.randrange(1, hidden))) if kind == "lstm" and hidden > 1 else 0
+    reverse, isas = random.random() < 0.5, [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])]
+    options = {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
+    layer, isa = RECURRENT[kind](features, hidden, bias=random.random() < 0.7, **options), random.choice(isas)
+    weights, matrices, copies = {}, {}, {}
+    at_end = random.random() < 0.7
+
+    def guarded(name: str, tensor: torch.Tensor) -> int:
+        copies[name] = Guarded(tensor, at_end)
+        return copies[name].data_ptr()
+
+    x, y = laid_out(steps, rows, features), laid_out(steps, rows, projection or hidden)
+    states = [torch.randn(1, rows, n) for n in (projection or hidden, hidden)[: 2 if kind == "lstm" else 1]]
+    first = [state.clone() for state in states]
+    addresses = {name: guarded(name, tensor) for name, tensor in zip(("y", "h", "c"), (y, *states), strict=False)}
+    for short, name in (("input", "ih"), ("recurrent", "hh"), ("projection", "hr")):
+        parameter = getattr(layer, f"weight_{name}_l0", None)
+        if parameter is None:
+            continue
+        codes, scale = torch.randint(-127, 128, parameter.shape, dtype=torch.int8), torch.rand(len(parameter)) * 0.002 + 1e-4
+        weights[f"weight_{name}_l0"] = codes.double() * scale.double()[:, None]
+        parts = dict(zip(("codes", "scale", "sums"), recurrent.pack(codes, scale), strict=True))
+        if layer.bias and name != "hr":
+            parts["bias"] = getattr(layer, f"bias_{name}_l0").detach()
+        matrices[short] = recurrent._CMatrix(*parameter.shape, **{k: guarded(f"{short} {k}", t) for k, t in parts.items()})
+    made = recurrent._CLayer(
+        bytes=ctypes.sizeof(recurrent._CLayer),
+        kind=tuple(RECURRENT).index(kind),
+        isa=NUMBERS[isa],
+        threads=threads(),
+        reverse=reverse,
+        steps=steps,
+        rows=rows,
+        hidden=hidden,
+        state=projection or hidden,
+        **{f"{name}_{of}": t.stride(i) for name, t in (("x", x), ("y", y)) for i, of in enumerate(("step", "row"))},
+        **addresses,
+        x=guarded("x", x),
+        gates=guarded("gates", torch.zeros(steps * rows, matrices["input"].outputs)),
+        **matrices,
+    )
+    ordered = x.flip(0) if reverse else x
+    with torch.no_grad():
+        output, *last = float64_layers(layer, ordered, first, weights.__getitem__)
+    text = f"{kind} {features} x {hidden} ({projection}), {rows} rows, {steps} steps, reverse={reverse}, {isa}"
+    return RecurrentCall(made, copies, [output.flip(0) if reverse else output, *last], text)
+
+
+def case_recurrent() -> str:
+    found = recurrent_call()
+    status = recurrent._code().function(ctypes.byref(found.layer))
+    assert not status, words(status)
+    for name, copy in found.copies.items():
+        copy.finish(name in ("y", "h", "c", "gates"))
+    for copy, expected in zip(found.copies.values(), found.expected, strict=False):
+        close(copy.tensor, expected, 0.01, 1e-5)  # a value between two codes can go either way
+    return found.text
+
+
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
 
 
@@ -414,29 +539,12 @@ def possible() -> dict[str, str]:
     why = {
         "int8_attention": int8_attention.why_unavailable(),
         "low_bit": compiled.why_unavailable(),
+        "low_bit_blocks": compiled_blocks.why_unavailable(),
+        "recurrent": recurrent.why_unavailable(),
         "product": products,
         "depthwise": products,
     }
     return {name: why.get(name, functions.why_unavailable()) for name in CASES}
-
-
-#: -O3 takes minutes to compile with them.
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-_STARTED = "NC_FUZZ_SANITIZES"
-
-
-def sanitize() -> None:
-    """Start this process again with the sanitizers' libraries, which must be the first; there, compile with sanitizers."""
-    if os.environ.pop(_STARTED, ""):
-        os.environ.pop("LD_PRELOAD")  # not in the compiler
-        build._compiler = lambda: "gcc"
-        build._TIMEOUT_S = 1800
-        flags.FLAGS = (*SANITIZED, *flags.FLAGS[1:])
-        return
-    names = ("libasan.so", "libubsan.so")
-    paths = [subprocess.run(["gcc", f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip() for n in names]
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **options, _STARTED: "1", "LD_PRELOAD": ":".join(paths)})
 
 
 def main() -> None:
@@ -447,9 +555,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers of gcc")
     options = parser.parse_args()
-    if options.sanitize:
-        sanitize()
-    else:
+    if not options.sanitize:  # whose messages say more
         faulthandler.enable()
     for name in options.functions:
         if why := possible()[name]:

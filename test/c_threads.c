@@ -1,14 +1,21 @@
 /* The parts of the C code that threads share, under the thread sanitizer: `make sanitize` compiles this file once for each source.
  *
  * Threads are those of POSIX, which the sanitizer knows, in the place of OpenMP's, which it does not. What is covered: how a function divides
- * its work (in_parts), what parts write, and the mark that any of them may set. What is not: torch's threads, and lists of calls.
+ * its work (in_parts), what parts write, and the mark that any of them may set. What is not: torch's threads, lists of calls, and what
+ * instructions with masks and tiles of AMX read and write, which the compiler does not instrument.
  */
 #define _GNU_SOURCE
-#include SOURCE
-
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* While it is set, the source gets no memory of zeros. */
+static int no_memory;
+#define calloc(count, size) (no_memory ? NULL : (calloc)(count, size))
+
+#include SOURCE
 
 enum { TEAM = 4 };
 static __thread int number;
@@ -72,6 +79,56 @@ static int work_of_all(void)
                 if (nc_low_bit_linear(x, M, K, shape, codes, scale, offset, table, NULL, y, block, TEAM))
                     return 1;
             }
+    return 0;
+}
+#elif defined(LOW_BIT_BLOCKS)
+static int work_of_all(void)
+{
+    enum { N = 512, K = 240, M = 40, ALL = N * (K / 20) };
+    float *x = floats(M * K), *scale = floats(ALL), *offset = floats(ALL), *y = floats(M * N), *values = floats(PANEL + N);
+    uint8_t *codes = calloc(N * 2 * K, 1);
+    const int amx = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+    static const int64_t blocks[] = {-2, -1, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX}, most[] = {3, M};
+    for (int i = 0; i < 3 * 4 * 2 * 4 * 2 * 2; i++) {
+        const int64_t isa = isas[i % 3], block = blocks[i / 3 % 4], rows = most[i / 12 % 2], kind = i / 24 % 4, unfit = i / 96 % 2, group = i / 192 ? 20 : 40;
+        const int64_t shape[] = {N, K, K / group, (group + 7) / 8 * 8, kind, 1 + i / 3 % 3, isa, FP32};
+        x[K / 2] = x[(rows - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
+        if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !amx) || (isa == ISA_AVX512 && !__builtin_cpu_supports("avx512bw")))
+            continue;
+        if (nc_low_bit_blocks_linear(x, rows, K, shape, codes, scale, i % 5 ? offset : NULL, values, i % 2 ? values : NULL, y, block, TEAM))
+            return 1;
+    }
+    return 0;
+}
+#elif defined(RECURRENT)
+static struct matrix matrix(int64_t outputs, int64_t inputs)
+{
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, words = (inputs + 3) / 4;
+    return (struct matrix){outputs, inputs, calloc(panels * words, 4 * PANEL), floats(outputs), calloc(outputs, 4), floats(outputs)};
+}
+
+static int work_of_all(void)
+{
+    enum { STEPS = 12, MOST_ROWS = 11, FEATURES = 40, HIDDEN = 24 };
+    static const int64_t gates[] = {4, 3, 1, 1};
+    float *x = floats(STEPS * MOST_ROWS * FEATURES), *y = floats(STEPS * MOST_ROWS * HIDDEN), *h = floats(MOST_ROWS * HIDDEN),
+          *c = floats(MOST_ROWS * HIDDEN), *of_gates = floats(STEPS * MOST_ROWS * 4 * HIDDEN);
+    for (int i = 0; i < 2 * 4 * 2 * 2; i++) {
+        const int64_t isa = i % 2 ? ISA_AVX512_VNNI : ISA_AVX2, kind = i / 2 % 4, rows = i / 8 % 2 ? MOST_ROWS : 1;
+        const int64_t projected = kind == LSTM && i / 16 ? 8 : 0, state = projected ? projected : HIDDEN, width = gates[kind] * HIDDEN;
+        struct layer l = {sizeof l, kind, isa, TEAM, i / 8 % 2, STEPS, rows, HIDDEN, state, rows * FEATURES, FEATURES, rows * state, state,
+                          x, y, h, c, of_gates, matrix(width, FEATURES), matrix(width, state), {0}};
+        if (projected)
+            l.projection = matrix(projected, HIDDEN);
+        if (isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))
+            continue;
+        if (nc_recurrent(&l))
+            return 1;
+        no_memory = 1; /* which each thread says */
+        if (nc_recurrent(&l) != NO_MEMORY)
+            return 1;
+        no_memory = 0;
+    }
     return 0;
 }
 #elif defined(ATTENTION)

@@ -1,5 +1,7 @@
 """What functions in C check of their calls, and random sizes between pages that can't be touched (c_fuzz.py)."""
 
+import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from nc.backends import available_backends
+from nc.backends.native import recurrent
 from nc.backends.native.plans import functions
 from nc.c_code import failures
 from nc.errors import BackendError
@@ -68,7 +71,7 @@ def recorded(name):
     return calls
 
 
-@pytest.mark.parametrize("name", c_fuzz.CASES)
+@pytest.mark.parametrize("name", [name for name in c_fuzz.CASES if name != "recurrent"])
 def test_other_counts_are_refused(name):
     if why := c_fuzz.possible()[name]:
         pytest.skip(why)
@@ -87,15 +90,76 @@ def test_other_counts_are_refused(name):
 #: Function → what to change of its numbers → what is wrong then.
 WRONG = {
     "map": {(0, 22): "operation", (0, -1): "operation", (1, 0): "size", (1, 9): "size", "y": "dtype"},
-    "mean": {(0, 2 + 1): "dtype", (0, 4): "dtype", (1, 5): "dtype", (1, -1): "dtype"},
-    "norm": {(0, 3): "dtype", (1, 4): "dtype"},
-    "place": {(0, -1): "size"},
-    "attention": {(2, 0): "size", (4, 513): "size", (5, 513): "size", (6, 3): "operation", (7, 4): "dtype", (10, 3): "dtype"},
-    "rotary": {(0, 1): "dtype", (1, 257): "size", (1, -1): "size"},
-    "int8_attention": {(3, 0): "size", (4, 513): "size", (4, 0): "size", (5, 0): "size", (28, 64): "size", (27, 0): "size"},
-    "product": {(0, 0): "size", (1, 0): "size", (2, 4): "operation", (3, 3): "operation", (4, 8): "operation", (11, 3): "size"},
-    "depthwise": {(1, 15): "size", (2, 3): "operation", (16, 65): "size", (17, 65): "size"},
+    "mean": {(0, 2 + 1): "dtype", (0, 4): "dtype", (1, 5): "dtype", (1, -1): "dtype", (2, -1): "size", (3, -1): "size"},
+    "norm": {(0, 3): "dtype", (1, 4): "dtype", (2, -1): "size", (3, -1): "size"},
+    "place": {(0, -1): "size", (1, -1): "size"},
+    "image": {(0, -1): "size", (1, -1): "size"},
+    "attention": {
+        (0, -1): "size",
+        (1, -1): "size",
+        (2, 0): "size",
+        (3, -1): "size",
+        (4, -1): "size",
+        (4, 513): "size",
+        (5, 513): "size",
+        (6, 3): "operation",
+        (7, 4): "dtype",
+        (10, 3): "dtype",
+    },
+    "rotary": {(0, 1): "dtype", (1, 257): "size", (1, -1): "size", (2, -1): "size", (4, -1): "size"},
+    "int8_attention": {
+        (3, 0): "size",
+        (4, 513): "size",
+        (4, 0): "size",
+        (5, 0): "size",
+        (28, 64): "size",
+        (27, 0): "size",
+        (0, -1): "size",
+        (2, -1): "size",
+        (29, 0): "size",
+    },
+    "product": {
+        (0, 0): "size",
+        (1, 0): "size",
+        (2, 4): "operation",
+        (3, 3): "operation",
+        (4, 8): "operation",
+        (11, 3): "size",
+        (13, -1): "size",
+    },
+    "depthwise": {
+        (1, 15): "size",
+        (2, 3): "operation",
+        (16, 65): "size",
+        (17, 65): "size",
+        (11, -1): "size",
+        (14, 0): "size",
+        (15, 0): "size",
+    },
     "low_bit": {(0, -1): "size", (1, 1): "size", (2, -3): "size", (2, 33): "size", (2, 1 << 20): "size"},
+    "low_bit_blocks": {(0, -1): "size", (1, 0): "size", (2, -3): "size"},
+}
+#: The same of the numbers that describe a weight.
+WRONG_WEIGHTS = {
+    "low_bit": {0: (0, "size"), 1: (0, "size"), 2: (33, "size"), 3: (0, "size"), 4: (5, "size"), 6: (9, "CPU"), 7: (3, "dtype")},
+    "low_bit_blocks": {
+        **{0: (0, "size"), 1: (0, "size"), 2: (0, "size"), 3: (9, "size")},
+        **{4: (4, "dtype"), 5: (4, "size"), 6: (1, "CPU"), 7: (-1, "dtype")},
+    },
+}
+#: Field of a recurrent layer → what it is not → what is wrong then.
+WRONG_LAYERS = {
+    "bytes": (8, "numbers"),
+    "kind": (4, "operation"),
+    "isa": (2, "CPU"),
+    "threads": (0, "size"),
+    "steps": (-1, "size"),
+    "rows": (-1, "size"),
+    "hidden": (1000, "size"),
+    "state": (1000, "size"),
+    "input": (recurrent._CMatrix(1000, 5), "size"),
+    "recurrent": (recurrent._CMatrix(5, 1000), "size"),
+    "projection": (recurrent._CMatrix(5, 1000), "size"),
 }
 
 
@@ -111,6 +175,46 @@ def test_what_a_function_has_no_code_or_room_for_is_refused(name):
             given = [numbers[0], value, *[1] * (value + len(tensors) * (value + 1))]
         with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
             call_once(function, given, tensors)
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_a_weight_that_a_function_has_no_code_or_room_for_is_refused(name):
+    function, numbers, tensors = recorded(name)[-1]
+    for index, (value, why) in WRONG_WEIGHTS[name].items():
+        given = tensors[2].clone()
+        given[index] = value
+        with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
+            call_once(function, numbers, [*tensors[:2], given, *tensors[3:]])
+
+
+@pytest.mark.parametrize("field", WRONG_LAYERS)
+def test_a_recurrent_layer_that_does_not_fit_is_refused(field):
+    if recurrent.why_unavailable():
+        pytest.skip(recurrent.why_unavailable())
+    value, why = WRONG_LAYERS[field]
+    found = c_fuzz.recurrent_call()
+    setattr(found.layer, field, value)
+    assert why in failures.words(recurrent._code().function(ctypes.byref(found.layer)))
+
+
+def test_a_recurrent_layer_without_its_cells_is_refused():
+    if recurrent.why_unavailable():
+        pytest.skip(recurrent.why_unavailable())
+    found = next(call for call in iter(c_fuzz.recurrent_call, None) if call.layer.c and call.layer.rows)
+    found.layer.c = 0
+    assert "tensors" in failures.words(recurrent._code().function(ctypes.byref(found.layer)))
+
+
+def test_sanitizers_are_asked_for_before_c_code_is_loaded():
+    """c_fuzz.py imported what loads low_bit.c first, which ran without them."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import nc, sanitizers; sanitizers.use()"],
+        env={**os.environ, "NC_SANITIZED": "1", "PYTHONPATH": str(Path(c_fuzz.__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RuntimeError: nc was imported before" in done.stderr
 
 
 def test_codes_are_no_dtype_of_sums():

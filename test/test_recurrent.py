@@ -513,6 +513,18 @@ def test_the_operator_says_the_sizes_of_its_results():
         torch.library.opcheck(recurrent._operator(), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("which", ["x", "h"])
+def test_the_operator_takes_fp32_alone(which, dtype):
+    """It reads addresses: states in another dtype would be taken for fp32."""
+    packed = [*recurrent.pack(torch.ones(12, 5, dtype=torch.int8), torch.ones(12)), None]
+    packed += [*recurrent.pack(torch.ones(12, 4, dtype=torch.int8), torch.ones(12)), None] + [None] * 4
+    given = {"x": torch.randn(2, 3, 5), "h": torch.randn(1, 3, 4)}
+    given[which] = given[which].to(dtype)
+    with pytest.raises(ValueError, match="in fp32 can't take .*float"):
+        recurrent.layers(given["x"], [given["h"]], packed, "gru", 1, False, False, 5)
+
+
 def test_a_plan_for_rows_can_go_to_a_backend_with_one_range():
     prepared = prepare(Layer(nn.LSTM).eval(), DynamicQuantConfig(), example_inputs=(torch.randn(5, 3, 8),), backend="native")
     ipex = nc.backends.get_backend("ipex").capabilities()

@@ -190,8 +190,9 @@ def _elsewhere(name: str, content: bytes, identity: str, passed_over: list[str],
     except OSError as error:
         passed_over.append(f"the folder of temporary files: {error}")
     handle = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.write(handle, content)
     try:
+        with os.fdopen(os.dup(handle), "wb") as file:
+            file.write(content)  # all of it: a process that loads a part may be killed
         return _opened(f"/proc/self/fd/{handle}", identity), f"{made}, loaded from memory"
     except OSError as error:
         os.close(handle)

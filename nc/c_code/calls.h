@@ -8,8 +8,10 @@
 enum { OK, OTHER_INDEX, NO_MEMORY, NOT_HERE, OTHER_NUMBERS, OTHER_TENSORS, OTHER_DTYPE, OTHER_SIZE, OTHER_OPERATION };
 
 #define EXPECT(condition, error) \
-    if (!(condition))            \
-    return error
+    do {                         \
+        if (!(condition))        \
+            return error;        \
+    } while (0)
 
 /* Begins a function: `how` is what follows the count. */
 #define TAKES(numbers, least, most)                               \

@@ -33,6 +33,7 @@
 #define X_AT_ONCE (1 << 20)     /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
 #define WORK_PER_THREAD 65536   /* weights times rows below which another thread costs more than it gains */
 #define TINY_AMAX 0x1p-100f     /* as in nc.numerics.affine */
+#define MOST_PARTS 3            /* that a number is the sum of */
 #define LEAST_FOR_TILES 0x1p-90f /* AMX takes parts below 2^-126 as 0 */
 #define MOST_FOR_TILES 0x1p126f
 
@@ -316,6 +317,18 @@ INLINE FOR_AVX2 void store_256(float *to, __m256 value, int64_t left)
 
 /* ---- the call ---- */
 
+/* What a caller must see to. */
+static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t block)
+{
+    const int64_t outputs = shape[0], inputs = shape[1], groups = shape[2], held = shape[3], kind = shape[4], parts = shape[5], isa = shape[6];
+    EXPECT(shape[7] >= FP32 && shape[7] <= BF16 && kind >= TABLE && kind < KINDS, OTHER_DTYPE);
+    EXPECT(isa >= ISA_AVX2 && isa <= ISA_AMX && nc_isas() >> isa & 1, NOT_HERE);
+    EXPECT(outputs > 0 && inputs > 0 && groups > 0 && inputs % groups == 0, OTHER_SIZE);
+    EXPECT(held == (inputs / groups + STEP - 1) / STEP * STEP && parts >= 0 && parts <= MOST_PARTS, OTHER_SIZE);
+    EXPECT(rows >= 0 && stride >= inputs && block >= -2, OTHER_SIZE);
+    return OK;
+}
+
 struct plan {
     part_t few, many, tile;
     int64_t together; /* panels that a thread takes */
@@ -337,12 +350,14 @@ static struct plan choose(const struct weight *w, int64_t isa)
  *   and the type of the scales; see struct weight
  * values: 16 values of codes of kind TABLE, then the factors of all outputs of the panels
  * block: 0: multiply x as it is; -2: as 0, and all are bf16; else round it to int8, with a scale for so many elements; -1: for each row
- * Returns OK, NO_MEMORY or NOT_HERE.
+ * Returns what calls.h lists.
  */
 int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
                              const float *offset, const float *values, const float *bias, float *y, int64_t block, int64_t threads)
 {
     _Atomic int unfit = 0;
+    const int wrong = check(shape, rows, stride, block);
+    EXPECT(!wrong, wrong);
     struct job j = {.w = {shape[0], shape[1], shape[2], shape[1] / shape[2], shape[3], shape[4], shape[5], shape[7], codes, scale, offset,
                           values, values + PANEL},
                     .stride = stride, .block = block == -2 ? 0 : block, .bias = bias, .unfit = &unfit, .parts = block == -2 ? 1 : 3};

@@ -1,7 +1,6 @@
 /* AMX: many rows. Part of low_bit_blocks.c. */
 
 #define TILE 16
-#define MOST_PARTS 3
 #define WEIGHTS_AT_ONCE 384 /* inputs of a block in one part; with more parts it has fewer inputs, so that both stay in the L1 cache */
 #define FOR_AMX __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")))
 

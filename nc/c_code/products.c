@@ -322,7 +322,7 @@ int nc_product(const int64_t *how, void *unused, int count, char *const *tensors
     const int wrong = check(how);
     EXPECT(!wrong, wrong);
     EXPECT(how[ADDED] != FP32_OTHER || count == 7, OTHER_TENSORS);
-    EXPECT(how[INPUTS] > 0 && how[INPUTS] % 4 == 0, OTHER_SIZE);
+    EXPECT(how[INPUTS] > 0 && how[INPUTS] % 4 == 0 && how[COUNT] >= 0, OTHER_SIZE);
     struct job job = job_of(how, count, tensors);
     const int64_t rows = how[COUNT], tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how);
     /* as much work as some thousand products is done before other threads wake up */
@@ -377,7 +377,7 @@ int nc_product_pack(const int64_t *how, void *unused, int count, char *const *te
     TAKES(3, 3, 3);
     struct packing job = {how, tensors};
     (void)unused;
-    EXPECT(how[1] > 0 && how[1] % 4 == 0, OTHER_SIZE);
+    EXPECT(how[0] > 0 && how[1] > 0 && how[1] % 4 == 0, OTHER_SIZE);
     in_parts(pack_part, &job, 1 + how[0] * how[1] / 65536, how[2]);
     return 0;
 }
@@ -498,6 +498,7 @@ int nc_product_depthwise(const int64_t *how, void *unused, int count, char *cons
     EXPECT(how[ADDED] != FP32_OTHER, OTHER_OPERATION);
     EXPECT(how[OUTPUTS] >= PANEL && (how[ADDED] == NOTHING_ADDED || how[OUTPUTS] % PANEL == 0), OTHER_SIZE);
     EXPECT(how[WINDOW_H] > 0 && how[WINDOW_W] > 0 && how[WINDOW_H] <= TAPS && how[WINDOW_H] * how[WINDOW_W] <= TAPS, OTHER_SIZE);
+    EXPECT(how[IMAGES] >= 0 && how[IN_H] > 0 && how[IN_W] > 0 && how[OUT_H] > 0 && how[OUT_W] > 0, OTHER_SIZE);
     struct job job = job_of(how, count, tensors);
     const int64_t pixels = how[IMAGES] * how[OUT_H] * how[OUT_W], work = pixels * how[OUTPUTS] * how[WINDOW_H] * how[WINDOW_W];
     (void)unused;

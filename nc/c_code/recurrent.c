@@ -8,6 +8,7 @@
  */
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,7 @@
 #define PANEL 16
 #define ROWS 4              /* that share a load of the weights */
 #define TINY_AMAX 0x1p-100  /* as in nc.numerics.affine */
+#define MOST_INPUTS 65536   /* whose products int32 can sum */
 
 enum { LSTM = 0, GRU = 1, RNN_TANH = 2, RNN_RELU = 3 };
 
@@ -31,6 +33,7 @@ struct matrix {
 
 /* In the order in which Python fills it. Strides are in elements; those of features are 1. */
 struct layer {
+    int64_t bytes; /* of this structure */
     int64_t kind, isa, threads, reverse, steps, rows, hidden, state; /* elements of a cell state, and of a hidden state */
     int64_t x_step, x_row, y_step, y_row;
     const float *x;
@@ -307,7 +310,7 @@ FOR_AVX2 static void rnn_step(const float *x, const float *h, int64_t n, int rel
 struct work {
     const struct layer *layer;
     int64_t at_once; /* rows of a block, at most ROWS */
-    int failed;
+    _Atomic int failed; /* set by any thread */
 };
 
 static int allocate(const struct layer *l, struct scratch *s)
@@ -407,16 +410,40 @@ static void all_steps(void *data, int64_t part, int64_t parts)
     release(&s);
 }
 
+/* Whether it has such sizes, none of which is too large. */
+static int fits(const struct matrix *m, int64_t outputs, int64_t inputs)
+{
+    return m->outputs == outputs && m->inputs == inputs && inputs >= 0 && inputs <= MOST_INPUTS;
+}
+
+/* What a caller must see to. */
+static int check(const struct layer *l)
+{
+    static const int64_t gates[] = {[LSTM] = 4, [GRU] = 3, [RNN_TANH] = 1, [RNN_RELU] = 1};
+    EXPECT(l->bytes == (int64_t)sizeof *l, OTHER_NUMBERS);
+    EXPECT(l->isa >= ISA_AVX2 && l->isa <= ISA_AMX && nc_isas() >> l->isa & 1, NOT_HERE);
+    EXPECT(l->kind >= LSTM && l->kind <= RNN_RELU, OTHER_OPERATION);
+    EXPECT(l->threads >= 1 && l->steps >= 0 && l->rows >= 0 && l->hidden >= 1 && l->state >= 1, OTHER_SIZE);
+    EXPECT(fits(&l->input, gates[l->kind] * l->hidden, l->input.inputs), OTHER_SIZE);
+    EXPECT(fits(&l->recurrent, gates[l->kind] * l->hidden, l->state), OTHER_SIZE);
+    if (l->kind == LSTM && l->projection.outputs) {
+        EXPECT(fits(&l->projection, l->state, l->hidden), OTHER_SIZE);
+    } else {
+        EXPECT(l->projection.outputs == 0 && l->state == l->hidden, OTHER_SIZE);
+    }
+    return OK;
+}
+
 /* Returns what calls.h lists. */
 int64_t nc_recurrent(const struct layer *layer)
 {
-    EXPECT(layer->isa >= 0 && layer->isa < 63 && nc_isas() >> layer->isa & 1, NOT_HERE);
-    EXPECT(layer->kind >= LSTM && layer->kind <= RNN_RELU, OTHER_OPERATION);
-    EXPECT(layer->threads >= 1 && layer->hidden >= 1 && layer->state >= 1, OTHER_SIZE);
+    const int wrong = check(layer);
+    EXPECT(!wrong, wrong);
     const int64_t each = (layer->rows + layer->threads - 1) / layer->threads;
     struct work w = {layer, each < ROWS ? each : ROWS, 0};
-    if (layer->rows < 1 || layer->steps < 1)
+    if (!layer->rows || !layer->steps)
         return OK;
+    EXPECT(layer->kind != LSTM || layer->c, OTHER_TENSORS);
     in_parts(input_gates, &w, (layer->steps * layer->rows + ROWS - 1) / ROWS, layer->threads);
     in_parts(all_steps, &w, (layer->rows + w.at_once - 1) / w.at_once, layer->threads);
     return w.failed ? NO_MEMORY : OK;

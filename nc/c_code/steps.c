@@ -179,6 +179,8 @@ int nc_step_map(const int64_t *how, void *unused, int count, char *const *tensor
     float buffers[4][ROW];
     (void)unused;
     EXPECT(op >= 0 && op < OPERATORS, OTHER_OPERATION);
+    for (int64_t i = 0; i < d; i++)
+        EXPECT(sizes[i] >= 0, OTHER_SIZE);
     EXPECT(count >= 2 + (op >= ADD && op <= DIV) + 2 * (op == SELECT), OTHER_TENSORS);
     for (int t = 0; t < count; t++) {
         const int64_t dtype = sizes[d + t * (d + 1)];
@@ -244,6 +246,7 @@ int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tenso
     float buffer[ROW];
     (void)unused;
     EXPECT(is_written(how[0]) && is_read(how[1]), OTHER_DTYPE);
+    EXPECT(how[2] >= 0 && n >= 0, OTHER_SIZE);
     for (int64_t row = 0; row < how[2]; row++) {
         float sum = 0;
         for (int64_t start = 0; start < n; start += ROW) {
@@ -326,6 +329,7 @@ int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tenso
     struct norm job = {.how = how, .tensors = tensors, .codes = codes_of(how[0], how + 7)};
     (void)unused;
     EXPECT((is_written(how[0]) || is_code(how[0])) && is_read(how[1]), OTHER_DTYPE);
+    EXPECT(how[2] >= 0 && how[3] >= 0, OTHER_SIZE);
     memcpy(&job.epsilon, how + 4, 4);
     in_parts(norm_rows, &job, 1 + how[2] * how[3] / 32768, how[6]);
     return 0;
@@ -342,7 +346,7 @@ int nc_step_place(const int64_t *how, void *unused, int count, char *const *tens
     TAKES(8, 3, 3);
     const int64_t *indices = (const int64_t *)tensors[2];
     (void)unused;
-    EXPECT(how[0] >= 0, OTHER_SIZE);
+    EXPECT(how[0] >= 0 && how[1] >= 0, OTHER_SIZE);
     for (int64_t row = 0; row < how[1]; row++) {
         const int64_t place = indices[how[7] ? 0 : row];
         char *y = tensors[0] + row * how[2], *x = tensors[1] + row * how[3];
@@ -469,7 +473,8 @@ int nc_step_attention(const int64_t *how, void *unused, int count, char *const *
     (void)unused;
     EXPECT(how[MASK] >= NO_MASK && how[MASK] <= FLOAT_MASK, OTHER_OPERATION);
     EXPECT(how[MASK] == NO_MASK || count == 5, OTHER_TENSORS);
-    EXPECT(how[WIDTH] <= ROW && how[VALUE_WIDTH] <= ROW && how[GROUP] > 0, OTHER_SIZE);
+    EXPECT(how[B] >= 0 && how[H] >= 0 && how[KEYS] >= 0 && how[GROUP] > 0, OTHER_SIZE);
+    EXPECT(how[WIDTH] >= 0 && how[WIDTH] <= ROW && how[VALUE_WIDTH] >= 0 && how[VALUE_WIDTH] <= ROW, OTHER_SIZE);
     for (int i = 0; i < 5; i++)
         EXPECT(i == 3 ? is_written(how[DTYPES + i]) : is_read(how[DTYPES + i]), OTHER_DTYPE);
     memcpy(&job.factor, how + A_FACTOR, 4);
@@ -525,6 +530,7 @@ int nc_step_rotary(const int64_t *how, void *unused, int count, char *const *ten
     (void)unused;
     EXPECT(how[TO] == F32 || is_code(how[TO]), OTHER_DTYPE);
     EXPECT(how[HALF] >= 0 && 2 * how[HALF] <= ROW, OTHER_SIZE);
+    EXPECT(how[SIZES] >= 0 && how[SIZES + 1] >= 0 && how[SIZES + 2] >= 0, OTHER_SIZE);
     in_parts(rotate_rows, &job, 1 + how[SIZES] * how[SIZES + 1] * how[SIZES + 2] * how[HALF] / 8192, how[R_THREADS]);
     return 0;
 }
@@ -570,6 +576,7 @@ int nc_step_image(const int64_t *how, void *unused, int count, char *const *tens
     TAKES(5, 2, 2);
     struct image job = {.how = how, .x = (const float *)tensors[1], .y = tensors[0], .codes = codes_of(U8, how + 2)};
     (void)unused;
+    EXPECT(how[0] >= 0 && how[1] >= 0, OTHER_SIZE);
     in_parts(quantize_images, &job, 1 + how[0] * how[1] / 8192, how[4]);
     return 0;
 }

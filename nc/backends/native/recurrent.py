@@ -52,7 +52,7 @@ class _CLayer(ctypes.Structure):
     """`struct layer`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "isa", "threads", "reverse", "steps", "rows", "hidden", "state")),
+        *((name, ctypes.c_int64) for name in ("bytes", "kind", "isa", "threads", "reverse", "steps", "rows", "hidden", "state")),
         *((name, ctypes.c_int64) for name in ("x_step", "x_row", "y_step", "y_row")),
         *((name, ctypes.c_void_p) for name in ("x", "y", "h", "c", "gates")),
         *((name, _CMatrix) for name in ("input", "recurrent", "projection")),
@@ -220,7 +220,7 @@ def layers(
         features: of `x`, as the weights need them.
 
     Raises:
-        ValueError: sizes that the weights do not fit.
+        ValueError: sizes that the weights do not fit, or a dtype other than fp32.
         BackendError: there is no memory.
     """
     directions = 1 + bidirectional
@@ -229,8 +229,10 @@ def layers(
     hidden = matrices[0][0][1].shape[0] // _GATES[kind.partition("_")[0]]
     state = matrices[0][2][1].shape[0] if len(matrices[0]) > 2 else hidden  # a projection gives it
     expected = [(num_layers * directions, x.shape[0 if batch_first else 1], size) for size in (state, hidden)][: len(hx)]
-    if x.dim() != 3 or x.dtype != torch.float32 or x.shape[-1] != features or [tuple(h.shape) for h in hx] != expected:
-        msg = f"a recurrent layer of {features} features and states {expected} can't take {tuple(x.shape)}, {[tuple(h.shape) for h in hx]}"
+    fit = x.dim() == 3 and x.shape[-1] == features and [tuple(h.shape) for h in hx] == expected
+    if not fit or any(t.dtype != torch.float32 for t in (x, *hx)):
+        given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, *hx))
+        msg = f"a recurrent layer of {features} features and states {expected} in fp32 can't take {given}"
         raise ValueError(msg)
     if not steps.shape[0]:
         msg = "a recurrent layer needs at least one step"
@@ -271,6 +273,7 @@ def _direction(
         _CMatrix(m[1].shape[0], size, *(0 if t is None else t.data_ptr() for t in m)) for m, size in zip(matrices, inputs, strict=False)
     ]
     layer = _CLayer(
+        ctypes.sizeof(_CLayer),
         _KINDS[kind.partition("_")[0]] + kind.endswith("relu"),
         NUMBERS[code.isa()],
         openmp.threads(),
