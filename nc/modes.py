@@ -1,11 +1,25 @@
-"""Eval mode for a while: modules whose `train` does more than set a flag are put back as they were."""
+"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as they were; and attention's plain path."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class PlainPath(TorchFunctionMode):
+    """Changes nothing. While a mode is active, attention and encoders of torch do not take their fast path, which hides products.
+
+    Torch's own switch for that, `torch.backends.mha.set_fastpath_enabled`, is for all threads.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

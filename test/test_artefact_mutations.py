@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nc import ArtefactError, UnsupportedError, load
+import nc
+from nc import ArtefactError, InputError, UnsupportedError, load
 from nc.backends import cpu, get_backend
 from nc.storage import store
 
@@ -148,6 +149,67 @@ def forge(folder, document):
     raws = {name: (folder / name).read_bytes() for name in FILES}
     sums = {name: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)} for name, raw in raws.items()}
     (folder / "checksums.json").write_text(json.dumps(sums, indent=2, sort_keys=True) + "\n")
+
+
+class Writes(torch.nn.Module):
+    """It writes into a tensor of a dict and into a tensor, adds an entry to a list, and returns a container that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x, table, total):
+        y = self.linear(x)
+        table["rows"].append(y)
+        table["sum"].add_(y)
+        total.copy_(y)
+        return y, table, total
+
+
+def arguments():
+    return torch.ones(4, 8), {"rows": [torch.zeros(4, 8)], "sum": torch.zeros(4, 8)}, torch.zeros(4, 8)
+
+
+def change_effects(effects, rng):
+    container, key, path = rng.choice(places(effects, []))
+    how = rng.choice(["value", "value", "drop", "double"])
+    if how == "value":
+        container[key] = copy.deepcopy(rng.choice([*VALUES, [0], [[0, 0]], [[[0], [0, 9]]], [[[1], [2]]], -1, 7]))
+    elif how == "drop":
+        del container[key]
+    elif isinstance(container, list):
+        container.append(copy.deepcopy(container[key]))
+    return how, path
+
+
+def test_changed_effects_are_refused_or_run(tmp_path):
+    config = nc.StaticQuantConfig()
+    model = Writes().eval()
+    q = nc.quantize(model, config, lambda p: p(*arguments()), example_inputs=arguments(), measure=False, backend="reference")
+    q.save(tmp_path / "saved")
+    original = json.loads((tmp_path / "saved" / "model.json").read_text())
+    assert original["signature"]["effects"]["written"]
+    refused = 0
+    for seed in range(max(COUNT, 150)):
+        rng = random.Random(f"effects {seed}")  # noqa: S311 - which change to try
+        document = copy.deepcopy(original)
+        effects = document["signature"]["effects"]
+        whats = [change_effects(effects, rng) for _ in range(rng.choice([1, 1, 2])) if effects]
+        forge(tmp_path / "saved", document)
+        try:
+            load(tmp_path / "saved", backend="reference")(*arguments())
+        except (ArtefactError, InputError):
+            refused += 1
+        except Exception as error:  # noqa: BLE001 - anything else is what this test is about
+            pytest.fail(f"{whats}: {type(error).__name__}: {error}")
+    assert refused > 50
+    document = copy.deepcopy(original)
+    keys = document["signature"]["effects"]["after"]["items"][1]["keys"]
+    for wrong in ([[1]], keys[1]):
+        keys[0] = wrong
+        forge(tmp_path / "saved", document)
+        with pytest.raises(ArtefactError, match="not what nc writes"):
+            load(tmp_path / "saved", backend="reference")
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

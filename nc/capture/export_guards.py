@@ -10,14 +10,14 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 import torch
 
 from nc.capture.recurrent import AnyNumberOfSteps
 from nc.capture.state import put_back
-from nc.modes import evaluating
+from nc.modes import PlainPath, evaluating
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
 
@@ -73,9 +73,7 @@ def exportable(oblivious: bool) -> Iterator[None]:
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=oblivious))  # type: ignore[attr-defined] # installed at run time
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+        stack.enter_context(PlainPath())
         stack.enter_context(_broadcast_masks())
         stack.enter_context(_one_way_of_nms())
         stack.enter_context(AnyNumberOfSteps())
@@ -139,8 +137,18 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _without_padding(layer: Callable[..., torch.Tensor], check: bool, src: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens."""
-    output = layer(src, **options)
+    return zero_padding(layer(src, **options), src, options, check)
+
+
+def zero_padding(output: torch.Tensor, src: torch.Tensor, options: Mapping[str, Any], check: bool) -> torch.Tensor:
+    """What a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens.
+
+    Args:
+        output: of the layer.
+        src: its input, [batch, length, features].
+        options: its further arguments.
+        check: only where all padding is behind the tokens.
+    """
     mask = options.get("src_key_padding_mask")
     if mask is None or options.get("src_mask") is not None or src.dim() != 3:
         return output

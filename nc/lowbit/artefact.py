@@ -17,6 +17,7 @@ import torch
 
 from nc.errors import ArtefactError
 from nc.lowbit.copies import sharing
+from nc.lowbit.encoders import zeros_at_padding
 from nc.lowbit.experts import separated, stacked_names
 from nc.lowbit.layers import Layer, layers_of, memory_of, settle_layers
 from nc.lowbit.modules import replace
@@ -104,6 +105,7 @@ def read(content: folder.Content, model: torch.nn.Module | None = None) -> torch
         rotated = any(applied["algorithm"] == Rotation.name for applied in document["record"]["applied"])
         _fill(built, {name: stored[key] for name, key in names.items()}, names, rotated=rotated)
         built.__dict__["nc_record"] = _record_from(document["record"])
+        zeros_at_padding(built)
         str(weight_report(built))  # what the report reads is checked here
     return built.eval()
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nc.errors import CalibrationError
 from nc.lowbit.solvers.base import Needs
 from nc.lowbit.statistics import InputStatistics
+from nc.modes import PlainPath
 
 _PRODUCTS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 
@@ -51,7 +51,7 @@ class Collector:
             with contextlib.ExitStack() as modes:
                 others = _read_by_others(self._layers)
                 if others:
-                    modes.enter_context(_PlainPath())
+                    modes.enter_context(PlainPath())
                     modes.enter_context(_Products(others, self._add))
                 yield
         finally:
@@ -90,13 +90,6 @@ class Collector:
         except CalibrationError as error:
             msg = f"Layer {name!r}: {error}. Check the calibration data, or leave the layer alone: config.exclude({name!r})."
             raise CalibrationError(msg) from None
-
-
-class _PlainPath(TorchFunctionMode):
-    """Changes nothing. While a mode is active, `torch.nn.MultiheadAttention` does not take its fast path, which hides its products."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not annotate it

@@ -17,12 +17,13 @@ from nc.fixed_module import FixedModule
 from nc.lowbit.accuracy import FirstCall, first_call, goes_on
 from nc.lowbit.blocks import Driver, Progress
 from nc.lowbit.copies import own_tensors, sharing
+from nc.lowbit.encoders import zeros_at_padding
 from nc.lowbit.layers import is_low_bit, settle_layers
 from nc.lowbit.plan import WeightPlan
 from nc.lowbit.record import Sample
 from nc.lowbit.recorded import RecordedCalls
 from nc.lowbit.report import Record
-from nc.modes import evaluating
+from nc.modes import PlainPath, evaluating
 
 
 class PreparedWeights(FixedModule):
@@ -101,11 +102,12 @@ class PreparedWeights(FixedModule):
             raise StateError(msg)
         model = self.model if self.inplace else sharing(self.model)
         settle_layers(model, [decision.operator for decision in self.plan.quantized])
-        with evaluating(model), without_cache(model):
+        with evaluating(model), without_cache(model), PlainPath():
             driver = Driver(model, self.plan, samples, progress, ranks=ranks)
             driver.run()
         if not self.inplace:
             own_tensors(model)
+        zeros_at_padding(model)
         model.__dict__["nc_record"] = Record(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
         return model.eval()
 

@@ -442,10 +442,21 @@ def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytr
         and all(i is None or (type(i) is int and 0 <= i < len(leaves)) for i in sources)
         and len(dict(returned)) == len(returned)
         and all(0 <= i < out_spec.num_leaves and 0 <= value < effects.values for i, value in returned)
+        and all(after is not None and _is_container(out_spec, out) and _is_container(after, given) for out, given in objects)
     ):
         msg = "the effects are not those of the inputs and outputs"
         raise ValueError(msg)
     return effects
+
+
+def _is_container(spec: pytree.TreeSpec, path: Sequence[int]) -> bool:
+    """Whether something that holds values is at a place of a structure."""
+    for i in path:
+        below = children(spec)
+        if not 0 <= i < len(below):
+            return False
+        spec = below[i]
+    return not spec.is_leaf()
 
 
 def _decode_read(entry: dict[str, Any]) -> ValueRead:

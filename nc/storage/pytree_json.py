@@ -191,7 +191,11 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
         msg = f"{len(names)} names for {len(items)} items"
         raise ValueError(msg)
     if kind in _MAPPINGS:
-        return pytree.TreeSpec(_MAPPINGS[kind], [json_values.decode(k) for k in names], items)
+        keys = [json_values.decode(k) for k in names]
+        if len(set(keys)) < len(keys):  # TypeError for a list, which can't be a key
+            msg = f"keys {keys!r} of one dict"
+            raise ValueError(msg)
+        return pytree.TreeSpec(_MAPPINGS[kind], keys, items)
     if kind == "namedtuple" and inputs:
         return pytree.TreeSpec(tuple, None, items)
     if kind == "namedtuple":  # takes identifiers only: a name can't smuggle code into the class that it makes
