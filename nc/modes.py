@@ -1,4 +1,4 @@
-"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as they were; and attention's plain path."""
+"""Modes for a while: eval mode, after which modules whose `train` does more than set a flag are as before; attention's plain path."""
 
 from __future__ import annotations
 

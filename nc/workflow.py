@@ -376,13 +376,7 @@ def _check_model(model: object) -> None:
     if lazy is not None:
         msg = f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before prepare()."
         raise InputError(msg)
-    quantized = next(((name, m) for name, m in model.named_modules() if _is_of_torch_ao(m)), None)
-    if quantized is not None:
-        msg = (
-            f"{quantized[0] or 'The model'!r} is a {type(quantized[1]).__name__} of torch.ao, which is quantized already: call "
-            "prepare() with the fp32 model."
-        )
-        raise InputError(msg)
+    _check_other_tools(model)
     with LOCK:  # while another thread captures this model, its parameters are fake ones
         devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, device in devices.items():
@@ -391,10 +385,31 @@ def _check_model(model: object) -> None:
             raise InputError(msg)
 
 
-def _is_of_torch_ao(module: torch.nn.Module) -> bool:
-    """Whether torch.ao made a quantized layer, or the place of one."""
-    packages = ("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")
-    return f"{type(module).__module__}.".startswith(packages)
+#: What torch.ao puts into models: quantized layers, those of training for quantization, observers.
+_OF_TORCH_AO = (
+    "torch.ao.nn.quantized.",
+    "torch.ao.nn.intrinsic.quantized.",
+    "torch.ao.nn.qat.",
+    "torch.ao.nn.intrinsic.qat.",
+    "torch.ao.quantization.observer.",
+    "torch.ao.quantization.fake_quantize.",
+)
+
+
+def _check_other_tools(model: torch.nn.Module) -> None:
+    """Raise InputError for a model that torch.ao or torchao has quantized, or prepared for that."""
+    for name, module in model.named_modules():
+        if f"{type(module).__module__}.".startswith(_OF_TORCH_AO):
+            msg = (
+                f"{name or 'The model'!r} is a {type(module).__name__} of torch.ao: the model is quantized already, or prepared for it. "
+                "Call prepare() with the fp32 model."
+            )
+            raise InputError(msg)
+    for name, parameter in model.named_parameters():
+        kind = type(parameter.data)
+        if kind.__module__.partition(".")[0] == "torchao":
+            msg = f"Parameter {name!r} is a {kind.__name__}, which is quantized already. Call prepare() with the fp32 model."
+            raise InputError(msg)
 
 
 def _warn_of_float_weights(plan: WeightPlan) -> None:

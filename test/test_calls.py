@@ -1,5 +1,6 @@
 """Calls of the user's model while it is captured: as the user makes them, without noise, on values that the model takes."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -315,5 +316,28 @@ def test_another_structure_is_written_as_python_does():
             return self.f(x) + more["a"][0]
 
     prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=(X, {"a": (X,)}), backend="reference")
-    with pytest.raises(InputError, match=r"'more': expected the structure \{'a': \(_,\)\}, .*, but got \{'a': \[_, _\]\}"):
+    with pytest.raises(InputError, match=r"'more': expected the structure \{'a': \(_,\)\}, .*, but got the structure \{'a': \[_, _\]\}"):
         prepared(X, {"a": [X, X]})
+
+
+def test_dicts_of_another_order_or_class_stand_for_each_other():
+    class Sums(Two):
+        def forward(self, more):
+            return self.f(more["a"]) + more["b"]
+
+    prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=({"a": X, "b": 2 * X},), backend="reference")
+    expected = prepared({"a": X, "b": 2 * X})
+    assert torch.equal(prepared(collections.OrderedDict(b=2 * X, a=X)), expected)
+
+
+@pytest.mark.parametrize(("inputs", "call"), [({"x": X, "y": X}, r"\*\*inputs"), ((X, X), r"\*inputs")])
+def test_inputs_that_are_not_unpacked_are_named(inputs, call):
+    class Sums(Two):
+        def forward(self, x, y):
+            return self.f(x) + y
+
+    prepared = nc.prepare(Sums().eval(), StaticQuantConfig(), example_inputs=inputs, backend="reference")
+    with pytest.raises(InputError, match=rf"Argument 'y' is missing.*did you mean model\({call}\)"):
+        prepared(inputs)
+    with pytest.raises(InputError, match=r"Argument 'x': expected one value, as in example_inputs, but got the structure \[_\]"):
+        prepared([X], X)

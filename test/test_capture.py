@@ -1056,3 +1056,54 @@ def test_autocast_around_prepare_has_no_effect():
     found = nc.convert(found)
     assert found(x).dtype == torch.float32
     assert torch.equal(found(x), expected(x))
+
+
+class Steps(nn.Module):
+    """A loop in Python, whose number of rounds a graph fixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 8), x.new_zeros(len(x), 8)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.head(state[0])
+
+
+class Pooled(nn.Module):
+    """Images with a norm: their height and width are fixed without asking."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.conv(x).mean((2, 3)))
+
+
+def test_the_advice_for_another_size_is_one_that_helps(tmp_path):
+    auto = torch.export.Dim.AUTO
+    x, image = torch.randn(2, 7, 8), torch.randn(2, 3, 8, 8)
+    for shapes in (None, {"x": {0: auto, 1: auto}}):
+        prepared = prepare(Steps().eval(), StaticQuantConfig(), example_inputs=x, dynamic_shapes=shapes, backend="reference")
+        with pytest.raises(InputError, match="size 7 in dimension 1.*The model fixes it: call prepare\\(\\) for each size") as caught:
+            prepared(torch.randn(2, 9, 8))
+        assert "dynamic_shapes" not in str(caught.value)
+    with pytest.raises(CaptureError, match="The model fixes a dimension that dynamic_shapes says is free.*Dim.AUTO"):
+        prepare(
+            Steps().eval(), StaticQuantConfig(), example_inputs=x, dynamic_shapes={"x": {1: torch.export.Dim("t")}}, backend="reference"
+        )
+    model, other = Pooled().eval(), torch.randn(2, 3, 12, 10)
+    prepared = prepare(model, StaticQuantConfig(), example_inputs=image, backend="reference")
+    advice = r"torch.export.Dim.AUTO for it, in dynamic_shapes= of prepare\(\)"
+    with pytest.raises(InputError, match=advice):
+        prepared(other)
+    prepared(image)
+    nc.save(nc.convert(prepared, measure=False), tmp_path / "q")
+    with pytest.raises(InputError, match=advice):
+        nc.load(tmp_path / "q", backend="reference")(other)
+    shapes = {"x": {0: auto, 2: auto, 3: auto}}
+    followed = prepare(model, StaticQuantConfig(), example_inputs=image, dynamic_shapes=shapes, backend="reference")
+    torch.testing.assert_close(followed(other), model(other))

@@ -229,7 +229,7 @@ def test_arguments_of_the_wrong_kind():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(16, 4)).eval())
-    with pytest.raises(InputError, match="'0' is a Linear of torch.ao, which is quantized already"):
+    with pytest.raises(InputError, match="'0' is a Linear of torch.ao: the model is quantized already"):
         prepare(theirs, CONFIG, example_inputs=X)
 
 
@@ -470,3 +470,34 @@ def test_another_default_device_is_refused_where_tensors_are_made(config, tmp_pa
         with torch.device("cpu"):
             assert torch.equal(steps["load"]()(x), expected)
         assert torch.equal(q_model(x), expected), "a call makes none"
+
+
+def observed(model):
+    model.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    return torch.ao.quantization.prepare(model)
+
+
+def trained(model):
+    model.train().qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+    return torch.ao.quantization.prepare_qat(model).eval()
+
+
+@pytest.mark.parametrize("made", [observed, trained])
+@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig(group_size=16)])
+def test_models_that_torch_ao_prepared_are_refused_as_such(made, config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = made(nn.Sequential(nn.Linear(16, 16)).eval())
+    with pytest.raises(InputError, match=r"of torch\.ao: .*quantized already, or prepared for it.*fp32 model"):
+        nc.prepare(theirs, config, example_inputs=torch.randn(2, 16))
+
+
+def test_parameters_that_torchao_quantized_are_refused(monkeypatch):
+    class Theirs(torch.Tensor):
+        pass
+
+    model = nn.Sequential(nn.Linear(16, 16))
+    monkeypatch.setattr(Theirs, "__module__", "torchao.quantization")
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Theirs))
+    with pytest.raises(InputError, match=r"'0.weight' is a Theirs, which is quantized already"):
+        nc.prepare(model.eval(), nc.StaticQuantConfig(), example_inputs=torch.randn(2, 16))

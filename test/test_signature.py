@@ -101,7 +101,7 @@ def test_rank(prepared):
 def test_fixed_size(prepared):
     refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 1)))  # would broadcast, or crash a kernel
     text = refused(prepared, "'x': expected size 4 in dimension 2", **good(x=torch.randn(2, 3, 5)))
-    assert "the model fixes it" in text
+    assert "The model fixes it" in text
     assert "(2, 3, 5)" in text
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import UserError, UserErrorType
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
@@ -228,7 +229,7 @@ def _attempt(run: Caller, values: dict[str, Any], attempt: _Attempt, share_weigh
     out_spec = program.call_spec.out_spec
     for more in (attempt.reads, seen.replaced is not None):
         out_spec = children(out_spec)[0] if more else out_spec
-    leaves, in_spec = _leaves(attempt.values, placeholders)
+    leaves, in_spec = _leaves(attempt.values, placeholders, None if attempt.warning else attempt.shapes)
     guards = guards_of([node.meta["val"].shape if node is not None else () for node in placeholders])
     kept = keep_reads(module, reads)
     written, returned = rewrites.normalise(module, out_spec.num_leaves, len(kept), run.precautions.rewrites)
@@ -398,8 +399,16 @@ def _batch_dim(leaf: Any, _: bool) -> Any:
     return {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
-def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None]) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
-    """The flat inputs; `placeholders` has one entry per leaf, None where the graph does not read it."""
+def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None], shapes: Any) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
+    """The flat inputs.
+
+    Args:
+        values: the arguments.
+        placeholders: one entry per leaf, None where the graph does not read it.
+        shapes: what torch.export was asked for; None where asking for more has failed.
+    """
+    if isinstance(shapes, (tuple, list)):
+        shapes = dict(zip(values, shapes, strict=False))
     paths, in_spec = pytree.tree_flatten_with_path(values)
     leaves = []
     for (path, value), node in zip(paths, placeholders, strict=True):
@@ -410,8 +419,21 @@ def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None])
             continue
         shape = node.meta["val"].shape if node is not None else value.shape
         dims = tuple(map(dim_of, shape))
-        leaves.append(Leaf(name, value.dtype, dims, used=node is not None and bool(node.users)))
+        held = () if others or not isinstance(shapes, dict) else _not_asked(shapes.get(str(first)), dims)
+        leaves.append(Leaf(name, value.dtype, dims, used=node is not None and bool(node.users), held=held))
     return tuple(leaves), in_spec
+
+
+def _not_asked(asked: Any, dims: tuple[int | str, ...]) -> tuple[int, ...]:
+    """The fixed dimensions of an argument that torch.export was not asked to leave free.
+
+    Args:
+        asked: by dimension, or a list of all; an integer, None or `Dim.STATIC` is no question.
+        dims: sizes, or names of free ones.
+    """
+    given = asked if isinstance(asked, dict) else dict(enumerate(asked or ()))
+    wishes = {d for d, wish in given.items() if wish not in (None, torch.export.Dim.STATIC) and not isinstance(wish, int)}
+    return tuple(d for d, dim in enumerate(dims) if isinstance(dim, int) and d not in wishes)
 
 
 def _first_line(error: Exception) -> str:
@@ -430,6 +452,8 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
             "model leaves its cache out when example_inputs say use_cache=False."
         )
     text = f"{type(model).__name__} can't be captured as one graph: {_first_line(error)}"
+    if _asks_too_much(error):
+        return f"{text}\nThe model fixes a dimension that dynamic_shapes says is free. torch.export.Dim.AUTO leaves that to the model."
     if cause:
         return f"{text}\n{cause}"
     if isinstance(error, OtherOutputError) and error.picks:
@@ -448,6 +472,13 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
             "is left out: give all of them, attention_mask too). Or quantize its submodules one by one."
         )
     return f"{text}\n  at {where}\n{advice}" if where else f"{text}\n{advice}"
+
+
+def _asks_too_much(error: Exception) -> bool:
+    """Whether torch.export says that the model fixes what dynamic_shapes names."""
+    if isinstance(error, torch.fx.experimental.symbolic_shapes.ConstraintViolationError):
+        return True
+    return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
 
 
 def _user_line(error: Exception) -> str:

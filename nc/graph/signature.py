@@ -52,6 +52,7 @@ class Leaf:
         dims: per dimension its size if fixed, or the name of a free symbol (equal names must have equal sizes).
         value: the plain Python value that the graph was specialised to.
         used: whether the graph reads it.
+        held: the dimensions that are fixed without the model being asked whether they can be free.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Leaf:
     dims: tuple[Dim, ...] = ()
     value: Any = None
     used: bool = True
+    held: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,7 +265,10 @@ class Signature:
                 raise InputError(msg)
         for name in captured:
             if name not in given:
-                msg = f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}."
+                first = next(iter(args), None)
+                stars = "**" if isinstance(first, dict) and name in first else "*" if isinstance(first, (tuple, list)) else ""
+                hint = f" The first argument is a {type(first).__name__}: did you mean model({stars}inputs)?" if stars else ""
+                msg = f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}.{hint}"
                 raise InputError(msg)
         return {name: given[name] for name in captured}
 
@@ -275,8 +280,13 @@ class Signature:
         for name, value in values.items():
             got = pytree.tree_structure(value)
             if got != expected[name]:
-                msg = f"Argument {name!r}: expected the structure {_layout(expected[name])}, as in example_inputs, but got {_layout(got)}."
+                msg = f"Argument {name!r}: expected {_shape_of(expected[name])}, as in example_inputs, but got {_shape_of(got)}."
                 raise InputError(msg)
+
+
+def _shape_of(spec: pytree.TreeSpec) -> str:
+    """A structure, for messages."""
+    return "one value" if spec.is_leaf() else f"the structure {_layout(spec)}"
 
 
 def _layout(spec: pytree.TreeSpec) -> str:
@@ -313,6 +323,10 @@ def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ..
     return tuple(parameters)
 
 
+#: Dicts that stand for each other in arguments.
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+
+
 def _symbols(dim: Dim) -> set[str]:
     """The free sizes that a dimension is computed from."""
     return set(re.findall(r"[A-Za-z_]\w*", dim)) if isinstance(dim, str) else set()
@@ -330,7 +344,7 @@ def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:
         items = list(value)
     elif type(value) is list and spec.type is list:
         items = value
-    elif type(value) is spec.type and spec.type in (dict, collections.OrderedDict) and set(value) == set(names):
+    elif type(value) in _DICTS and spec.type in (dict, collections.OrderedDict) and set(value) == set(names):
         items = [value[name] for name in names]
     elif dataclasses.is_dataclass(value) and _is_object(spec) and {f.name for f in dataclasses.fields(value)} == set(names):
         items = [getattr(value, name) for name in names]
@@ -383,12 +397,12 @@ def check_leaf(leaf: Leaf, value: Any, sizes: dict[str, int]) -> None:
     for axis, (dim, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
         expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if size != expected:
-            why = (
-                "as another input has"
-                if isinstance(dim, str)
-                else "the size it was captured with (the model fixes it, or dynamic_shapes= of prepare() could free it)"
-            )
-            msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}."
+            why, advice = "the size it was captured with", " The model fixes it: call prepare() for each size."
+            if isinstance(dim, str):
+                why, advice = "as another input has", ""
+            elif axis in leaf.held:
+                advice = " torch.export.Dim.AUTO for it, in dynamic_shapes= of prepare(), asks the model whether it can be free."
+            msg = f"Argument {leaf.path!r}: expected size {expected} in dimension {axis}, {why}, but got {tuple(value.shape)}.{advice}"
             raise InputError(msg)
 
 

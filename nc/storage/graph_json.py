@@ -389,6 +389,8 @@ def _encode_signature(signature: Signature, sizes: _Sizes) -> dict[str, Any]:
         else:
             entry["dtype"] = json_values.dtype_name(leaf.dtype, f"Argument {leaf.path!r}")
             entry["dims"] = [sizes.of_dim(d) for d in leaf.dims]
+            if leaf.held:
+                entry["held"] = list(leaf.held)
         leaves.append(entry)
     parameters = [
         {"name": p.name, "positional": p.positional, "captured": p.captured, "variadic": p.variadic} for p in signature.parameters
@@ -410,7 +412,8 @@ def _decode_signature(data: dict[str, Any]) -> Signature:
     for entry in data["leaves"]:
         if "dtype" in entry:
             dims = tuple(entry["dims"])
-            leaves.append(Leaf(entry["path"], json_values.DTYPES[entry["dtype"]], dims, used=entry["used"]))
+            held = tuple(map(int, entry.get("held", ())))
+            leaves.append(Leaf(entry["path"], json_values.DTYPES[entry["dtype"]], dims, used=entry["used"], held=held))
         else:
             leaves.append(Leaf(entry["path"], None, value=json_values.decode(entry["value"]), used=entry["used"]))
     parameters = tuple(Parameter(**p) for p in data["parameters"])
