@@ -130,6 +130,8 @@ def zeros_at_padding(model: torch.nn.Module) -> Iterator[None]:
         for encoder in model.modules():
             nests = getattr(encoder, "use_nested_tensor", False) and type(encoder).forward is torch.nn.TransformerEncoder.forward
             if nests and isinstance(encoder, torch.nn.TransformerEncoder):
+                encoder.use_nested_tensor = False  # torch 2.8 asks whether padding is behind the tokens, which it can't export
+                stack.callback(setattr, encoder, "use_nested_tensor", True)
                 last = encoder.layers[-1]
                 run = functools.partial(_without_padding, last.forward, getattr(encoder, "mask_check", True))
                 stack.enter_context(other_forward(last, run, inspect.signature(last.forward)))
