@@ -12,6 +12,7 @@
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
+# make test-fallback | setup-fallback                      the short suite without the oneDNN inside torch: with none, and with a packaged one (.venv-fallback)
 # make setup-lint                                          mypy alone, for `make lint`, in .venv-lint
 # make setup-lowbit-nncf                                   another tool for benchmarks/lowbit.py: nncf, torchao, inc, autoround, llmcompressor
 # make clean
@@ -21,7 +22,7 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
-#   SHARE=<n> TURN=<k>  `make test-newest`, `test-exhaustive-native` and `sanitize` run every nth test, beginning with the kth
+#   SHARE=<n> TURN=<k>  `make test-newest`, `test-fallback`, `test-exhaustive-native` and `sanitize` run every nth test, beginning with the kth
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -52,7 +53,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -101,6 +102,11 @@ test-judges: setup-judges
 test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py "test/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/onnx.md]"
 
+# What a torch without symbols leaves: nothing to call, or the library of a Python package. A plan that runs costs speed only when it is lost.
+test-fallback: setup-fallback
+	NC_ONEDNN=none .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
+	NC_ONEDNN=package .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
+
 test-exhaustive: setup
 	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)"
 
@@ -141,7 +147,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-fallback .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -195,15 +201,15 @@ setup-lowbit-%: setup-native
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
-# What export_onnx needs, 150 MB, over the packages of .venv-native.
-setup-onnx: setup-native
-	@stamp=$$(cat .venv-native/.complete requirements/onnx.txt | sha256sum)
-	if [[ -e .venv-onnx/.complete && $$(< .venv-onnx/.complete) == "$$stamp" ]]; then exit; fi
-	rm -rf .venv-onnx
-	.venv-native/bin/python -m venv .venv-onnx
-	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-onnx/lib/python3*/site-packages/
-	.venv-onnx/bin/python -m pip --disable-pip-version-check install -q -r requirements/onnx.txt
-	echo "$$stamp" > .venv-onnx/.complete
+# What export_onnx needs, 150 MB, and a oneDNN library, over the packages of .venv-native.
+setup-onnx setup-fallback: setup-%: setup-native
+	@stamp=$$(cat .venv-native/.complete requirements/$*.txt | sha256sum)
+	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
+	rm -rf .venv-$*
+	.venv-native/bin/python -m venv .venv-$*
+	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-$*/lib/python3*/site-packages/
+	.venv-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/$*.txt
+	echo "$$stamp" > .venv-$*/.complete
 
 # A plain venv: mypy reads the packages of .venv-native and needs none of its own.
 setup-lint:

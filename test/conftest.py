@@ -16,6 +16,7 @@ pytest.register_assert_rewrite("models", "suites")
 
 import hypothesis
 import torch
+from models import WHY_NO_PLANS, library
 
 from nc.backends import get_backend
 
@@ -31,7 +32,8 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header():
-    return f"IPEX tests are skipped: {WHY_NO_IPEX}" if WHY_NO_IPEX else "IPEX tests run"
+    ipex = f"IPEX tests are skipped: {WHY_NO_IPEX}" if WHY_NO_IPEX else "IPEX tests run"
+    return [ipex, f"tests of plans are skipped: {WHY_NO_PLANS}" if WHY_NO_PLANS else f"plans use {library()}"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
@@ -41,10 +43,10 @@ def pytest_collection_modifyitems(config, items):
     turn = config.getoption("turn") % share
     config.hook.pytest_deselected(items=[item for item in items if _place(item) % share != turn])
     items[:] = [item for item in items if _place(item) % share == turn]
-    if WHY_NO_IPEX:
-        for item in items:
-            if item.get_closest_marker("ipex"):
-                item.add_marker(pytest.mark.skip(reason=WHY_NO_IPEX))
+    for marker, why in (("ipex", WHY_NO_IPEX), ("needs_plans", WHY_NO_PLANS)):
+        for item in items if why else ():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def pytest_collectstart(collector):

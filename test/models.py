@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,8 +13,21 @@ from torch.utils import _pytree as pytree
 
 from nc import StaticQuantConfig, convert, prepare
 from nc.capture.capture import capture
+from nc.errors import BackendUnavailableError
 from nc.numerics.metrics import sqnr_db
+from nc.onednn.providers import provider
 
+
+def _why_no_plans():
+    try:
+        provider()
+    except BackendUnavailableError as error:
+        return str(error)
+    return ""
+
+
+#: Why `native` has no oneDNN library to make plans with, in its own words; "" where it has. For tests of what only plans do.
+WHY_NO_PLANS = _why_no_plans()
 FP32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")
 
 
@@ -147,6 +161,25 @@ def prepared_for(model, inputs, config=None, backend="reference", batches=1, **o
     for _ in range(batches):
         call(prepared, inputs)
     return prepared
+
+
+def library():
+    """The oneDNN library that plans use; the test is skipped where there is none."""
+    if WHY_NO_PLANS:
+        pytest.skip(WHY_NO_PLANS)
+    return provider()
+
+
+def assert_planned(report):
+    """A plan runs the model; where there is no library for plans, the report says this and nothing else."""
+    assert report.details.get("run by", "") == (f"TorchScript: {WHY_NO_PLANS}" if WHY_NO_PLANS else "")
+
+
+def assert_all_int8(report):
+    """All that was asked to be int8 is, by a plan; without plans all but products of two activations and transposed convolutions."""
+    assert_planned(report)
+    others = [op for op in report.not_int8 if not (WHY_NO_PLANS and (op.kind == "matmul" or op.kind.startswith("conv_transpose")))]
+    assert not others
 
 
 def quantized(model, inputs, config=None, backend="reference", **options):

@@ -214,6 +214,7 @@ def kernels(q):
     return {op.operator: op.kernel for op in q.report().ops if op.kernel}
 
 
+@pytest.mark.needs_plans
 def test_a_model_runs_them_and_computes_the_same(without_vnni, monkeypatch):
     x = torch.randn(2, 3, 33, 33)
     model = Block().eval()
@@ -267,6 +268,7 @@ def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
     assert avx2.why_unavailable() == "this CPU has no avx2"
 
 
+@pytest.mark.needs_plans
 def test_without_a_compiler_onednn_computes(without_vnni, monkeypatch):
     monkeypatch.setattr(avx2, "_functions", lambda: "there is no C compiler")
     x = torch.randn(4, 16)
@@ -274,6 +276,7 @@ def test_without_a_compiler_onednn_computes(without_vnni, monkeypatch):
     assert next(iter(kernels(q).values())).startswith("matmul")
 
 
+@pytest.mark.needs_plans
 def test_sums_of_two_tensors_in_codes_and_in_fp32(without_vnni):
     """In place, into what the graph has made free."""
     x = torch.randn(5, 32)
@@ -326,6 +329,7 @@ def test_a_sum_with_a_part_of_a_wider_tensor(without_vnni):
 
 
 @pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.needs_plans
 def test_linears_give_products_of_activations_their_codes_in_7_bits(without_vnni, monkeypatch, in_c):
     """Within the kernel, also those that a large input takes beyond the 7 bits: no operator of torch stands between."""
     if not in_c:

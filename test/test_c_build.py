@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import library
 from torch import nn
 
 import nc
@@ -17,7 +18,6 @@ from nc.backends.low_bit import compiled
 from nc.backends.native.plans import functions, int8_attention
 from nc.c_code import build, cache, flags, isas
 from nc.errors import BackendUnavailableError
-from nc.onednn.providers import provider
 from nc.onednn.runner import PythonRunner, runner
 
 pytestmark = pytest.mark.skipif(not build._compiler(), reason="there is no C compiler")
@@ -122,7 +122,7 @@ def test_where_nothing_can_be_loaded_python_calls_and_the_report_says_why(kept, 
     refuse(monkeypatch, "/")
     with pytest.raises(BackendUnavailableError, match="failed to map segment"):
         build.load("runner")
-    found, why = runner(provider().maker.library)
+    found, why = runner(library().maker.library)
     assert isinstance(found, PythonRunner)
     assert "failed to map segment" in why
     monkeypatch.setattr(functions, "_functions", functions._functions.__wrapped__)

@@ -242,16 +242,17 @@ def test_which_call_of_a_list_failed_and_how(status):
 
 @pytest.mark.parametrize("by", ["C", "ctypes"])
 def test_lists_tell_which_function_failed(by):
-    from nc.onednn.providers import provider
+    from models import library
+
     from nc.onednn.runner import PythonRunner, runner
 
-    library = provider().maker.library
+    source = library()
     calls = CallList()
     good = [functions._OPERATORS.index("copy"), 1, 4, 0, 1, 0, 1]
     x, y = torch.rand(4), torch.zeros(4)
     for numbers in (good, [99, *good[1:]]):
         calls.add_function(functions.function("map"), numbers, [(None, y.data_ptr()), (None, x.data_ptr())])
-    run = (runner(library)[0] if by == "C" else PythonRunner(library)).bind(calls, provider().maker.stream())
+    run = (runner(source.maker.library)[0] if by == "C" else PythonRunner(source.maker.library)).bind(calls, source.maker.stream())
     index, status = failed_call(run([]))
     assert (index, failures.words(status)) == (1, "it knows no such operation")
     assert torch.equal(y, x)

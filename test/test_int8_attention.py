@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Attention, Function, quantized
+from models import Attention, Function, library, quantized
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ from nc.backends.native.plans.entries import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.c_code import openmp
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.providers import provider
 from nc.onednn.runner import runner
 
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
@@ -70,7 +69,7 @@ class Case:
         return result if self.dtype is torch.float32 else (result / SCALES[3] + zy).clamp(0, 255)
 
     def planned(self):
-        source = provider()
+        source = library()
         return model.PlannedModel(self.module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan"))
 
     def check(self, whole=True):
@@ -239,6 +238,7 @@ def test_probabilities_that_are_returned_are_computed():
 
 
 @pytest.mark.parametrize("shape", [(1, 40, 32), (3, 7, 32)])
+@pytest.mark.needs_plans
 def test_the_report_says_which_function_computed_both_products(shape):
     x = torch.randn(shape)
     q = quantized(Attention(32, 4).eval(), x, nc.StaticQuantConfig(), "native")
@@ -285,6 +285,7 @@ def test_threads_that_are_changed_between_calls():
         torch.set_num_threads(before)
 
 
+@pytest.mark.needs_plans
 def test_a_decomposed_attention_with_a_mask_of_its_own():
     def forward(self, x, mask):
         q, k, v = (f(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for f in (self.query, self.key, self.value))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import Function, quantized, worst_db
+from models import Function, assert_all_int8, assert_planned, quantized, worst_db
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,9 +88,8 @@ def test_attention_is_int8(form, config):
     inputs = make()
     q = quantized(Function(forward, **layers(groups)).eval(), inputs, config, "native")
     report = q.report()
-    assert not report.not_int8
+    assert_all_int8(report)
     assert {op.operator for op in report.ops if op.kind == "matmul"} == {"matmul", "matmul_1"}
-    assert "run by" not in report.details
     assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 40
     others = make()
     assert worst_db([q.reference(*others)], [q(*others)]) > 25  # codes at a tie, and what they do behind
@@ -114,7 +113,7 @@ def test_products_of_all_dimensions(forward, shapes):
     model = Function(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16), out=nn.Linear(7, 4)).eval()
     inputs = tuple(map(torch.randn, shapes))
     q = quantized(model, inputs, None, "native")
-    assert not q.report().not_int8
+    assert_all_int8(q.report())
     assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 40
     assert not compare(q, "reference").disagreements
 
@@ -140,7 +139,7 @@ def test_what_follows_a_product_whose_result_lies_transposed(how, sizes, codes):
 
     inputs = torch.rand(3, 4, 5, 6), torch.rand(3, 4, 6, 8) - 0.5, torch.rand(sizes) + 0.2
     q = quantized(Function(forward, out=nn.Linear(32, 16)).eval(), inputs, None, "native")
-    assert "run by" not in q.report().details
+    assert_planned(q.report())
     assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 40
 
 
@@ -153,7 +152,7 @@ def test_a_bias_that_lies_transposed():
 
     of_a_table = quantized(Function(of_distances, table=nn.Embedding(36, 4), **layers()).eval(), inputs[0], None, "native")
     for model, given in ((q, inputs), (of_a_table, inputs[:1])):
-        assert "run by" not in model.report().details
+        assert_planned(model.report())
         assert worst_db([model.reference(*given)], [model(*given)]) > 25
 
 
@@ -163,7 +162,7 @@ def test_masks_of_any_size(sizes):
     mask[..., 0] = True
     inputs = torch.randn(X), mask
     q = quantized(Function(sdpa, **layers()).eval(), inputs, None, "native")
-    assert "run by" not in q.report().details
+    assert_planned(q.report())
     assert worst_db([q.reference(*inputs)], [q(*inputs)]) > 25
 
 
@@ -182,10 +181,11 @@ def test_values_are_those_of_exact_arithmetic():
     (a, s), (b, t) = values(x.double(), 255), values(y.double(), 255 if cpu.accumulates_wide() else 127)  # else sums are of 16 bits
     expected = (a @ b.transpose(-1, -2)).double() * s * t * 0.5
     assert worst_db([expected], [q(x, y).double()]) > 80
-    assert not q.report().not_int8
+    assert_all_int8(q.report())
 
 
 @pytest.mark.skipif(not cpu.accumulates_wide(), reason="7 bits are a conversion of their own")
+@pytest.mark.needs_plans
 def test_the_parts_of_attention_write_codes_themselves():
     """No conversion but that of the input, no copy: values go from kernel to kernel as codes."""
     model = Function(lambda self, x: attention(self, self.norm(x)), norm=nn.LayerNorm(32), **layers())
@@ -202,6 +202,7 @@ def test_the_parts_of_attention_write_codes_themselves():
     assert operators["v"] == "in the kernel of k"
 
 
+@pytest.mark.needs_plans
 def test_a_wrong_product_is_noticed(monkeypatch):
     real = matmul.fuse_products
 
@@ -232,4 +233,4 @@ def test_saved_and_loaded(tmp_path):
     q.save(tmp_path / "a")
     again = load(tmp_path / "a", backend="native")
     assert torch.equal(q(x), again(x))
-    assert not again.report().not_int8
+    assert_all_int8(again.report())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Function, quantized
+from models import Function, library, quantized
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.rotary import recompose_rotary
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.providers import provider
 from nc.onednn.runner import runner
 from nc.ops import quantize_per_tensor
 
@@ -27,7 +26,7 @@ CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
 
 def planned(module):
-    source = provider()
+    source = library()
     return planning.PlannedModel(module, source, runner(source.maker.library)[0], lambda: pytest.fail("no plan"))
 
 
@@ -334,6 +333,7 @@ class Attention(Function):
         super().__init__(forward, **{name: nn.Linear(64, 64) for name in ("query", "key", "value")})
 
 
+@pytest.mark.needs_plans
 def test_a_whole_attention():
     angles = torch.outer(torch.arange(20.0), 1 / 100 ** (torch.arange(8) / 8)).repeat(1, 2)[None, None]
     x, given_ = torch.randn(3, 20, 64), (angles.cos(), angles.sin())

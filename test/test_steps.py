@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import quantized
+from models import library, quantized
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.providers import provider
 from nc.onednn.runner import PythonRunner, call_once, runner
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +33,7 @@ def graph(function):
 
 
 def planned(function, run_by=None):
-    source = provider()
+    source = library()
     run_by = run_by or runner(source.maker.library)[0]
     never = (lambda: pytest.fail("no plan"),)
     return planning.PlannedModel(graph(function), source, run_by, *never, planning.SMALL_HANDLERS, planning.SMALL_LATER)
@@ -339,7 +338,7 @@ def test_what_has_no_function_is_torchs():
 
 def test_without_the_compiled_runner_functions_are_called_one_by_one():
     x = torch.randn(2, 70)
-    call = planned(lambda x: (aten.silu.default(aten.mul.Tensor(x, x)),), PythonRunner(provider().maker.library))
+    call = planned(lambda x: (aten.silu.default(aten.mul.Tensor(x, x)),), PythonRunner(library().maker.library))
     (got,) = call(x)
     torch.testing.assert_close(got, F.silu(x * x))
     assert calls(call) == ([], 2)
@@ -352,7 +351,7 @@ def by_hand(build, **buffers):
         root.register_buffer(name, value)
     nodes = fx.Graph()
     nodes.output(build(nodes, nodes.placeholder("x")))
-    source = provider()
+    source = library()
     never = (lambda: pytest.fail("no plan"),)
     run_by = runner(source.maker.library)[0]
     return planning.PlannedModel(fx.GraphModule(root, nodes), source, run_by, *never, planning.SMALL_HANDLERS, planning.SMALL_LATER)
@@ -424,6 +423,7 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
     assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
 
 
+@pytest.mark.needs_plans
 def test_a_plan_quantizes_images_by_the_function():
     x = torch.randn(2, 3, 20, 23)
     q = quantized(nn.Conv2d(3, 8, 3).eval(), x, None, "native")

@@ -4,17 +4,15 @@ import itertools
 
 import pytest
 import torch
-from models import quantized
+from models import library, quantized
 from torch import nn
 
 from nc.backends import available_backends
 from nc.backends.native.plans import products
-from nc.errors import BackendUnavailableError
 from nc.numerics.metrics import worst_sqnr_db
 from nc.onednn import trials
 from nc.onednn.api import Unimplemented
 from nc.onednn.descriptions import DST, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Eltwise, Geometry, Sum, channels_last_strides
-from nc.onednn.providers import provider
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
@@ -23,10 +21,7 @@ TRANSPOSED = {1: nn.functional.conv_transpose1d, 2: nn.functional.conv_transpose
 
 @pytest.fixture(scope="module")
 def maker():
-    try:
-        return provider().maker
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    return library().maker
 
 
 def wanted_for(
@@ -167,10 +162,7 @@ def test_usual_kernels_are_not_tried_and_equal_ones_once(monkeypatch):
     calls = []
     right = trials.is_right
     monkeypatch.setattr(trials, "is_right", lambda *given: (calls.append(given[1].kernel), right(*given))[1])
-    try:
-        monkeypatch.setattr(provider().maker, "verdicts", {})
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    monkeypatch.setattr(library().maker, "verdicts", {})
     x = torch.randn(1, 3, 20, 20)
     quantized(Usual().eval(), x, None, "native")(x)
     assert calls == []

@@ -47,6 +47,7 @@ def compiled_in(path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.needs_plans
 def test_a_wheel_has_the_compiled_code_and_serves_every_python(wheel, tmp_path):
     path = wheel()
     assert re.search(r"-py3-none-(many)?linux_(\d+_\d+_)?x86_64\.whl$", path.name)
