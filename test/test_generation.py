@@ -25,10 +25,13 @@ from nc.generation.memory import empty_cache
 from nc.generation.names import cache_argument, cache_field, cache_of
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or functions.why_unavailable()),
-    reason=available_backends()["native"] or functions.why_unavailable(),
-)
+pytestmark = [
+    pytest.mark.skipif(
+        bool(available_backends()["native"] or functions.why_unavailable()),
+        reason=available_backends()["native"] or functions.why_unavailable(),
+    ),
+    pytest.mark.needs_plans,
+]
 _OF_ALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 640}
 _LLAMA = {**_OF_ALL, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0}
 _GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 640}

@@ -16,10 +16,13 @@ from nc.generation import status
 from nc.generation.memory import empty_cache
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or functions.why_unavailable()),
-    reason=available_backends()["native"] or functions.why_unavailable(),
-)
+pytestmark = [
+    pytest.mark.skipif(
+        bool(available_backends()["native"] or functions.why_unavailable()),
+        reason=available_backends()["native"] or functions.why_unavailable(),
+    ),
+    pytest.mark.needs_plans,
+]
 
 
 def filled(model, ids, **more):

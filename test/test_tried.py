@@ -7,8 +7,10 @@ import torch
 from models import Function, quantized
 from torch import nn
 
+import nc
 from nc.backends import available_backends
 from nc.backends.native import execute, tried
+from nc.errors import BackendUnavailableError
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -279,3 +281,15 @@ def test_linears_of_nothing_keep_their_dimensions(monkeypatch, script):
         expected, got = q.reference(x), q(x)
         assert got.shape == expected.shape == (*sizes, 4)
         assert not x.numel() or worst_sqnr_db([expected], [got]) > 60
+
+
+def test_generation_without_plans_is_refused_with_the_reason_and_the_model_stays_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
+    model = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32))
+    ids = torch.randint(1, 32, (1, 5))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with pytest.raises(BackendUnavailableError, match="NC_ONEDNN is 'none'|no C compiler"):
+        nc.accelerate_generation(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
