@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import UserError, UserErrorType
 from torch.utils import _pytree as pytree
 
 from nc.capture import rewrites
@@ -476,6 +475,8 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
 
 def _asks_too_much(error: Exception) -> bool:
     """Whether torch.export says that the model fixes what dynamic_shapes names."""
+    from torch._dynamo.exc import UserError, UserErrorType  # export has loaded it; `load` needs no tracer
+
     if isinstance(error, torch.fx.experimental.symbolic_shapes.ConstraintViolationError):
         return True
     return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
