@@ -102,7 +102,7 @@ test-judges: setup-judges
 test-onnx: setup-onnx
 	.venv-onnx/bin/python $(PYTEST) -rs test/test_export_onnx.py "test/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/onnx.md]"
 
-# What a torch without symbols leaves: nothing to call, or the library of a Python package. A plan that runs costs speed only when it is lost.
+# What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback
 	NC_ONEDNN=none .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
 	NC_ONEDNN=package .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)

@@ -289,6 +289,7 @@ def test_kernels_for_bf16_say_that_they_were_not_compiled(monkeypatch):
 
 
 @pytest.mark.usefixtures("old_compiler")
+@pytest.mark.needs_plans
 def test_the_report_says_that_there_is_no_code_for_avx():
     x = torch.randn(2, 8)
     q = nc.quantize(nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native")

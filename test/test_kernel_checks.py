@@ -167,6 +167,7 @@ def test_a_wrong_kernel_is_an_error_that_names_it(monkeypatch):
     assert "tensors are wrong" in q.report().details["kernels compared"]
 
 
+@pytest.mark.needs_plans
 def test_a_wrong_plan_is_not_used(monkeypatch):
     """What runs the graph is then the next executor, and the report says why."""
     handler = plans._HANDLERS[QLINEAR]
@@ -200,6 +201,7 @@ def wrong_for_one_row(monkeypatch):
 
 
 @pytest.mark.usefixtures("wrong_for_one_row")
+@pytest.mark.needs_plans
 def test_a_plan_for_new_sizes_that_is_wrong_is_not_used():
     torch.manual_seed(0)
     x = torch.randn(64, 32)
@@ -216,6 +218,7 @@ def test_a_plan_for_new_sizes_that_is_wrong_is_not_used():
 
 
 @pytest.mark.usefixtures("wrong_for_one_row")
+@pytest.mark.needs_plans
 def test_new_sizes_are_not_compared_where_that_is_asked(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(64, 32)
@@ -229,6 +232,7 @@ def test_new_sizes_are_not_compared_where_that_is_asked(tmp_path):
 
 
 @pytest.mark.usefixtures("wrong_for_one_row")
+@pytest.mark.needs_plans
 def test_where_nothing_is_right_the_call_fails(monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(64, 32)
@@ -240,6 +244,7 @@ def test_where_nothing_is_right_the_call_fails(monkeypatch):
     q(x[:2])
 
 
+@pytest.mark.needs_plans
 def test_given_up_plans_are_compared_once(monkeypatch):
     monkeypatch.setattr(plans, "_MOST_PLANS", 2)
     x = torch.randn(8, 32)
@@ -249,6 +254,7 @@ def test_given_up_plans_are_compared_once(monkeypatch):
     assert q.report().details["sizes compared"] == "4 beside the example's, none wrong"
 
 
+@pytest.mark.needs_plans
 def test_wrong_sizes_stay_known_when_their_plan_is_given_up(monkeypatch, wrong_for_one_row):
     monkeypatch.setattr(plans, "_MOST_PLANS", 2)
     torch.manual_seed(0)
