@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, input_node, op_name
+from nc.graph.catalogue import MOVES, input_node, kind_of_node, op_name
 from nc.graph.fx_utils import run_with
+from nc.graph.views import Binary
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
+#: What a fused kernel computes with the result of a product.
+_ARITHMETIC = ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 _CODES = (quantize_per_tensor, dequantize_per_tensor, dequantize_per_channel)
 
 
@@ -40,6 +43,86 @@ def make_row_major(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> li
     module.graph.lint()
     module.recompile()
     return [node.meta.get("operator", node.name) for node in found]
+
+
+def put_batches_outermost(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Let `bmm(a, b)` read b in an order of memory that a kernel exists for.
+
+    oneDNN turns uint8 codes of the second side to int8 with a reorder, and has none for three dimensions of which the first is not
+    the outermost one in memory. Keys of `nn.MultiheadAttention` are such.
+
+    Args:
+        module: QDQ graph; changed in place.
+        inputs: as of `make_row_major`.
+
+    Returns:
+        Names of the operators that were changed.
+    """
+    found: list[fx.Node] = []
+
+    def second_side(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+        if kind_of_node(node) == "matmul":
+            right = Binary.of(node).right
+            if right.target is dequantize_per_tensor and _is_batch_within(env[right]):
+                found.append(node)
+        return value
+
+    run_with(module, inputs, second_side)
+    for node in found:
+        _read_copy(module, node, Binary.of(node).right)
+    module.recompile()
+    return [node.meta.get("operator", node.name) for node in found]
+
+
+def pack_operands_of_products(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Let `a @ b / 8 + mask` read a mask without gaps.
+
+    The kernel of a product that takes in what is computed with it reads the elements of an expanded or sliced operand one behind the
+    other. The operator gets a copy.
+
+    Args:
+        module: QDQ graph; changed in place.
+        inputs: as of `make_row_major`.
+
+    Returns:
+        Names of the operators that were changed.
+    """
+    products = _products(module)
+    fused = _computed_with(products, module)
+    found: list[tuple[fx.Node, fx.Node]] = []
+
+    def operand(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
+        if node in fused:
+            others = [n for n in node.all_input_nodes if n not in fused | products]
+            found.extend((node, n) for n in others if _is_permuted(env[n]))
+        return value
+
+    run_with(module, inputs, operand)
+    for node, source in found:
+        _read_copy(module, node, source)
+    module.recompile()
+    return [node.meta.get("operator", node.name) for node, _ in found]
+
+
+def _products(module: fx.GraphModule) -> set[fx.Node]:
+    """Int8 products of two activations."""
+    products = [n for n in module.graph.nodes if kind_of_node(n) == "matmul"]
+    sides = {n: Binary.of(n).right for n in products}
+    return {n for n in products if isinstance(sides[n], fx.Node) and sides[n].target is dequantize_per_tensor}
+
+
+def _computed_with(products: set[fx.Node], module: fx.GraphModule) -> set[fx.Node]:
+    """The arithmetic with the results of products."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if op_name(node) in _ARITHMETIC and not (found | products).isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_batch_within(value: torch.Tensor) -> bool:
+    """Whether a tensor has three dimensions and its first one is not the outermost in memory."""
+    return value.dim() == 3 and value.stride(0) < max(value.stride()) and value.shape[0] > 1
 
 
 def _permuted(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, list[fx.Node]]:

@@ -15,16 +15,27 @@ from nc.backends import cpu
 from nc.backends.passes import Pass
 from nc.graph.catalogue import BINARY, MOVES, climb, first_input, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
-from nc.graph.fx_utils import add_constant, call_operator
-from nc.graph.tensor_meta import strided
+from nc.graph.fx_utils import add_constant, call_operator, constant_of, fqn_of
+from nc.graph.tensor_meta import Traced, strided
 from nc.graph.views import Binary, Conv, Quantize, options, set_argument
-from nc.ops import dequantize_per_tensor, quantize_per_tensor
+from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
 #: The end of a dimension, for slices.
 _END = 2**63 - 1
 #: Relative change of scale that makes two quantize nodes of one tensor different to the fuser: a twenty-thousandth of a code at most.
 _NUDGE = 1.0 + 2.0**-20
 _aten = torch.ops.aten
+#: Convolutions, and those that compute the same where their tensors have a last dimension of size 1 beside.
+_ONE_MORE_DIMENSION = {
+    _aten.conv1d.default: _aten.conv2d.default,
+    _aten.conv1d.padding: _aten.conv2d.padding,
+    _aten.conv2d.default: _aten.conv3d.default,
+    _aten.conv2d.padding: _aten.conv3d.padding,
+}
+#: Of a group, for oneDNN to take a row of its window as one.
+_FEW_CHANNELS = 32
+#: Values of a row of a window, from which on the AMX kernels are wrong.
+_LONG_ROW = 128
 _EXTREMES = {_aten.max.dim: (_aten.amax.default, _aten.argmax.default), _aten.min.dim: (_aten.amin.default, _aten.argmin.default)}
 
 
@@ -122,6 +133,61 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
     return changed
 
 
+def wide_window(module: fx.GraphModule) -> list[str]:
+    """A window that is wide in the last dimension over few channels: oneDNN's AMX kernels sum other values.
+
+    With one more dimension, in which the window is 1 wide, they sum the right ones.
+    """
+    if "amx_int8" not in cpu.features():
+        return []
+    changed = []
+    for node in [n for n in module.graph.nodes if n.target in _ONE_MORE_DIMENSION]:
+        conv = Conv.of(node)
+        codes, weight = _codes(conv.input), conv.weight
+        if codes is None or weight.target is not dequantize_per_channel or not _is_wide_window(conv):
+            continue
+        stored = input_node(weight)
+        wider = add_constant(module, node, f"{node.name}_weight", constant_of(module, stored).unsqueeze(-1), fqn_of(stored))
+        with module.graph.inserting_before(node):
+            value = _unsqueezed(Quantize.of(codes).input)
+            again = _like(call_operator(module.graph, quantize_per_tensor, value, *options(codes)), value)
+            back = _like(call_operator(module.graph, dequantize_per_tensor, again, *options(conv.input)), value)
+            kernel = _like(call_operator(module.graph, dequantize_per_channel, wider, *options(weight)), wider)
+        with module.graph.inserting_after(node):
+            result = module.graph.call_function(_aten.squeeze.dim, (node, -1))
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+        set_argument(node, "input", back)
+        set_argument(node, "weight", kernel)
+        for name, plain in (("stride", 1), ("padding", 0), ("dilation", 1)):
+            sizes = getattr(conv, name)
+            if not isinstance(sizes, str):  # the words "same" and "valid" hold for any window
+                set_argument(node, name, [*sizes, plain])
+        node.target = _ONE_MORE_DIMENSION[node.target]
+        changed.append(node.meta["operator"])
+    return changed
+
+
+def _is_wide_window(conv: Conv) -> bool:
+    """Whether a row of a window is computed as one product: seen for 4 to 24 channels of a group, and 128 values and more."""
+    channels, *_, width = conv.weight.meta["val"].shape[1:]
+    return bool(channels < _FEW_CHANNELS and channels * width >= _LONG_ROW)
+
+
+def _unsqueezed(node: fx.Node) -> fx.Node:
+    """A tensor with one more dimension at its end, of size 1; inserted where the graph inserts."""
+    val = node.meta["val"]
+    value = node.graph.call_function(_aten.unsqueeze.default, (node, -1))
+    value.meta["val"] = val.unsqueeze(-1) if isinstance(val, torch.Tensor) else Traced(val.dtype, (*val.shape, 1))
+    return value
+
+
+def _like(node: fx.Node, other: fx.Node) -> fx.Node:
+    """The node, with the shape of another noted on it."""
+    node.meta["val"] = other.meta["val"]
+    return node
+
+
 def _is_strided_pointwise(node: fx.Node) -> bool:
     conv = Conv.of(node)
     weight = conv.weight.meta["val"].shape
@@ -195,6 +261,7 @@ WORKAROUNDS = (
     Pass("operand_is_source", operand_is_source, avoids="returns garbage"),
     Pass("operand_overwritten", operand_overwritten, avoids="changes the caller's tensor, or one that is still in use"),
     Pass("strided_pointwise", strided_pointwise, avoids="returns garbage here and there, not the same in each run"),
+    Pass("wide_window", wide_window, avoids="returns garbage"),
     Pass("softmax_to_codes", softmax_to_codes, avoids="fails on its first run"),
     Pass("bare_layer_norm", bare_layer_norm, avoids="fails on its first run"),
     Pass("maximum_with_indices", maximum_with_indices, avoids="fails on its first run"),
