@@ -404,6 +404,14 @@ MUTATIONS = (
         ("descriptions",),
     ),
     Mutation(
+        "kernels-that-end-the-process",
+        "an AMX kernel that writes past its memory is not made",
+        "onednn/trials.py",
+        "    amx = not overruns_with_amx(wanted)\n",
+        "    amx = True\n",
+        ("trials",),
+    ),
+    Mutation(
         "trial-noise",
         "a kernel is tried in memory that holds noise, so that it is seen what it does not write",
         "onednn/trials.py",
@@ -423,7 +431,7 @@ MUTATIONS = (
         "torchs-sums",
         "without a plan, torch's convolutions are tried before they are used",
         "backends/native/tried.py",
-        "is_usual = not sizes[0] or",
+        "is_usual = not wanted.source.sizes[0] or",
         "is_usual = True or",
         ("tried",),
     ),

@@ -1,5 +1,6 @@
 """Convolutions whose kernels of oneDNN are tried before plans take them, because some give wrong sums."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -211,3 +212,44 @@ def test_the_report_names_kernels_that_were_passed_over(maker, monkeypatch):
     x = torch.randn(1, 8, 6, 6)
     q = quantized(nn.Sequential(nn.ConvTranspose2d(8, 8, 3, padding=1), nn.ReLU()).eval(), x, None, "native")
     assert q.report().details["wrong sums, so not taken"] == f"{refused[0]} (0)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "overruns"),
+    [
+        ({}, True),
+        ({"window": (7, 3)}, True),
+        ({"window": (3, 9)}, False),  # the last dimension is another loop
+        ({"dilation": 1}, False),
+        ({"pad": 0}, False),
+        ({"zero_points": {}}, False),
+    ],
+    ids=str,
+)
+def test_kernels_that_write_past_their_memory_are_not_made(maker, changes, overruns):
+    """oneDNN's AMX kernels of some dilated windows end the process: "free(): invalid size"."""
+    case = {"channels": 64, "outputs": 16, "size": (70, 23), "window": (16, 7), "pad": 3, "dilation": 2} | changes
+    zero_points = case.pop("zero_points", {SRC: 0})
+    wanted = wanted_for(**case)
+    wanted = dataclasses.replace(wanted, attributes=dataclasses.replace(wanted.attributes, zero_points=zero_points))
+    assert trials.overruns_with_amx(wanted) == overruns
+    made = []
+
+    class Watched:
+        def convolution(self, *arguments, amx, **options):
+            made.append(amx)
+            return maker.convolution(*arguments, amx=amx and not overruns, **options)
+
+        def __getattr__(self, name):
+            return getattr(maker, name)
+
+    primitive, _ = trials.convolution(Watched(), wanted, wanted.weights)
+    assert set(made) == {not overruns}
+    assert not (overruns and "amx" in primitive.kernel)
+
+
+def test_a_model_with_such_a_window_is_quantized():
+    x = torch.randn(1, 64, 70, 23)
+    q = quantized(nn.Sequential(nn.Conv2d(64, 4, (16, 7), padding=(8, 3), dilation=2)), x)
+    assert worst_sqnr_db(q.reference(x), q(x)) > 60
+    assert "amx" not in str(q.report())

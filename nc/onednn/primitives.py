@@ -183,6 +183,7 @@ class Maker:
         attributes: Attributes,
         *,
         avoid: frozenset[str] = frozenset(),
+        amx: bool = True,
     ) -> Primitive:
         """A convolution, or a transposed one; plans ask `nc.onednn.trials` for one, because some kernels give wrong sums.
 
@@ -194,6 +195,7 @@ class Maker:
             geometry: strides, pads and dilations.
             attributes: scales, zero points and what follows.
             avoid: names of kernels that are not to be taken.
+            amx: whether a kernel of AMX may be taken.
 
         Raises:
             Unimplemented: there is no other kernel.
@@ -219,7 +221,7 @@ class Maker:
         # AMX multiplies 64 values at once, a window of an image with three colours has 27: there VNNI is 1.2 to 2.3 times as fast
         few = source.sizes[1] <= 4 and max(geometry.window, default=4) <= 3
         create, without = f"{kind}_forward_primitive_desc_create", "amx" if few else ""
-        return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without=without, avoid=avoid)
+        return self._primitive(create, arguments, tensors, attributes, weights=given.dtype, without=without, avoid=avoid, amx=amx)
 
     @_shared
     def layer_norm(self, source: Desc, target: Desc, epsilon: float, attributes: Attributes) -> Primitive:
@@ -316,6 +318,7 @@ class Maker:
         weights: torch.dtype | None = None,
         without: str = "",
         avoid: frozenset[str] = frozenset(),
+        amx: bool = True,
     ) -> Primitive:
         """A primitive of the library's first choice of a kernel.
 
@@ -327,6 +330,7 @@ class Maker:
             weights: dtype of its weights, if it has some.
             without: a part of names of kernels; another one is taken if it is not plain C++.
             avoid: names of kernels that are not taken at all.
+            amx: whether one of AMX may be taken at all.
         """
 
         def first(fits: Callable[[str], bool]) -> tuple[Handle, str] | None:
@@ -336,12 +340,16 @@ class Maker:
                     return None
             return desc, self._kernel(desc)
 
-        chosen = first(lambda name: name not in avoid)
+        def is_allowed(kernel: str) -> bool:
+            return kernel not in avoid and (amx or "amx" not in kernel)
+
+        chosen = first(is_allowed)
         if chosen is None:
-            msg = f"oneDNN has no other kernel than {', '.join(sorted(avoid))}, which give wrong sums here"
+            refused = sorted(avoid) + ["those of AMX"] * (not amx)
+            msg = f"oneDNN has no other kernel than {', '.join(refused)}, which are wrong here"
             raise Unimplemented(msg)
         if without and without in chosen[1]:
-            other = first(lambda name: name not in avoid and without not in name)
+            other = first(lambda name: is_allowed(name) and without not in name)
             chosen = other if other is not None and not other[1].startswith("ref") else chosen
         desc, kernel = chosen
         layouts = dict(tensors)

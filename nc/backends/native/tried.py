@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from nc.backends import cpu
 from nc.backends.native.operators import ACCUMULATOR, ACTIVATIONS, SUM, stored
 from nc.backends.native.plans.products import output_sizes, post_ops_of
 from nc.graph.catalogue import first_input, input_node, schema_arguments
@@ -199,11 +200,17 @@ def _is_right(asked: _Asked, sizes: Sequence[int]) -> bool:
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # whatever the caller's are
             asked.check(sizes)
             wanted = asked.for_sizes(sizes)
-            is_usual = not sizes[0] or not trials.fills_tiles_in_part(wanted)
             if len(verdicts) >= _MOST_SIZES:
                 verdicts.clear()
-            found = verdicts[key] = is_usual or trials.adds_up(wanted, functools.partial(_try, asked))
+            found = verdicts[key] = _adds_up(asked, wanted)
     return found
+
+
+def _adds_up(asked: _Asked, wanted: trials.Convolution) -> bool:
+    if "amx_int8" in cpu.features() and trials.overruns_with_amx(wanted):
+        return False
+    is_usual = not wanted.source.sizes[0] or not trials.fills_tiles_in_part(wanted)
+    return is_usual or trials.adds_up(wanted, functools.partial(_try, asked))
 
 
 @functools.lru_cache(4096)
