@@ -18,7 +18,7 @@ from nc.plan import Applied
 from nc.shares import Part, fractions, shares_of
 from nc.spec import Mode
 from nc.spec.reasons import Cause
-from nc.table import WIDTH, folded, format_table
+from nc.table import WIDTH, flowing, folded, format_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +211,8 @@ class Report:
 
     def __str__(self) -> str:
         """The verdict, the operators as a table in which equal blocks stand once, then the other figures."""
-        return f"{self._verdict()}\n\n{self.table(WIDTH, fold=True)}\n\n{self._figures()}"
+        verdict, figures = ("\n".join(flowing(text, WIDTH)) for text in (self._verdict(), self._figures()))
+        return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
 
 
 def build(

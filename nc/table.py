@@ -13,13 +13,13 @@ _Merge = Mapping[int, Callable[[Sequence[str]], str]]
 #: How wide tables are that nobody gave another width.
 WIDTH = 100
 #: Columns are not made narrower than this; the first one has names.
-_NARROWEST, _NAMES = 8, 40
+_NARROWEST, _NAMES = 8, 20
 #: A number that stands alone in a name: "layer.11.fc", "cell@2".
 _INDEX = re.compile(r"(?<![^._@])\d+(?![^._@])")
 #: What stands for several indices, with what is in front of it.
 _SPAN = re.compile(r"(.*?)\{(\d+)\.\.(\d+)\}")
-#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot.
-_BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])")
+#: Where a cell may be broken into lines: behind a space or a sign, and behind a single dot that is not within a number.
+_BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])(?<!\d\.(?=\d))")
 
 
 def format_table(rows: Sequence[Row], width: int | None = None) -> str:
@@ -33,7 +33,7 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
     rows, notes = (rows, []) if width is None else _noted(rows, width)
     widths = _widths(rows)
     if width is not None:
-        widths = _narrowed(widths, [len(cell) for cell in rows[0]], width)
+        widths = _narrowed(widths, _whole(rows), width)
     head, *body = ([*row] if len(row) == 1 < len(widths) else _lines(row, widths) for row in rows)
     rule = "-" * min(sum(widths) + 2 * len(widths), width or 160)
     return "\n".join([*head, rule, *itertools.chain(*body), *notes])
@@ -42,6 +42,14 @@ def format_table(rows: Sequence[Row], width: int | None = None) -> str:
 def _widths(rows: Sequence[Row]) -> list[int]:
     columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
     return [max(map(len, column)) for column in columns]
+
+
+def _whole(rows: Sequence[Row]) -> list[int]:
+    """For each column the length of its header, or of its longest part that is not broken."""
+    columns = zip(*(row for row in rows if len(row) == len(rows[0])), strict=True)
+    return [
+        max(len(part.rstrip()) for part in (head, *(part for cell in cells for part in _BREAKS.split(cell)))) for head, *cells in columns
+    ]
 
 
 def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
@@ -55,10 +63,10 @@ def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
     return [(*row[:-1], numbers.get(row[-1], row[-1])) if len(row) > 1 else row for row in rows], ["", *notes]
 
 
-def _narrowed(widths: Sequence[int], heads: Sequence[int], width: int) -> list[int]:
-    """The widths that fit, the widest columns made narrower first; no column is narrower than its header or `_NARROWEST`."""
+def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
+    """The widths that fit, the widest columns made narrower first; none is narrower than `whole`, see `_whole`, or `_NARROWEST`."""
     found = list(widths)
-    least = [min(w, max(head, _NARROWEST if i else _NAMES)) for i, (w, head) in enumerate(zip(widths, heads, strict=True))]
+    least = [min(w, max(each, _NARROWEST if i else _NAMES)) for i, (w, each) in enumerate(zip(widths, whole, strict=True))]
     while sum(found) + 2 * (len(found) - 1) > width:
         wide = [i for i in range(len(found)) if found[i] > least[i]]
         if not wide:

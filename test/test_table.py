@@ -127,11 +127,15 @@ def test_lines_fit_and_keep_all_text(width):
     assert " ".join(text.split()).count(why) == 1
     assert text.count("(1)") == 3
     assert "short" in text
+    assert format_table([HEAD], width).splitlines()[0].split() == list(HEAD)
+    numbers = [("name", *("loss",) * 6), ("layer." * 12, *("<=1.10e-03",) * 6)]
+    assert format_table(numbers, width).count("<=1.10e-03") == 6
     assert format_table(rows).splitlines()[2] == f"{rows[1][0]}  linear  {why}"
 
 
 def test_names_are_broken_behind_dots():
     assert wrapped("encoder.layer.{0..11}.attention", 15) == ["encoder.layer.", "{0..11}.", "attention"]
+    assert wrapped("<=1.10e-03 2.5", 12) == ["<=1.10e-03", "2.5"]
     assert wrapped("abcdefghij", 4) == ["abcd", "efgh", "ij"]
     assert "".join(wrapped("a" * 33, 10)) == "a" * 33
     assert flowing('x config.exclude("' + "a" * 30 + '")', 20) == ["x", '    config.exclude("' + "a" * 30 + '")']
@@ -157,7 +161,7 @@ class Deep(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=32)])
+@pytest.mark.parametrize("config", [nc.StaticQuantConfig(), nc.WeightOnlyConfig("int4", group_size=32, solver=nc.GPTQ())])
 def test_plans_and_reports_of_repeated_blocks(config):
     x, model = torch.randn(4, 32), Deep().eval()
     prepared = nc.prepare(model, config, example_inputs=x)
@@ -170,6 +174,7 @@ def test_plans_and_reports_of_repeated_blocks(config):
         text = str(shown)
         assert "layers.{0..5} (6 times)\n" in text
         assert max(map(len, shown.table(WIDTH, fold=True).splitlines())) <= WIDTH
+        assert shown is prepared.plan or max(map(len, text.splitlines())) <= WIDTH
         assert shown.table(WIDTH, fold=True) in text
         assert len(shown.table().splitlines()) == count + 2
         assert "layers.3.second" in shown.table()

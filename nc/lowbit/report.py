@@ -22,10 +22,10 @@ from nc.plan import Applied
 from nc.reporting import refused_lines
 from nc.shares import Part, Shares, fractions, shares_of
 from nc.spec.reasons import Cause
-from nc.table import WIDTH, folded, format_table, largest
+from nc.table import WIDTH, flowing, folded, format_table, largest
 
 #: Columns with what differs between equal layers.
-_MEASURED = ("loss", "loss of rtn", "us", "GB/s", "% of reading")
+_MEASURED = ("loss", "rtn loss", "us", "GB/s", "% of reading")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,8 @@ class WeightReport:
 
     def __str__(self) -> str:
         """The layers as a table in which equal blocks stand once, then the figures."""
-        return f"{self.table(WIDTH, fold=True)}\n\n{self.summary()}"
+        figures = "\n".join(flowing(self.summary(), WIDTH))
+        return f"{self.table(WIDTH, fold=True)}\n\n{figures}"
 
     def table(self, width: int | None = None, *, fold: bool = False) -> str:
         """One row per layer and other weight: name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
@@ -177,7 +178,7 @@ class WeightReport:
             fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does, with the largest loss and time.
         """
         rows: list[tuple[str, ...]] = [
-            ("layer", "N x K", "weight", "solver", "loss", "loss of rtn", "bits", "MB", "kernel", *self._speed_head(), "note")
+            ("layer", "N x K", "weight", "solver", "loss", "rtn loss", "bits", "MB", "kernel", *self._speed_head(), "note")
         ]
         for x in self.layers:
             losses = ("-" if loss is None else f"{loss:.2e}" for loss in (x.loss, x.rtn_loss))
