@@ -116,7 +116,8 @@ def test_the_report_and_the_configuration_come_back_with_solvers_and_losses(tmp_
     nc.save(q, tmp_path)
     loaded = nc.load(tmp_path)
     assert "awq" in str(nc.report(loaded))
-    assert str(nc.report(q)) == str(nc.report(loaded))
+    shown = [line for line in str(nc.report(q)).splitlines() if not line.startswith("outputs in the first call")]  # it is not saved
+    assert shown == str(nc.report(loaded)).splitlines()
     assert q.nc_record == loaded.nc_record
     assert nc.WeightOnlyConfig.from_dict(loaded.nc_record.config) == prepared.quant_config
     assert [m.result for m in q.modules() if hasattr(m, "result")] == [m.result for m in loaded.modules() if hasattr(m, "result")]

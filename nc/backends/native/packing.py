@@ -20,12 +20,12 @@ _LINEAR = torch.ops.onednn.qlinear_pointwise
 _READS = "reads_in_example"
 
 
-def linear(*arguments: Any) -> torch.Tensor:
+def qlinear(*arguments: Any) -> torch.Tensor:
     """`onednn::qlinear_pointwise`, with the dimensions of its input also where that is empty: torch's gives two."""
     return _with_rows_of(arguments[0], _LINEAR.default(*arguments))
 
 
-def linear_sum(*arguments: Any) -> torch.Tensor:
+def qlinear_sum(*arguments: Any) -> torch.Tensor:
     """`onednn::qlinear_pointwise.binary`, likewise."""
     return _with_rows_of(arguments[0], _LINEAR.binary(*arguments))
 
@@ -40,8 +40,8 @@ def _spelled(kernel: torch._ops.OpOverload) -> str:
 
 
 #: How TorchScript writes the functions above, and the method that it needs for them.
-SPELLING: Mapping[Callable[..., object], str] = {linear: _spelled(_LINEAR.default), linear_sum: _spelled(_LINEAR.binary)}
-_LINEARS = {_LINEAR.default: linear, _LINEAR.binary: linear_sum}
+SPELLING: Mapping[Callable[..., object], str] = {qlinear: _spelled(_LINEAR.default), qlinear_sum: _spelled(_LINEAR.binary)}
+_LINEARS = {_LINEAR.default: qlinear, _LINEAR.binary: qlinear_sum}
 HELPERS = """
 def _with_rows_of(self, x: Tensor, result: Tensor) -> Tensor:
     if result.dim() == x.dim():
