@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Function, quantized
+from models import WHY_NO_PLANS, Function, quantized
 from torch import nn
 
 from nc import ArtefactCorruptError, NCWarning, VerificationError, load
@@ -185,7 +185,8 @@ def test_what_happens_to_the_file_of_a_loaded_model(folder, q_model, how, tmp_pa
         with path.open("r+b") as file:
             file.truncate(10 if how == "cut" else path.stat().st_size + 1)
     same(loaded(x), q_model(x))
-    with pytest.warns(NCWarning, match="can't be compared any more") if how in ("append", "cut") else contextlib.nullcontext():
+    is_compared = how in ("append", "cut") and not WHY_NO_PLANS
+    with pytest.warns(NCWarning, match="can't be compared any more") if is_compared else contextlib.nullcontext():
         same(loaded(y), q_model(y))  # new sizes
     if how in ("delete", "replace"):
         same(loaded.reference(x), q_model.reference(x))

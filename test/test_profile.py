@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MLP, Attention, Function, ResidualCNN, quantized
+from models import MLP, WHY_NO_PLANS, Attention, Function, ResidualCNN, quantized
 from torch.nn import functional as F
 
 import nc
@@ -194,7 +194,7 @@ def test_every_int8_operator_has_a_kernel_that_reads_codes(backend, model, leave
     assert (relu.kernel, relu.share) == (f"in the kernel of {weighted[0].operator}", None)
     head, *rows = str(report).split("\n\n", 1)[1].splitlines()
     assert head.split() == ["operator", "type", "asked", "ran", "share", "kernel", "why"]
-    assert rows[-1] == report.profile.summary()
+    assert " ".join(" ".join(rows).split()).endswith(report.profile.summary())
 
 
 @pytest.mark.ipex
@@ -226,9 +226,8 @@ def test_other_inputs_than_the_examples(backend):
     json.dumps(report.to_dict())
     plain = q.report()
     assert (plain.profile, {op.share for op in plain.ops}) == (None, {None})
-    assert {op.kernel.partition(" ")[0] for op in plain.ops} == (
-        {"matmul" if avx2.why_unavailable() else "function"} if backend == "native" else {""}
-    )
+    planned = "matmul" if avx2.why_unavailable() else "function"
+    assert {op.kernel.partition(" ")[0] for op in plain.ops} == {planned if backend == "native" and not WHY_NO_PLANS else ""}
     assert "share" not in str(plain)
 
 
