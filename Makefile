@@ -203,12 +203,13 @@ setup-lowbit-%: setup-native
 
 # What export_onnx needs, 150 MB, and a oneDNN library, over the packages of .venv-native.
 setup-onnx setup-fallback: setup-%: setup-native
-	@stamp=$$(cat .venv-native/.complete requirements/$*.txt | sha256sum)
+	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*
-	.venv-native/bin/python -m venv .venv-$*
+	.venv-native/bin/python -m venv --without-pip .venv-$*
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-$*/lib/python3*/site-packages/
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/$*.txt
+	.venv-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	echo "$$stamp" > .venv-$*/.complete
 
 # A plain venv: mypy reads the packages of .venv-native and needs none of its own.
