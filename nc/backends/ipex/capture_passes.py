@@ -1,7 +1,7 @@
 """What keeps captured graphs and models right in a process that has imported IPEX.
 
 IPEX replaces torch's layer norm for all models. Its own one is wrong over several dimensions, unless gradients are recorded: it reads past
-the end of the weights (docs/ipex.md).
+the end of the weights (docs/ipex.md). It also replaces the embedding bags that add rows up, by an operator that exists nowhere else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_value, fqn_of
 
 aten = torch.ops.aten
+_OWN_BAG = "torch_ipex.embedding_bag.default"
 
 
 def flat_layer_norms(module: fx.GraphModule) -> None:
@@ -47,10 +48,28 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
                 weight.replace_all_uses_with(add_constant(module, node, f"{re.sub(r'[^a-zA-Z0-9_]', '_', fqn)}_flat", value, fqn))
 
 
+def embedding_bags_of_torch(module: fx.GraphModule) -> None:
+    """IPEX's embedding bag becomes torch's: other engines, and machines without IPEX, know that one."""
+    for node in [n for n in module.graph.nodes if str(n.target) == _OWN_BAG]:
+        a = schema_arguments(node)
+        tensors = [a[name] for name in ("weight", "indices", "offsets")]
+        sums = (False, 0, a["sparse"], None, a["include_last_offset"])  # not scaled by frequency, mode 0, no weights of samples
+        with module.graph.inserting_before(node):
+            bag = module.graph.call_function(aten.embedding_bag.default, (*tensors, *sums))
+            rows = module.graph.call_function(operator.getitem, (bag, 0))
+        bag.meta["val"] = aten.embedding_bag.default(*(t.meta["val"] for t in tensors), *sums)
+        rows.meta = dict(node.meta)
+        node.replace_all_uses_with(rows)
+        module.graph.erase_node(node)
+
+
 def right_layer_norms(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
     """Records gradients while a model with such layer norms runs."""
     wide = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
     return torch.enable_grad() if wide else contextlib.nullcontext()
 
 
-CAPTURE_PASSES = (Pass("flat_layer_norms", flat_layer_norms, avoids="computes layer norms over several dimensions wrongly"),)
+CAPTURE_PASSES = (
+    Pass("flat_layer_norms", flat_layer_norms, avoids="computes layer norms over several dimensions wrongly"),
+    Pass("embedding_bags_of_torch", embedding_bags_of_torch, avoids="leaves an operator in the graph that no other engine has"),
+)
