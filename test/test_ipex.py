@@ -30,7 +30,7 @@ from nc.graph.signature import at_least_two
 pytestmark = pytest.mark.ipex
 
 #: Child processes find `models` as the tests do.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
 
 
 class TestIpex(BackendSuite):
@@ -95,9 +95,12 @@ IMAGE, ROWS, SQUARE, SIGNAL = (2, 3, 8, 8), (2, 4, 16), (2, 16, 16), (2, 32, 40)
 RELU, PLAIN = "self.post(f(F.relu(self.pre(x))))", "self.post(f(self.pre(x)))"
 #: Products of heads, which lie side by side in memory.
 KEYS = "(lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(1, 2))(lambda t: t.reshape(t.shape[0], 64, 4).transpose(0, 1))"
-#: What is computed with scores s.
-SCORES = "(lambda s: {})(" + KEYS.replace("(1, 2)", "(2, 3)").replace("64, 4).transpose(0, 1)", "16, 4, 4).transpose(1, 2)") + ")"
-EXPANDED, GAPS = "y[:1, None].expand(y.shape[0], 1, 16, 16)", "operand_with_gaps"
+#: What is computed with scores s of 7 tokens and 4 heads.
+SCORES = (
+    "(lambda s: {})((lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(2, 3))(lambda t: t.reshape(t.shape[0], 7, 4, 8).transpose(1, 2)))"
+)
+HEADS, TOKENS = "dict(pre=nn.Linear(32, 32), mid=nn.Linear(32, 32), post=nn.Linear(7, 7))", (2, 7, 32)
+EXPANDED, GAPS = "y[:1, None, :, :7].expand(y.shape[0], 1, 7, 7)", "operand_with_gaps"
 
 #: name → (submodules, input shape, forward in terms of f, f, rule that asks explicitly, lint that must act)
 FAULTS = {
@@ -131,23 +134,9 @@ FAULTS = {
     "maximum of a dimension": (LINEARS, ROWS, "f(x)", "self.pre(y).max(-1).values", "", "maximum_with_indices"),
     "minimum and where it is": (LINEARS, ROWS, "f(x)", "self.pre(y).min(1, keepdim=True)", "", "maximum_with_indices"),
     "keys of torch's attention": (LINEARS, SQUARE, "f(x)", KEYS, "", "batch_within"),
-    "scaled scores + expanded mask": (
-        LINEARS,
-        SQUARE,
-        "self.post(f(x))",
-        SCORES.format(f"s / 8 + {EXPANDED}"),
-        "",
-        GAPS,
-    ),
-    "scaled scores + row of a tensor": (LINEARS, SQUARE, "self.post(f(x))", SCORES.format("s / 8 + y[:, None, :1]"), "", GAPS),
-    "scores * expanded weights": (
-        LINEARS,
-        SQUARE,
-        "self.post(f(x))",
-        SCORES.format(f"{EXPANDED} * s"),
-        "",
-        GAPS,
-    ),
+    "scaled scores + expanded mask": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"s / 8 + {EXPANDED}"), "", GAPS),
+    "scaled scores + row of a tensor": (HEADS, TOKENS, "self.post(f(x))", SCORES.format("s / 8 + y[:, None, :1, :7]"), "", GAPS),
+    "scores * expanded weights": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"{EXPANDED} * s"), "", GAPS),
     "wide window over few channels": ("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL, "f(x)", "self.mid(y)", "", "wide_window"),
     "wide window, padded": ("dict(mid=nn.Conv1d(12, 8, 16, padding='same'))", (2, 12, 40), "f(x)", "self.mid(y).relu()", "", "wide_window"),
     "wide window of images": (
