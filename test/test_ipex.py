@@ -100,6 +100,7 @@ SCORES = (
     "(lambda s: {})((lambda h: h(self.pre(y)) @ h(self.mid(y)).transpose(2, 3))(lambda t: t.reshape(t.shape[0], 7, 4, 8).transpose(1, 2)))"
 )
 HEADS, TOKENS = "dict(pre=nn.Linear(32, 32), mid=nn.Linear(32, 32), post=nn.Linear(7, 7))", (2, 7, 32)
+INTO_A_PART = "(lambda b: (b[..., :7].add_(s / 8), b))(torch.tanh(y.reshape(y.shape[0], 4, 7, 8)))"
 EXPANDED, GAPS = "y[:1, None, :, :7].expand(y.shape[0], 1, 7, 7)", "operand_with_gaps"
 
 #: name → (submodules, input shape, forward in terms of f, f, rule that asks explicitly, lint that must act)
@@ -137,6 +138,7 @@ FAULTS = {
     "scaled scores + expanded mask": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"s / 8 + {EXPANDED}"), "", GAPS),
     "scaled scores + row of a tensor": (HEADS, TOKENS, "self.post(f(x))", SCORES.format("s / 8 + y[:, None, :1, :7]"), "", GAPS),
     "scores * expanded weights": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"{EXPANDED} * s"), "", GAPS),
+    "scores added to a part of a tensor": (HEADS, TOKENS, "f(x)", SCORES.format(INTO_A_PART), "", ""),
     "wide window over few channels": ("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL, "f(x)", "self.mid(y)", "", "wide_window"),
     "wide window, padded": ("dict(mid=nn.Conv1d(12, 8, 16, padding='same'))", (2, 12, 40), "f(x)", "self.mid(y).relu()", "", "wide_window"),
     "wide window of images": (
@@ -255,6 +257,15 @@ def test_strided_pointwise_convolutions_are_right_each_time(channels):
     report = q.report()
     assert report.rewrites == ("strided_pointwise: 2",)
     assert report.not_int8 == ()
+
+
+def test_wide_windows_whose_weights_have_one_scale():
+    x = torch.randn(2, 32, 40)
+    model = nn.Sequential(nn.Conv1d(32, 64, 16, groups=4), nn.ReLU(), nn.Conv1d(64, 4, 1))
+    q = quantized(model, x, StaticQuantConfig(w_granularity="per_tensor"), "ipex")
+    assert worst_db(q.reference(x), q(x)) > 60
+    assert q.report().rewrites == (("wide_window: 0",) if "amx_int8" in cpu.features() else ())
+    assert q.report().not_int8 == ()
 
 
 def test_examples_of_size_one_hide_no_strides():

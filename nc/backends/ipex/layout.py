@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.graph.catalogue import MOVES, input_node, kind_of_node, op_name
+from nc.graph.catalogue import MOVES, first_input, input_node, kind_of_node, op_name
 from nc.graph.fx_utils import run_with
 from nc.graph.views import Binary
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
@@ -58,13 +58,12 @@ def put_batches_outermost(module: fx.GraphModule, inputs: Sequence[torch.Tensor]
     Returns:
         Names of the operators that were changed.
     """
+    products = _products(module)
     found: list[fx.Node] = []
 
     def second_side(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
-        if kind_of_node(node) == "matmul":
-            right = Binary.of(node).right
-            if right.target is dequantize_per_tensor and _is_batch_within(env[right]):
-                found.append(node)
+        if node in products and _is_batch_within(env[Binary.of(node).right]):
+            found.append(node)
         return value
 
     run_with(module, inputs, second_side)
@@ -93,7 +92,8 @@ def pack_operands_of_products(module: fx.GraphModule, inputs: Sequence[torch.Ten
 
     def operand(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
         if node in fused:
-            others = [n for n in node.all_input_nodes if n not in fused | products]
+            kept = {first_input(node)} if _writes(node) else set()  # what is written into keeps its memory
+            others = [n for n in node.all_input_nodes if n not in fused | products | kept]
             found.extend((node, n) for n in others if _is_permuted(env[n]))
         return value
 
@@ -143,7 +143,12 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node makes a new tensor; what works in place must keep the memory that it is given."""
     if node.op != "call_function" or node.target in _CODES or op_name(node) in MOVES:
         return False
-    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+    return not _writes(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator works in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_permuted(value: object) -> bool:

@@ -144,7 +144,7 @@ def wide_window(module: fx.GraphModule) -> list[str]:
     for node in [n for n in module.graph.nodes if n.target in _ONE_MORE_DIMENSION]:
         conv = Conv.of(node)
         codes, weight = _codes(conv.input), conv.weight
-        if codes is None or weight.target is not dequantize_per_channel or not _is_wide_window(conv):
+        if codes is None or weight.target not in (dequantize_per_channel, dequantize_per_tensor) or not _is_wide_window(conv):
             continue
         stored = input_node(weight)
         wider = add_constant(module, node, f"{node.name}_weight", constant_of(module, stored).unsqueeze(-1), fqn_of(stored))
@@ -152,7 +152,7 @@ def wide_window(module: fx.GraphModule) -> list[str]:
             value = _unsqueezed(Quantize.of(codes).input)
             again = _like(call_operator(module.graph, quantize_per_tensor, value, *options(codes)), value)
             back = _like(call_operator(module.graph, dequantize_per_tensor, again, *options(conv.input)), value)
-            kernel = _like(call_operator(module.graph, dequantize_per_channel, wider, *options(weight)), wider)
+            kernel = _like(call_operator(module.graph, weight.target, wider, *options(weight)), wider)
         with module.graph.inserting_after(node):
             result = module.graph.call_function(_aten.squeeze.dim, (node, -1))
         result.meta["val"] = node.meta["val"]
