@@ -92,8 +92,8 @@ def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tu
 def overruns_with_amx(wanted: Convolution) -> bool:
     """Whether to make an AMX kernel may write past its memory, which no trial in this process survives.
 
-    oneDNN 3.7 to 3.12 count too few parts of the window at the edges of an image whose zero point is not 0. Under a checking allocator
-    that was seen with dilations, pads and windows of 7 and more in the height, never with a window of 3 or in the last dimension.
+    Seen with oneDNN 3.12 under a checking allocator, and as an abort with 3.7: a source with a zero point, dilations and pads, windows of 7
+    and more in another dimension than the last. It was never seen with windows of 3, without a zero point, or without AMX.
     """
     g = wanted.geometry
     others = zip(g.window[:-1], g.dilations, g.before, g.after, strict=False)

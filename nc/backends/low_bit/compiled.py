@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -38,16 +38,23 @@ _MEMORY = LargePages()
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    if isinstance(found, str):
-        return found
-    return "" if usable() else f"its C code was compiled for {', '.join(found.isas) or 'no instruction set'}, of which this CPU has none"
+    return found if isinstance(found, str) else why_none(found.isas, usable())
 
 
 def usable() -> tuple[str, ...]:
     """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
     code = _code()
-    found = () if isinstance(code, str) else code.isas
-    return tuple(name for name in reversed(ISAS) if name in found and not cpu.lacks(ISAS[name]))
+    return () if isinstance(code, str) else of_this_cpu(code.isas)
+
+
+def of_this_cpu(compiled: Collection[str]) -> tuple[str, ...]:
+    """Those of some instruction sets that this CPU has, the best one first."""
+    return tuple(name for name in reversed(ISAS) if name in compiled and not cpu.lacks(ISAS[name]))
+
+
+def why_none(compiled: Sequence[str], usable: Sequence[str]) -> str:
+    """Why C code that was compiled for some instruction sets can't be used; "" when it can."""
+    return "" if usable else f"its C code was compiled for {', '.join(compiled) or 'no instruction set'}, of which this CPU has none"
 
 
 def _why_no_bf16() -> str:

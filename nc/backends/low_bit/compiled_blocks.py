@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from nc.backends import cpu
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.compiled import BF16, PANEL
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
@@ -44,19 +43,16 @@ _MEMORY = LargePages()
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    if isinstance(found, str):
-        return found
-    return "" if usable() else f"its C code was compiled for {', '.join(found.isas) or 'no instruction set'}, of which this CPU has none"
+    return found if isinstance(found, str) else compiled.why_none(found.isas, usable())
 
 
 def usable() -> tuple[str, ...]:
     """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
     code = _code()
-    found = () if isinstance(code, str) else code.isas
+    if isinstance(code, str):
+        return ()
     asked = compiled.usable()  # asks the operating system for AMX, for the whole process
-    return tuple(
-        name for name in reversed(isas.ISAS) if name in found and not cpu.lacks(isas.ISAS[name]) and (name != "amx" or name in asked)
-    )
+    return tuple(name for name in compiled.of_this_cpu(code.isas) if name != "amx" or name in asked)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
