@@ -139,16 +139,28 @@ FAULTS = {
     "scaled scores + row of a tensor": (HEADS, TOKENS, "self.post(f(x))", SCORES.format("s / 8 + y[:, None, :1, :7]"), "", GAPS),
     "scores * expanded weights": (HEADS, TOKENS, "self.post(f(x))", SCORES.format(f"{EXPANDED} * s"), "", GAPS),
     "scores added to a part of a tensor": (HEADS, TOKENS, "f(x)", SCORES.format(INTO_A_PART), "", ""),
-    "wide window over few channels": ("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL, "f(x)", "self.mid(y)", "", "wide_window"),
-    "wide window, padded": ("dict(mid=nn.Conv1d(12, 8, 16, padding='same'))", (2, 12, 40), "f(x)", "self.mid(y).relu()", "", "wide_window"),
+    "wide window over few channels": ("dict(mid=nn.Conv1d(32, 64, 16, groups=4))", SIGNAL, "f(x)", "self.mid(y)", "", "wrong_window"),
+    "wide window, padded": (
+        "dict(mid=nn.Conv1d(12, 8, 16, padding='same'))",
+        (2, 12, 40),
+        "f(x)",
+        "self.mid(y).relu()",
+        "",
+        "wrong_window",
+    ),
     "wide window of images": (
         "dict(mid=nn.Conv2d(16, 8, (3, 8), stride=2, padding=1), post=nn.Conv2d(8, 4, 1))",
         (2, 16, 9, 24),
         PLAIN.replace("self.pre(x)", "x"),
         "self.mid(y).relu()",
         "",
-        "wide_window",
+        "wrong_window",
     ),
+    "long strides": ("dict(mid=nn.Conv2d(32, 16, 4, stride=4))", (1, 32, 32, 32), "f(x)", "self.mid(y)", "", "wrong_window"),
+    "strides of groups": ("dict(mid=nn.Conv1d(6, 128, 5, 2, 1, groups=2))", (1, 6, 62), "f(x)", "self.mid(y)", "", "wrong_window"),
+    "windows of groups": ("dict(mid=nn.Conv1d(6, 192, 3, padding=1, groups=3))", (2, 6, 15), "f(x)", "self.mid(y)", "", "wrong_window"),
+    "steps over values": ("dict(mid=nn.Conv2d(12, 96, 11, stride=16))", (1, 12, 60, 60), "f(x)", "self.mid(y)", "", "wrong_window"),
+    "one place behind a stride": ("dict(mid=nn.Conv2d(80, 8, 3, 8, 1))", (1, 80, 89, 1), "f(x)", "self.mid(y)", "", "wrong_window"),
     "y + flipped y": (LINEARS, ROWS, RELU, "y + y.flip(1)", "", ""),
 }
 
@@ -214,7 +226,7 @@ def test_patterns_that_the_engine_gets_wrong(faults, name):
     result, lint = faults[name], FAULTS[name][-1]
     if lint == "same_tensor_twice" and ("@" in name or "bmm" in name) and not cpu.accumulates_wide():
         lint = ""  # the second input takes 7 bits there, so the two differ
-    if lint == "wide_window" and "amx_int8" not in cpu.features():
+    if lint == "wrong_window" and "amx_int8" not in cpu.features():
         lint = ""
     assert "error" not in result, result["error"]
     assert result["db"] >= 30
@@ -264,7 +276,7 @@ def test_wide_windows_whose_weights_have_one_scale():
     model = nn.Sequential(nn.Conv1d(32, 64, 16, groups=4), nn.ReLU(), nn.Conv1d(64, 4, 1))
     q = quantized(model, x, StaticQuantConfig(w_granularity="per_tensor"), "ipex")
     assert worst_db(q.reference(x), q(x)) > 60
-    assert q.report().rewrites == (("wide_window: 0",) if "amx_int8" in cpu.features() else ())
+    assert q.report().rewrites == (("wrong_window: 0",) if "amx_int8" in cpu.features() else ())
     assert q.report().not_int8 == ()
 
 

@@ -48,7 +48,10 @@ class IpexBackend:
     """See the module text."""
 
     name = NAME
-    options: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never"), protects=True)}
+    options: Mapping[str, Option] = {
+        "isolate": Option(("auto", "always", "never"), protects=True),
+        "verify_sizes": Option((True, False), protects=True),
+    }
     exports: Mapping[str, Exporter] = {"torchscript": Exporter(write_script)}
     capture_passes = CAPTURE_PASSES
     around_model = staticmethod(right_layer_norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
 from nc.backends.low_bit.aten import IPEX_WOQ
 from nc.backends.low_bit.graph import kernel_choices, replace_low_bit
+from nc.backends.new_sizes import NewSizes
 from nc.backends.passes import run_passes
 from nc.backends.torchscript import Script, script
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
@@ -30,12 +32,13 @@ from nc.graph.signature import at_least_two
 _WARM_UP = 3
 
 
-def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> EngineModel:
+def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, isolate: str = "auto") -> EngineModel:
     """An engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
+        verify_sizes: compare the outputs for new sizes too, in their first call; not with verify="off".
         isolate: "always" makes the first fused run in a child process with a time limit, "auto" does so for graphs with patterns that
             the test suite does not run, "never" trusts the fuser.
 
@@ -60,15 +63,18 @@ def lower(graph: QDQGraph, *, verify: str = "raise", isolate: str = "auto") -> E
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
+    new_sizes = NewSizes(run, graph, "IPEX") if verify_sizes and verify != "off" else None
     low_bit = kernel_choices(engine)
 
     def report() -> EngineReport:
         executed = executed_graph(run, inputs)
-        return build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes, low_bit)
+        found = build_report(graph, executed, scripted.operators, rewrites, sqnr, "ipex", weight_bytes, low_bit)
+        return found if new_sizes is None else dataclasses.replace(found, details={**found.details, **new_sizes.details()})
 
     # layouts of kernels are for this CPU only, so a program that is written has the operators instead
     program = _freeze(module)[1] if low_bit else frozen
-    return EngineModel(run=run, report=report, script=program, profile=functools.partial(profile_script, run, scripted.operators))
+    profile = functools.partial(profile_script, run, scripted.operators)
+    return EngineModel(run=new_sizes or run, report=report, script=program, profile=profile)
 
 
 class _Runner:

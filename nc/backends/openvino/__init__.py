@@ -35,7 +35,7 @@ class OpenVINOBackend:
     """See the module text."""
 
     name = NAME
-    options: Mapping[str, Option] = {}
+    options: Mapping[str, Option] = {"verify_sizes": Option((True, False), protects=True)}
     exports: Mapping[str, Exporter] = {"openvino": Exporter(write.files, from_graph=True)}
 
     def why_unavailable(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from nc.backends.base import EngineModel, EngineReport
+from nc.backends.new_sizes import NewSizes
 from nc.backends.openvino.convert import Converted, convert, of_graph
 from nc.backends.openvino.layers import layers_of, op_run
 from nc.backends.openvino.program import program
@@ -18,12 +19,13 @@ from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.graph.qdq import QDQGraph
 
 
-def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
+def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True) -> EngineModel:
     """An engine model of `graph`.
 
     Args:
         graph: the quantized model.
         verify: see `nc.backends.verify`.
+        verify_sizes: compare the outputs for new sizes too, in their first call; not with verify="off".
 
     Raises:
         BackendError: an operator has no translation.
@@ -40,6 +42,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
 
     first = functools.partial(first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16))
     sqnr = verify_outputs(graph, run(graph.example), verify, "OpenVINO", first)
+    new_sizes = NewSizes(run, graph, "OpenVINO") if verify_sizes and verify != "off" else None
 
     def report() -> EngineReport:
         layers = layers_of(model)
@@ -49,10 +52,15 @@ def lower(graph: QDQGraph, *, verify: str = "raise") -> EngineModel:
             quantize_outside=sum(layer.kind == "FakeQuantize" for layer in layers),
             weight_bytes=_constant_bytes(converted),
             sqnr_db=sqnr,
-            details={"OpenVINO": version(), "threads": threads} | ({"all that is not int8": "bf16"} if bf16 else {}),
+            details={
+                "OpenVINO": version(),
+                "threads": threads,
+                **({"all that is not int8": "bf16"} if bf16 else {}),
+                **({} if new_sizes is None else new_sizes.details()),
+            },
         )
 
-    return EngineModel(run=run, report=report)
+    return EngineModel(run=new_sizes or run, report=report)
 
 
 def wants_bf16(graph: QDQGraph) -> bool:
