@@ -152,6 +152,7 @@ def test_a_loaded_model_has_its_codes_once(q_model, folder):
 
 
 @native
+@pytest.mark.needs_plans
 def test_codes_come_back_for_kernels_that_want_another_layout(folder, q_model, monkeypatch):
     loaded = load(folder, backend="native")
     asked = []
@@ -200,6 +201,7 @@ def test_what_happens_to_the_file_of_a_loaded_model(folder, q_model, how, tmp_pa
 
 
 @native
+@pytest.mark.needs_plans
 def test_a_file_that_was_written_into_is_not_packed_again(folder, monkeypatch):
     loaded = load(folder, backend="native")
     with (folder / "weights.safetensors").open("r+b") as file:

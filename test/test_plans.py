@@ -858,7 +858,7 @@ def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
 
 def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read(tmp_path, monkeypatch):
     code = "import torch; from nc.onednn.providers import provider; print(provider())"
-    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), providers.VARIABLE: "torch"}
 
     def run():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env)
