@@ -59,8 +59,8 @@ class NewSizes:
         if found is not None:
             what = f"computes something else: {found:.1f} dB, expected at least {self._required:.0f}"
         warn(
-            f"For inputs of sizes {', '.join(map(str, sizes))} {self._engine} {what}. The quantized graph itself computes these sizes, in fp32 "
-            "and slowly. verify_sizes=False does not compare."
+            f"For inputs of sizes {', '.join(map(str, sizes))} {self._engine} {what}. The quantized graph itself computes these "
+            "sizes, in fp32 and slowly. verify_sizes=False does not compare."
         )
         return expected
 
