@@ -81,4 +81,4 @@ from nc.workflow import prepare as prepare
 from nc.workflow import quantize as quantize
 from nc.workflow import report as report
 
-_installation.warn()
+_installation.warn_of_others()

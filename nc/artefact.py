@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.reference import NAME as REFERENCE
-from nc.errors import ArtefactError, ConfigError, InputError, NCError, NCWarning, UnsupportedError
+from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
 from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.graph.saturation import named, narrow
@@ -31,6 +30,7 @@ from nc.quantized import QuantizedModel, checked
 from nc.settings import check_default_device, without_autocast
 from nc.storage import folder, store
 from nc.storage.atomic import replaced
+from nc.warn import warn
 
 #: The one format of `export_model` that no backend declares.
 _ONNX = "onnx"
@@ -140,7 +140,7 @@ def load(
         kind = kind_of_model(map(kind_of_node, graph.module.graph.nodes))
 
         def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
-            narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine, frames=2)
+            narrowed = _narrowed(graph if getattr(engine, "packs_weights", False) else in_memory(graph), engine)
             sizes = {"verify_sizes": verify_sizes, "verify_kernels": "in doubt"}
             options = engine_options(engine, **sizes, isolate=isolate, compile=compile)
             return narrowed, lower(engine, narrowed, verify=verify, **options)
@@ -287,7 +287,7 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
 
 def _export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], step: str, **options: Any) -> OnnxReport:
     graph = _alone(checked(q_model, step).graph)
-    return write_onnx(graph, Path(path), frames=1, **options)
+    return write_onnx(graph, Path(path), **options)
 
 
 def export_model(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, **options: Any) -> None:  # noqa: A002
@@ -330,7 +330,7 @@ def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, 
         raise UnsupportedError(msg)
     engine = choose_backend(name)
     check_bf16(engine, graph)
-    _write(exports_of(engine)[format].write(_narrowed(graph, engine, frames=1), None, **options), path)
+    _write(exports_of(engine)[format].write(_narrowed(graph, engine), None, **options), path)
 
 
 def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> None:
@@ -375,7 +375,7 @@ def _alone(graph: QDQGraph) -> QDQGraph:
             f"The model changes its arguments. The program changes none: its last outputs are the new values of {', '.join(names)}, in "
             "this order. Whoever calls it puts them there."
         )
-        warnings.warn(text, NCWarning, stacklevel=4)
+        warn(text)
     asked = next((condition for condition in graph.signature.conditions if condition.silent), None)
     if asked is None:
         return graph
@@ -384,7 +384,7 @@ def _alone(graph: QDQGraph) -> QDQGraph:
         f"The model asks for sizes in Python, at {asked.where}: it was captured with {shown}. nc checks this at each call; the program "
         "would not, so such sizes are fixed in it to those of example_inputs."
     )
-    warnings.warn(text, NCWarning, stacklevel=4)
+    warn(text)
     return dataclasses.replace(graph, signature=graph.signature.without_conditions(graph.example))
 
 
@@ -400,13 +400,12 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
         raise UnsupportedError(msg)
 
 
-def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
+def _narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
     """The graph with sums that cannot saturate on this engine and CPU; warns if codes had to change.
 
     Args:
         graph: the stored model.
         engine: what it is for.
-        frames: calls between the public function and the one that calls this.
     """
     graph, names = narrow(graph, engine.capabilities())
     if names:
@@ -415,5 +414,5 @@ def _narrowed(graph: QDQGraph, engine: Backend, frames: int = 0) -> QDQGraph:
             f"{len(graph.plan.quantized)} quantized layers could saturate: {named(names)}. They were quantized again from their int8 "
             "codes, which costs some accuracy (see the report). The files are unchanged. To avoid this, convert the fp32 model here."
         )
-        warnings.warn(text, NCWarning, stacklevel=3 + frames)
+        warn(text)
     return graph

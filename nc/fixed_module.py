@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from nc.errors import NCWarning, StateError, UnsupportedError
+from nc.errors import StateError, UnsupportedError
+from nc.warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,7 +58,7 @@ class FixedModule(torch.nn.Module):
         """Stay in eval mode; warns for `train(True)`: there is nothing to train."""
         if mode:
             msg = f"{self.what} stays in eval mode: it has nothing to train. Train the fp32 model, and call prepare() and convert() again."
-            warnings.warn(msg, NCWarning, stacklevel=2)
+            warn(msg)
         self.training = False  # of this module alone: those in it may be the user's
         return self
 

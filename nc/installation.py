@@ -10,9 +10,9 @@ import base64
 import hashlib
 import importlib.metadata
 import sys
-import warnings
 
-from nc.errors import NCError, NCWarning
+from nc.errors import NCError
+from nc.warn import warn
 
 DISTRIBUTION = "nc-quant"
 #: As setup.py has it. It tells our own installations under the former name, `nc`, from the other project's.
@@ -65,8 +65,8 @@ def _digest(path: importlib.metadata.PackagePath) -> str:
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def warn() -> None:
-    """A warning at the line that imports `nc`, when another distribution has a module of that name."""
+def warn_of_others() -> None:
+    """Warn at the line that imports `nc`, when another distribution has a module of that name."""
     why = other_distribution()
     if why:
-        warnings.warn(why, NCWarning, stacklevel=3)
+        warn(why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from nc.backends.verify import check_option
 from nc.calibration.costly import HOPELESS_DB
 from nc.capture.capture import Graph, capture
 from nc.config import AnyConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
-from nc.errors import ConfigError, InputError, NCWarning, StateError
+from nc.errors import ConfigError, InputError, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
 from nc.graph.catalogue import kind_of_node
@@ -105,7 +104,7 @@ def prepare(
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
     _check_model(model)
     if weight_only(config):
-        _warn_of_training(model, inplace=inplace, frames=1)
+        _warn_of_training(model, inplace=inplace)
         low_bit_engine(backend)
         layers = plan_layers(config, separated(model), strict=strict)
         _warn_of_float_weights(layers)
@@ -419,9 +418,9 @@ def _warn_of_float_weights(plan: WeightPlan) -> None:
     )
     if not count:
         reasons = "; ".join(dict.fromkeys(d.reason for d in plan.decisions))
-        warnings.warn(f"No layer gets a low-bit weight: {reasons}.", NCWarning, stacklevel=3)
+        warn(f"No layer gets a low-bit weight: {reasons}.")
     elif others > count:
-        warnings.warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.", NCWarning, stacklevel=3)
+        warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.")
 
 
 def _warn_of_unknown_products(plan: Plan) -> None:
@@ -429,7 +428,7 @@ def _warn_of_unknown_products(plan: Plan) -> None:
     products = unknown_products(plan)
     if 2 * sum(product.size for product in products) > sum(plan.shares.weights.values()):
         msg = f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig quantizes stacked experts."
-        warnings.warn(msg, NCWarning, stacklevel=3)
+        warn(msg)
 
 
 def _refuse_nothing(plan: Plan, config: AnyConfig, *, strict: bool) -> None:
@@ -467,11 +466,10 @@ def _warn_of_low_bit(model: torch.nn.Module, prepared: PreparedWeights) -> None:
         warn(hopeless)
 
 
-def _warn_of_training(model: torch.nn.Module, *, inplace: bool, frames: int) -> None:
-    """`frames`: calls between the user's and this one."""
+def _warn_of_training(model: torch.nn.Module, *, inplace: bool) -> None:
     if any(m.training for m in model.modules()):
         flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
-        warnings.warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.", NCWarning, stacklevel=2 + frames)
+        warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.")
 
 
 def _capture(
@@ -484,5 +482,5 @@ def _capture(
         msg = f"{script} is TorchScript, which can't be captured; call prepare() with the torch.nn.Module that it was made from."
         raise InputError(msg)
     with LOCK:  # capture in another thread switches the same flags for a while
-        _warn_of_training(model, inplace=inplace, frames=2)
+        _warn_of_training(model, inplace=inplace)
         return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

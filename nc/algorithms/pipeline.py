@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +11,9 @@ from torch import fx
 from nc.algorithms.base import Algorithm, Batch, Bound, Context, Needs, Stage
 from nc.algorithms.replay import collect
 from nc.calibration.statistics import Samples
-from nc.errors import NCWarning
 from nc.numerics.metrics import worst_sqnr_db
 from nc.plan import Applied, Plan
+from nc.warn import warn
 
 #: An algorithm in front of quantization that changes outputs by more than eight bits do needs a warning.
 LEAST_AGREEMENT_DB = 30.0
@@ -60,7 +59,7 @@ def run(algorithms: Sequence[Algorithm], stage: Stage, context: Context, example
                     f"{applied.algorithm} changes what the fp32 model computes: its outputs on the example inputs before and after "
                     f"agree to {distance:.0f} dB only, which quantization can't win back. Leave it out of `pre`, or out of these layers."
                 )
-                warnings.warn(msg, NCWarning, stacklevel=2)
+                warn(msg)
         results.append(applied)
     return tuple(results)
 

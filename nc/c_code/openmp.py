@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import warnings
 from pathlib import Path
 
 import torch
 
-from nc.errors import NCWarning
+from nc.warn import warn
 
 _NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -28,7 +27,7 @@ def leave_threads_of_parent() -> None:
             f"This process was forked from one that computed on {torch.get_num_threads()} threads, which do not exist here. It computes "
             'on one thread: torch.set_num_threads(1). Start processes by "spawn" to use more.'
         )
-        warnings.warn(text, NCWarning, stacklevel=5)  # the caller of a module
+        warn(text)
         torch.set_num_threads(1)
 
 

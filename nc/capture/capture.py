@@ -30,13 +30,14 @@ from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
-from nc.errors import CaptureError, InputError, NCWarning
+from nc.errors import CaptureError, InputError
 from nc.global_lock import LOCK
 from nc.graph import caches
 from nc.graph.effects import Effects, children
 from nc.graph.signature import Leaf, Signature, ValueRead, parameters_of
 from nc.graph.tensor_meta import dim_of
 from nc.settings import without_autocast
+from nc.warn import warn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,10 +111,10 @@ def capture(
                     f"{type(model).__name__}.forward changes {kept} at each call. The captured model changes nothing there, and "
                     "computes what the model computes in the state that it has now."
                 )
-                warnings.warn(msg, NCWarning, stacklevel=4)
+                warn(msg)
             warning = " ".join(filter(None, (attempt.warning, _reading_warning(model, graph.signature.reads))))
             if warning:
-                warnings.warn(f"{warning} Reason: {_first_line(failures[0])}", NCWarning, stacklevel=4)
+                warn(f"{warning} Reason: {_first_line(failures[0])}")
             return graph
         telling = _telling(failures)
         cause = _cause(run, values, expected, kept) if kept or isinstance(telling, OtherOutputError) else ""

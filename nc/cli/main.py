@@ -29,6 +29,7 @@ from rich.table import Table
 from nc import installation
 from nc._version import __version__
 from nc.errors import NCError, NCWarning
+from nc.warn import warn
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -277,7 +278,7 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json:
 def _warn_of_too_many(threads: int) -> None:
     cores = len(os.sched_getaffinity(0))
     if threads > cores:
-        warnings.warn(f"{threads} threads share {cores} cores, which is slower than {cores} threads, by far.", NCWarning, stacklevel=2)
+        warn(f"{threads} threads share {cores} cores, which is slower than {cores} threads, by far.")
 
 
 def _timings(times: dict[str, float], names: dict[str, str], example: Sequence[Any], rounds: int) -> dict[str, Any]:

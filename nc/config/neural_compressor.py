@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,10 +21,11 @@ from nc.config.base import AnyConfig, QuantConfig
 from nc.config.document import check_keys, fields_of
 from nc.config.fake_quant import FakeQuantConfig
 from nc.config.strategies import WeightOnlyConfig
-from nc.errors import ConfigError, NCWarning, UnknownFieldError, UnsupportedError
+from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
 from nc.lowbit.solvers import GPTQ, HQQ, RTN, AutoRound
 from nc.lowbit.transforms import AWQ, TEQ
 from nc.spec import DoubleQuant, FakeTensorSpec
+from nc.warn import warn
 
 #: Names of number formats; "int" and "int1" to "int8" are not in it.
 _FORMATS = {"nf4": "nf4", "fp4_e2m1": "fp4_e2m1", "fp8_e5m2": "fp8_e5m2", "fp8_e4m3fn": "fp8_e4m3"}
@@ -582,7 +582,7 @@ def _no_effect(title: str, **given: tuple[Any, Any, str]) -> None:
     """Warn of parameters that are given and change nothing: (value, default, what is done instead)."""
     for name, (value, default, instead) in given.items():
         if value != default:
-            warnings.warn(f"{title}({name}={value!r}) has no effect: {instead}.", NCWarning, stacklevel=3)
+            warn(f"{title}({name}={value!r}) has no effect: {instead}.")
 
 
 #: Other parameters of AutoRoundConfig: default, and what is done instead where another value would change numbers.

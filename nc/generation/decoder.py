@@ -7,20 +7,20 @@ import functools
 import math
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nc.errors import BackendError, CaptureError, NCError, NCWarning, UnsupportedError, VerificationError
+from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
 from nc.generation.memory import Memory, memory_of, why_unknown
 from nc.generation.names import CACHE_NAMES, cache_field, cache_of
 from nc.generation.snapshot import Snapshot
 from nc.generation.step import captured
 from nc.nn import QuantLinear
 from nc.numerics.metrics import worst_sqnr_db
+from nc.warn import warn
 
 #: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "cache_position", "logits_to_keep", *CACHE_NAMES}
@@ -202,7 +202,7 @@ class Decoder:
     def _leave(self, kind: _Kind, why: str) -> None:
         """Leave such steps to the model."""
         self._found[kind] = why
-        warnings.warn(f"Tokens are computed by the model itself: {why}", NCWarning, stacklevel=5)
+        warn(f"Tokens are computed by the model itself: {why}")
 
     def _agreement(self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int) -> _Compared:
         """A token by a plan, and how it agrees with the model's own output."""

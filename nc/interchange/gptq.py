@@ -8,13 +8,12 @@ Per linear of shape [N, K] with G groups: `qweight` int32 [K b / 32, N], input c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nc.errors import ArtefactCorruptError, NCWarning, UnsupportedError
+from nc.errors import ArtefactCorruptError, UnsupportedError
 from nc.interchange.layer import (
     INT8,
     Codes,
@@ -31,6 +30,7 @@ from nc.interchange.layer import (
     taken,
     words,
 )
+from nc.warn import warn
 
 NAME = "GPTQ"
 BITS = (2, 4, 8)
@@ -56,7 +56,7 @@ def write(layers: Mapping[str, Layer], floats: Sequence[str]) -> tuple[dict[str,
     if not version_1:
         name = next(name for name, codes in found.items() if codes.zero is not None and bool((codes.zero == 0).any()))
         msg = f"Layer {name!r} has groups whose zero point is 0, which version 1 of GPTQ files cannot hold: this is version 2 (gptq_v2)."
-        warnings.warn(msg, NCWarning, stacklevel=2)
+        warn(msg)
     tensors = {f"{name}.{part}": t for name, codes in found.items() for part, t in _tensors(name, codes, version_1).items()}
     config = {
         "quant_method": "gptq",
@@ -137,7 +137,7 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, config: Mapping[str, Any
                 f"Layer {name!r}: a zero point of 0 in a GPTQ file of version 1, which cannot hold it. It is read as 0, but the writer "
                 "may have damaged its neighbours; compare the results with those of the float model."
             )
-            warnings.warn(msg, NCWarning, stacklevel=2)
+            warn(msg)
         zeros = (zeros + 1) & (2**width - 1)
     scale, zero = scales.T.float(), zeros.T
     if g_idx is not None and g_idx.numel():

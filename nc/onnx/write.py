@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from nc.backends.verify import agreement_db, check_option, first_disagreement, required_db, verify_outputs
-from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCWarning, UnsupportedError
+from nc.errors import BackendError, BackendUnavailableError, ConfigError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
 from nc.onnx.convert import Converted, convert, of_graph
@@ -28,6 +27,7 @@ from nc.onnx.runtime import EXACT, Kernel, run, version
 from nc.onnx.sums import WITHOUT_VNNI, saturating
 from nc.plan import OUTPUTS
 from nc.storage.atomic import replaced
+from nc.warn import warn
 
 SUFFIX = ".onnx"
 _INSTALL = "pip install 'nc-quant[onnx]'"
@@ -35,7 +35,7 @@ _INSTALL = "pip install 'nc-quant[onnx]'"
 _USED_TWICE = "Attempt to replace the existing tensor"
 
 
-def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: bool = False, frames: int = 0) -> OnnxReport:
+def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: bool = False) -> OnnxReport:
     """Write the file, and beside it `.data` with the constants where they are more than 2 GB; nothing is there if anything fails.
 
     Args:
@@ -43,7 +43,6 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
         path: the file.
         verify: see `nc.backends.verify`; "off" needs no ONNX Runtime.
         without_vnni: quantize weights again that could saturate on CPUs without VNNI.
-        frames: calls between the public function and this one.
 
     Raises:
         ConfigError: the name does not end in `.onnx`.
@@ -74,7 +73,7 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
             for part in sorted(file.parent.iterdir()):
                 shutil.copyfile(part, stack.enter_context(replaced(path.with_name(part.name))))
     if report.saturating:
-        warnings.warn(_advice(report, required_db(graph), without_vnni), NCWarning, stacklevel=3 + frames)
+        warn(_advice(report, required_db(graph), without_vnni))
     return report
 
 

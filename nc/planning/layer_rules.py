@@ -80,7 +80,7 @@ def plan_layers(config: AnyConfig, model: torch.nn.Module, *, strict: bool = Tru
     modules = named_layers(model)
     named = {op.name: op for op in modules.operators}
     if check:
-        check_rules(config, modules, strict=strict, frames=1)
+        check_rules(config, modules, strict=strict)
     if any(not layer.name for layer in layers):
         msg = f"The model is itself a {type(model).__name__}, which can't be replaced inside of anything. Give torch.nn.Sequential(model)."
         raise InputError(msg)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning
 from nc.spec import OpSupport
 from nc.spec.reasons import Level, Rule
+from nc.warn import warn
 
 #: The source of a field that no rule sets.
 DEFAULT = "default"
@@ -52,14 +52,13 @@ class Match:
     config: QuantConfig
 
 
-def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True, frames: int = 0) -> None:
+def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True) -> None:
     """Check a configuration against a model, whatever the backend.
 
     Args:
         config: the user's configuration with its local rules.
         graph: the captured model.
         strict: a rule whose name matches nothing is an error; False makes it a warning.
-        frames: calls between the public function and the one that calls this.
 
     Raises:
         UnmatchedRuleError: a rule's name or pattern matches no operator.
@@ -69,7 +68,7 @@ def check_rules(config: AnyConfig, graph: Named, *, strict: bool = True, frames:
         for each in (part, *(rule.config for rule in part.rules)):
             each.check_values({**each.defaults(), **each.given})
         for key in (*(part.white_list or ()), *(rule.key for rule in part.rules)):
-            _check_matches(key, graph, strict, frames)
+            _check_matches(key, graph, strict)
 
 
 def matches_of(op: Operator, config: AnyConfig, row: OpSupport | None, modules: Collection[str]) -> list[Match]:
@@ -138,13 +137,13 @@ def _matches_type(text: str, op: Operator) -> bool:
     return anchor == op.kind or anchor in (op.module_type, op.module_type.rpartition(".")[2])
 
 
-def _check_matches(key: Key, graph: Named, strict: bool, frames: int) -> None:
+def _check_matches(key: Key, graph: Named, strict: bool) -> None:
     if any(match_level(key, op, graph.submodules) is not None for op in graph.operators):
         return
     if key.names_type and (key.is_type or key.text not in graph.submodules):
         types = sorted(set(_types(graph, fused="&" in key.text)))
         text = f"Rule for type {key.text!r} matches no operator of this model; its types: {', '.join(types)}."
-        warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
+        warn(text, UnmatchedTypeWarning)
         return
     names = [op.name for op in graph.operators]
     if key.text in graph.submodules:
@@ -157,7 +156,7 @@ def _check_matches(key: Key, graph: Named, strict: bool, frames: int) -> None:
     text = f"Rule {key.text!r} matches no operator of this model. {hint}"
     if strict:
         raise UnmatchedRuleError(text)
-    warnings.warn(text, UnmatchedTypeWarning, stacklevel=4 + frames)
+    warn(text, UnmatchedTypeWarning)
 
 
 def _types(graph: Named, *, fused: bool) -> Iterator[str]:

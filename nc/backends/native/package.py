@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from nc.backends.native.operators import in_place
 from nc.backends.native.passes import finish, kernels
 from nc.backends.passes import run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
-from nc.errors import BackendError, NCWarning, UnsupportedError
+from nc.errors import BackendError, UnsupportedError
 from nc.graph.fx_utils import copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.ops import quant_linear
 from nc.plan import Decision
+from nc.warn import warn
 
 #: Constants stay constants, so that weights are packed at compile time.
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}
@@ -111,7 +111,7 @@ def _tell_low_bit(module: fx.GraphModule) -> None:
             f"The program holds {len(names)} linears with low-bit weights dequantized, in fp32, and computes them so: {_some(names)}. "
             "With their kernels they run in Python: nc.save and nc.load."
         )
-        warnings.warn(msg, NCWarning, stacklevel=4)
+        warn(msg)
 
 
 def _check_static(graph: QDQGraph) -> None:
@@ -135,7 +135,7 @@ def _check_int8(graph: QDQGraph, module: fx.GraphModule) -> None:
             f"{_some(planned)}. AOTInductor has no int8 kernels for products of two activations and transposed convolutions. Without codes "
             'they are faster: set_local("matmul", StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")).'
         )
-        warnings.warn(msg, NCWarning, stacklevel=4)
+        warn(msg)
     names = [d.operator for d in without if not _only_planned(d)]
     if names:
         msg = (
