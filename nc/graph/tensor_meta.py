@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -50,6 +51,15 @@ def dim_of(size: int | torch.SymInt) -> int | str:
         return size
     expression = size.node.shape_env.replace(size.node.expr)
     return int(expression) if expression.is_number else str(expression)
+
+
+def same_shape(a: Sequence[int | torch.SymInt | Size], b: Sequence[int | torch.SymInt | Size]) -> bool:
+    """Compare two shapes, free sizes by their names: `==` on torch's symbols would fix what is free."""
+    return len(a) == len(b) and all(_name_of(x) == _name_of(y) for x, y in zip(a, b, strict=True))
+
+
+def _name_of(size: int | torch.SymInt | Size) -> int | str:
+    return str(size) if isinstance(size, Size) else dim_of(size)
 
 
 def hint_of(size: int | torch.SymInt | Size) -> int | None:

@@ -11,6 +11,7 @@ from torch import fx
 from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
 from nc.graph.fx_utils import take_over
 from nc.graph.placement import works_in_place
+from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary, Softmax, Transpose
 
 _aten = torch.ops.aten
@@ -89,12 +90,13 @@ def attention_of(node: fx.Node) -> Attention | None:
             biases.append(bias)
     if not _is_own(scores, "matmul") or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
         return None
-    if str(tuple(scores.meta["val"].shape)) != str(tuple(softmax.meta["val"].shape)):
+    if not same_shape(scores.meta["val"].shape, softmax.meta["val"].shape):
         return None  # a bias with more rows or heads than the scores
     query, key = Binary.of(scores).sides
     if op_name(key) != "transpose" or not _is_4d(key) or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}:
         return None
-    if len({str(tuple(side.meta["val"].shape[:2])) for side in (query, key, value)}) > 1 or not (_is_4d(query) and _is_4d(value)):
+    batches = [side.meta["val"].shape[:2] for side in (query, key, value)]
+    if not all(same_shape(batches[0], other) for other in batches[1:]) or not (_is_4d(query) and _is_4d(value)):
         return None  # `matmul` repeats what is missing, the one call does not
     inner += [scores, key] if len(key.users) == 1 else [scores]
     return Attention(query, Transpose.of(key).input, value, factor, tuple(biases), tuple(inner))

@@ -21,7 +21,7 @@ from nc.backends.native.fuse import constant
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import constant_value, give_values_of, take_over
-from nc.graph.tensor_meta import TENSORS, Traced
+from nc.graph.tensor_meta import TENSORS, Traced, same_shape
 from nc.graph.views import Binary
 
 _aten = torch.ops.aten
@@ -157,7 +157,7 @@ def _constant_behind(module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int
     `last` and None where something else follows.
     """
     user, shape = only_user(last), x.meta["val"].shape
-    if user is None or op_name(user) != name or Binary.of(user).alpha != 1 or str(tuple(user.meta["val"].shape)) != str(tuple(shape)):
+    if user is None or op_name(user) != name or Binary.of(user).alpha != 1 or not same_shape(user.meta["val"].shape, shape):
         return last, None
     left, right = Binary.of(user).sides
     value, size = constant_value(module, right if left is last else left), shape[dim]

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.tensor_meta import TENSORS
+from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary, Quantize, options
 from nc.ops import dequantize_per_tensor, quantize_per_tensor, to_bf16
 
@@ -120,9 +120,10 @@ def is_sum(node: fx.Node, side: fx.Node) -> bool:
     a, b = Binary.of(node).sides
     if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return False
-    shapes = [str(tuple(n.meta["val"].shape)) for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)]
-    dtypes = {n.meta["val"].dtype for n in (a, b) if isinstance(n.meta.get("val"), TENSORS)}
-    return len(shapes) == 2 and shapes[0] == shapes[1] and dtypes == {torch.float32}
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, TENSORS) or not isinstance(y, TENSORS):
+        return False
+    return x.dtype is y.dtype is torch.float32 and same_shape(x.shape, y.shape)
 
 
 def codes_behind(node: fx.Node) -> tuple[float, int, torch.dtype] | None:

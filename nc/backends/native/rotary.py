@@ -14,6 +14,7 @@ from nc.backends.native.operators import rotation
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import take_over
+from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary
 
 
@@ -51,7 +52,7 @@ def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx
             cosine = right if left is x else left if right is x else None
             if not isinstance(cosine, fx.Node) or {cosine, sine} & {straight, turned, *inner}:
                 continue  # it would be computed from what is replaced
-            if all(map(is_fp32, (x, cosine, sine))) and _sizes(node) == _sizes(x):
+            if all(map(is_fp32, (x, cosine, sine))) and same_shape(node.meta["val"].shape, x.meta["val"].shape):
                 return (x, cosine, sine), (straight, turned, *inner)
     return None
 
@@ -95,8 +96,3 @@ def _half(node: fx.Node, which: int) -> fx.Node | None:
         return None
     begin, stop, _ = slice(start, end).indices(width)
     return source if (begin, stop) == (which * width // 2, (which + 1) * width // 2) else None
-
-
-def _sizes(node: fx.Node) -> str:
-    """As they were traced."""
-    return str(tuple(node.meta["val"].shape))

@@ -25,7 +25,7 @@ from nc.backends.native.plans.values import Later, Traced
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.tensor_meta import TENSORS
+from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
 from nc.onednn.primitives import Primitive
 
@@ -130,7 +130,7 @@ def _for_amx(recorder: Recorder, other: Traced, sizes: Sequence[int], node: fx.N
 def _strides(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
     """How a result lies, so that what moves it for its only reader need not copy it."""
     reader = only_user(node)
-    while reader is not None and op_name(reader) in ("view", "reshape") and _shape(reader) == _shape(node):
+    while reader is not None and op_name(reader) in ("view", "reshape") and _have_same_shape(reader, node):
         reader = only_user(reader)
     order = list(range(len(sizes)))
     if reader is not None and reader.target is _aten.transpose.int:
@@ -145,10 +145,9 @@ def _strides(node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _shape(node: fx.Node) -> str:
-    """Sizes as they were traced."""
-    value = node.meta.get("val")
-    return str(tuple(value.shape)) if isinstance(value, TENSORS) else node.name
+def _have_same_shape(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, TENSORS) and isinstance(y, TENSORS) and same_shape(x.shape, y.shape)
 
 
 def _of_dims(x: Traced, dims: int) -> Traced:
