@@ -93,16 +93,14 @@ class Decision:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
-        """The inverse of `to_dict`. It also reads schema 1, in which rules and reasons are text."""
-        data = dict(data)
-        rule, reason = data.pop("rule"), data.pop("reason")
-        if "decided" in data:
-            data["decided"] = Rule.from_dict(data["decided"])
-            data["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
-        else:
-            data |= {"decided": Rule.of_text(rule), "why": Reason.of_text(reason)}
-        data["weights"] = tuple((name, tuple(shape)) for name, shape in data.get("weights", ()))  # earlier artefacts have none
-        return cls(**{**data, "spec": OpSpec.from_dict(data["spec"]), "fields": tuple(map(tuple, data.get("fields", ())))})
+        """The inverse of `to_dict`."""
+        values = {key: value for key, value in data.items() if key not in ("rule", "reason")}
+        values["spec"] = OpSpec.from_dict(data["spec"])
+        values["decided"] = Rule.from_dict(data["decided"])
+        values["why"] = None if data["why"] is None else Reason.from_dict(data["why"])
+        values["fields"] = tuple(map(tuple, data["fields"]))
+        values["weights"] = tuple((name, tuple(shape)) for name, shape in data["weights"])
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,13 +188,12 @@ class Plan:
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`."""
         decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
-        steps = tuple(Step(**step) for step in data.get("algorithms", ()))  # artefacts of 0.1 development versions have none
-        placement = data.get("placement", INPUTS)
+        steps = tuple(Step(**step) for step in data["algorithms"])
         isa = tuple(data["isa"])
         if not all(isinstance(feature, str) for feature in isa):
             msg = f"expected names of CPU features, but got {data['isa']!r}"
             raise TypeError(msg)
-        return cls(decisions=decisions, backend=data["backend"], isa=isa, algorithms=steps, placement=placement)
+        return cls(decisions=decisions, backend=data["backend"], isa=isa, algorithms=steps, placement=data["placement"])
 
     def fingerprint(self) -> str:
         """SHA-256 of the plan's contents, in hex."""

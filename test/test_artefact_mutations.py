@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 import nc
 from nc import ArtefactError, InputError, UnsupportedError, load
 from nc.backends import cpu, get_backend
-from nc.storage import store
 
-DATA = Path(__file__).parent / "data"
-OLD = DATA / "schema1"
+KEPT = Path(__file__).parent / "data" / "schema1"
 #: `NC_MUTATIONS=1000` tries that many of each model.
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
 FILES = ("model.json", "weights.safetensors")
@@ -40,30 +38,19 @@ def outputs(model, x):
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("name", ["static", "dynamic"])
-@pytest.mark.parametrize("schema", [1, 2])
-def test_an_old_schema_is_read_and_computes_what_it_did(schema, name, backend):
+def test_a_kept_artefact_is_read_and_computes_what_it_did(name, backend):
     if backend == "native" and not torch.backends.mkldnn.is_available():
         pytest.skip("no oneDNN")
     if backend == "native" and (why := lacks(name)):
         with pytest.raises(UnsupportedError, match=re.escape(why)):
-            load(DATA / f"schema{schema}" / name, backend=backend)
+            load(KEPT / name, backend=backend)
         return
-    model = load(DATA / f"schema{schema}" / name, backend=backend)
-    expected = load_file(OLD / f"{name}.outputs.safetensors")
+    model = load(KEPT / name, backend=backend)
+    expected = load_file(KEPT / f"{name}.outputs.safetensors")
     for i, value in enumerate(outputs(model, *model.graph.example)):
         # fp32 kernels of another torch or CPU may add in another order
         narrowed = backend == "native" and not cpu.fbgemm_accumulates_wide()  # some codes are reduced
         torch.testing.assert_close(value, expected[f"output.{i}"], rtol=0, atol=1e-2 if narrowed else 1e-6)
-
-
-@pytest.mark.parametrize("name", ["static", "dynamic"])
-def test_what_schema_1_was_is_saved_as_schema_3(name, tmp_path):
-    load(OLD / name, backend="reference").save(tmp_path / "new")
-    document = json.loads((tmp_path / "new" / "model.json").read_text())
-    assert document["schema"] == store.SCHEMA == 3
-    targets = {entry["target"] for entry in document["nodes"]}
-    assert not any(target.startswith("qdq.") for target in targets)
-    assert {"static": "nc.quantize_per_tensor.default", "dynamic": "nc.lstm_dynamic.default"}[name] in targets
 
 
 def places(value, found, path=()):
@@ -217,7 +204,7 @@ def test_changed_effects_are_refused_or_run(tmp_path):
 def test_a_changed_artefact_is_refused_or_runs(name, backend, tmp_path):
     if backend == "native" and (why := lacks(name)):
         pytest.skip(why)
-    load(OLD / name, backend="reference").save(tmp_path / "saved")
+    load(KEPT / name, backend="reference").save(tmp_path / "saved")
     original = json.loads((tmp_path / "saved" / "model.json").read_text())
     folder = shutil.copytree(tmp_path / "saved", tmp_path / "changed")
     failures, refused = [], 0

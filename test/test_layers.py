@@ -159,7 +159,6 @@ INSIDE = {
             "nc.storage.json_values",
             "nc.storage.json_file",
             "nc.storage.allowlist",
-            "nc.storage.schema_1",
             "nc.storage.arguments",
             "nc.storage.tensor_file",
         ),

@@ -1,6 +1,5 @@
-"""Reasons and rules are values: they survive a plan's plain form, and plans of schema 1, which has their text only, still load."""
+"""Reasons and rules are values: they survive a plan's plain form."""
 
-import copy
 import json
 import string
 
@@ -27,9 +26,8 @@ def test_every_reason_survives_json(cause):
 
 
 @pytest.mark.parametrize("rule", [NO_RULE, WHITE_LIST, Rule(Level.GLOBAL), *(Rule(level, "a'b\"\\d") for level in Level if level)])
-def test_every_rule_survives_json_and_its_own_text(rule):
+def test_every_rule_survives_json(rule):
     assert Rule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
-    assert Rule.of_text(str(rule)) == rule
 
 
 def test_a_plan_says_why_by_value():
@@ -39,17 +37,6 @@ def test_a_plan_says_why_by_value():
     assert relu.stays_for(Cause.FOLLOWS)
     assert (second.decided.level, second.why) == (Level.PATTERN, None)
     assert Plan.from_dict(json.loads(json.dumps(plan().to_dict()))) == plan()
-
-
-def test_plans_of_schema_1_still_load():
-    old = copy.deepcopy(plan().to_dict())
-    for decision in old["decisions"]:
-        for name in ("decided", "why", "fallback"):
-            del decision[name]
-    found = Plan.from_dict(old)
-    assert [(d.rule, d.reason) for d in found.decisions] == [(d.rule, d.reason) for d in plan().decisions]
-    assert found["act"].stays_for(Cause.FOLLOWS)
-    assert found["fc1"].stays_for(Cause.OTHER)  # its text has an argument
 
 
 def test_a_rule_for_a_type_wins_over_the_global_one():

@@ -220,8 +220,7 @@ def _parsed(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Colle
     for i, entry in enumerate(document["observers"]):
         key = entry["tensor"], entry["statistic"]
         states[key] = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
-        growth = entry.get("growth", ())  # files of an earlier version have none
-        seen[key] = Seen(entry["batches"], tuple((batch, low, high) for batch, low, high in growth))
+        seen[key] = Seen(entry["batches"], tuple((batch, low, high) for batch, low, high in entry["growth"]))
     samples: dict[int, list[torch.Tensor]] = {}
     for name in sorted((n for n in tensors if n.startswith("sample.")), key=lambda n: [int(p) for p in n.split(".")[1:]]):
         samples.setdefault(int(name.split(".")[1]), []).append(tensors[name])

@@ -68,7 +68,7 @@ class Seen:
     Attributes:
         batches: those that had at least one element.
         growth: (number of the batch, counted from 1; smallest and largest value of all batches up to it) for each batch that brought a
-            new extreme, which grows with the logarithm of the batches. Empty when it is not known: statistics of an earlier version.
+            new extreme, which grows with the logarithm of the batches. Empty when it is not known.
     """
 
     batches: int = 0

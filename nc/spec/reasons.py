@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,13 +91,6 @@ class Reason:
         """The inverse of `to_dict`."""
         return Cause[data["cause"]](**data["arguments"])
 
-    @classmethod
-    def of_text(cls, text: str) -> Reason | None:
-        """The reason that an artefact of schema 1 names by its text; None for ""."""
-        if not text:
-            return None
-        return next((cause() for cause in Cause if cause.value == text), Cause.OTHER(text=text))
-
 
 class Level(enum.IntEnum):
     """How specific a rule is; a higher level wins."""
@@ -136,14 +127,6 @@ class Rule:
     def from_dict(cls, data: Mapping[str, Any]) -> Rule:
         """The inverse of `to_dict`."""
         return cls(None if data["level"] is None else Level[data["level"]], data["key"])
-
-    @classmethod
-    def of_text(cls, text: str) -> Rule:
-        """The rule that an artefact of schema 1 names by its text."""
-        match = re.fullmatch(r"(type|pattern|name) (.+)", text)
-        if match:
-            return cls(Level[match[1].upper()], ast.literal_eval(match[2]))
-        return cls(Level.GLOBAL) if text == "global" else cls(key="" if text == "-" else text)
 
 
 NO_RULE = Rule()

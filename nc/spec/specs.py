@@ -202,11 +202,11 @@ class OpSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> OpSpec:
-        """The inverse of `to_dict`; plans of 0.1 development versions have no `bf16`."""
+        """The inverse of `to_dict`."""
         tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
-        smooth = data.get("smooth")
+        smooth = data["smooth"]
         fake = FakeSpec.from_dict(data["fake"]) if data.get("fake") is not None else None
-        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data.get("bf16", False) is True, fake=fake)
+        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data["bf16"] is True, fake=fake)
 
     def _tensors(self) -> dict[str, TensorSpec | None]:
         return {"activation": self.activation, "weight": self.weight, "right": self.right}

@@ -108,9 +108,9 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
         float_bytes=document["float_bytes"],
         sqnr_vs_fp32_db=float(document["sqnr_vs_fp32_db"]),
         applied=_applied(document),
-        changes=tuple(map(str, document.get("changes", ()))),
+        changes=tuple(map(str, document["changes"])),
         expected=_expected(module, tensors),
-        health=tuple(Finding(**entry) for entry in document.get("health", ())),  # artefacts of 0.1 development versions have none
+        health=tuple(Finding(**entry) for entry in document["health"]),
     )
 
 
@@ -131,10 +131,7 @@ def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tu
 
 
 def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
-    """What each algorithm did; artefacts of 0.1 development versions have the number of corrected biases instead."""
-    if "algorithms" not in document:
-        corrected = int(document["corrected_biases"])
-        return (Applied("bias_correction", (), f"{corrected} biases corrected"),) if corrected else ()
+    """What each algorithm did."""
     return tuple(Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"])) for a in document["algorithms"])
 
 

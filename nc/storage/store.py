@@ -18,7 +18,7 @@ import torch
 
 from nc.graph.qdq import QDQGraph
 from nc.plan import Plan
-from nc.storage import folder, graph_json, schema_1
+from nc.storage import folder, graph_json
 from nc.storage.folder import MODEL, malformed
 
 FORMAT = "nc-model"
@@ -107,7 +107,5 @@ def read(directory: str | os.PathLike[str]) -> Stored:
 def checked(content: folder.Content) -> Stored:
     """Files that were read, with the checks of a graph; raises as `read`."""
     with malformed(content.directory / MODEL):
-        if content.document["schema"] == 1:
-            content = dataclasses.replace(content, document=schema_1.upgrade(content.document))
         graph_json.check_operators(content.document)
     return Stored(content)
