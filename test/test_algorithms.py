@@ -151,22 +151,6 @@ def test_codes_that_cannot_be_are_refused(monkeypatch):
         converted(nn.Sequential(nn.Linear(16, 8)), StaticQuantConfig(post=[GPTQ()]), [torch.randn(4, 16)])
 
 
-def test_reports_of_older_artefacts(tmp_path):
-    from test_artefact import forge
-
-    q = converted(MLP(), StaticQuantConfig(), [torch.randn(64, 16)])
-    save(q, tmp_path / "q")
-
-    def older(document):
-        del document["algorithms"], document["plan"]["algorithms"]
-        document["corrected_biases"] = 2
-
-    forge(tmp_path / "q", older)
-    loaded = load(tmp_path / "q", backend="reference")
-    assert loaded.report().algorithms == (Applied("bias_correction", (), "2 biases corrected"),)
-    assert loaded.graph.plan.algorithms == ()
-
-
 class Normed(nn.Module):
     """A batch norm that was trained on other data than it gets: its means say nothing of what comes."""
 

@@ -6,7 +6,7 @@ A configuration can name the algorithms in `PRE` and `POST`. `in_order` decides 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from nc.algorithms.base import Algorithm, Stage
 from nc.algorithms.bias_absorption import BiasAbsorption
@@ -55,13 +55,12 @@ def _options(algorithm: Algorithm) -> str:
     return ", ".join(f"{f.name}={getattr(algorithm, f.name)!r}" for f in dataclasses.fields(algorithm))
 
 
-#: Stages of the algorithms that each field of a configuration takes.
-STAGES = {"pre": (Stage.FLOAT, Stage.STATISTICS), "post": (Stage.QPARAMS, Stage.CODES)}
+#: Stages of the algorithms that a configuration takes as "pre" and "post".
+PRE_STAGES, POST_STAGES = (Stage.FLOAT, Stage.STATISTICS), (Stage.QPARAMS, Stage.CODES)
 
 
-def register(field: str, value: object) -> bool:
-    """Whether a value is an algorithm for "pre" or "post"; one of a class of your own is known by its name from then on."""
-    known = {"pre": PRE, "post": POST}[field]
-    if not (isinstance(value, Algorithm) and dataclasses.is_dataclass(value) and value.stage in STAGES[field]):
+def is_algorithm(value: object, stages: Collection[Stage], known: Mapping[str, type]) -> bool:
+    """Whether a value is an algorithm of one of these stages, whose name is not that of another class in `known`."""
+    if not (isinstance(value, Algorithm) and dataclasses.is_dataclass(value) and value.stage in stages):
         return False
-    return known.setdefault(value.name, type(value)) is type(value)
+    return known.get(value.name, type(value)) is type(value)

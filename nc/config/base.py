@@ -64,7 +64,7 @@ class QuantConfig(Document):
                 raise UnknownFieldError(msg)
             self._check_name(name)
             given[name] = value
-        given = {name: self.FIELDS[name].check(name, value) for name, value in given.items() if value is not None}
+        given = {name: self.FIELDS[name].taken(name, value) for name, value in given.items() if value is not None}
         self.check_values({**self.defaults(), **given})
         self.__dict__.update(given=given, white_list=_white_list(white_list), rules=())
 
@@ -128,7 +128,7 @@ class QuantConfig(Document):
             return
         self._check_name(name)
         others = {k: v for k, v in self.given.items() if k != name}
-        self.__dict__["given"] = others if value is None else {**others, name: self.FIELDS[name].check(name, value)}
+        self.__dict__["given"] = others if value is None else {**others, name: self.FIELDS[name].taken(name, value)}
 
     def __eq__(self, other: object) -> bool:
         """Two configurations are equal if they have the same class, given fields, white list and rules."""

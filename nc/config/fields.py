@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from nc.algorithms import register
+from nc.algorithms import is_algorithm
+from nc.algorithms.base import Algorithm, Stage
 from nc.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
 from nc.spec import DoubleQuant
@@ -24,12 +25,21 @@ class Field:
         check: `(name, value) -> value`, which returns the value to store; raises ConfigError.
         outer: the field applies to whole models, so only an outer configuration may have it.
         merge: one value of those of several rules, the most specific first; None: the most specific one.
+        register: make objects of the user's own in a value known by their names, under which they are stored and found.
     """
 
     default: Any
     check: Check
     outer: bool = False
     merge: Callable[[Sequence[Any]], Any] | None = None
+    register: Callable[[Any], None] | None = None
+
+    def taken(self, name: str, value: Any) -> Any:
+        """The value to store for a value that was given; raises ConfigError."""
+        stored = self.check(name, value)
+        if self.register is not None:
+            self.register(value)
+        return stored
 
     def encode(self, value: Any) -> Any:
         """A checked value as plain values; `check` accepts them."""
@@ -83,11 +93,14 @@ def ratio_or_auto(name: str, value: Any) -> float | str:
 
 
 def range_algorithm(name: str, value: Any) -> str:
-    """The name of a range algorithm; an object is registered."""
+    """The name of a range algorithm, or of the object that is one."""
+    return value.name if isinstance(value, RangeAlgorithm) else str(one_of(*ALGORITHMS)(name, value))
+
+
+def register_range_algorithm(value: Any) -> None:
+    """Make an object that is a range algorithm known; raises ConfigError where another one has its name."""
     if isinstance(value, RangeAlgorithm):
         register_algorithm(value)
-        return value.name
-    return str(one_of(*ALGORITHMS)(name, value))
 
 
 def precisions(name: str, value: Any) -> tuple[str, ...]:
@@ -140,17 +153,29 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
     return cls(**options)
 
 
-def transforms(known: Mapping[str, type]) -> Check:
-    """A check for a list of algorithms: objects of a class in `known` or of your own classes, or their plain form."""
+def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
+    """A check for a list of algorithms for some stages: objects of a class in `known` or of your own classes, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
             return _built(known[value["name"]], {k: v for k, v in value.items() if k != "name"})
-        is_known = isinstance(value, tuple(known.values())) or register(name, value)
-        require(is_known, name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value)
+        require(
+            is_algorithm(value, stages, known), name, f"a list out of {', '.join(f'{cls.__name__}()' for cls in known.values())}", value
+        )
         return value
 
     def check(name: str, value: Any) -> tuple[Any, ...]:
         return tuple(one(name, v) for v in (value if isinstance(value, (list, tuple)) else (value,)))
 
     return check
+
+
+def register_algorithms(known: dict[str, type]) -> Callable[[Any], None]:
+    """What makes the classes of algorithms in a list known by their names."""
+
+    def register(value: Any) -> None:
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, Algorithm):
+                known[one.name] = type(one)
+
+    return register

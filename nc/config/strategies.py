@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nc.algorithms import POST, PRE
+from nc.algorithms import POST, POST_STAGES, PRE, PRE_STAGES
+from nc.algorithms.bias_correction import BiasCorrection
 from nc.checks import require
 from nc.config.base import QuantConfig
 from nc.config.fields import (
@@ -20,6 +21,8 @@ from nc.config.fields import (
     precisions,
     range_algorithm,
     ratio_or_auto,
+    register_algorithms,
+    register_range_algorithm,
     transforms,
 )
 from nc.errors import ConfigError
@@ -39,12 +42,12 @@ _STATIC = {
     "act_dtype": Field("uint8", one_of("uint8", "int8", "fp32", "bf16")),
     "act_sym": Field(False, flag),
     "act_granularity": Field("per_tensor", one_of("per_tensor", "per_channel")),
-    "act_algo": Field("minmax", range_algorithm),
+    "act_algo": Field("minmax", range_algorithm, register=register_range_algorithm),
     "excluded_precisions": Field((), precisions),
     "remainder": Field("fp32", one_of("fp32", "bf16")),
     "percentile": Field(99.999, number(50.0, 100.0)),
-    "pre": Field((), transforms(PRE), outer=True),
-    "post": Field((POST["bias_correction"](),), transforms(POST), outer=True),
+    "pre": Field((), transforms(PRE_STAGES, PRE), outer=True, register=register_algorithms(PRE)),
+    "post": Field((BiasCorrection(),), transforms(POST_STAGES, POST), outer=True, register=register_algorithms(POST)),
 }
 
 

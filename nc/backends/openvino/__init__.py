@@ -18,6 +18,8 @@ _ACTIVATIONS = ("uint8", "int8")
 _WIDE = "with VNNI or AMX"
 _TRANSPOSED = f"groups=1 per channel, else per tensor; {_WIDE}"
 
+#: Kinds whose int8 kernels need VNNI or AMX.
+_WIDE_KINDS = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "matmul"})
 OPS = (
     OpSupport(kind="linear", activations=_ACTIVATIONS, weights=("int8",)),
     OpSupport(kind="conv1d", activations=_ACTIVATIONS, weights=("int8",)),
@@ -56,7 +58,7 @@ class OpenVINOBackend:
 
         It has no static kernel for ranges that are found in each call.
         """
-        ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if not row.note.endswith(_WIDE))
+        ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if row.kind not in _WIDE_KINDS)
         return cpu.capabilities(NAME, ops, bf16=True)
 
     def start(self) -> None:
