@@ -31,6 +31,7 @@ class Decision:
         decided: which rule decided.
         why: why it stays fp32; None when it is quantized.
         fallback: its precision if the backend has no int8 kernel for it, "fp32" or "bf16".
+        unsmoothed: SmoothQuant was asked for, and its input, the result of a matmul, is not smoothed.
         keep_inaccurate: as dynamic operator it stays int8 however inaccurate its own result is on the example inputs.
         fields: for each field of its configuration the name, the value as text, and the rule that gives it ("default" if no rule does).
         weights: names and shapes of the weights that it reads.
@@ -44,6 +45,7 @@ class Decision:
     decided: Rule = NO_RULE
     why: Reason | None = None
     fallback: str = "fp32"
+    unsmoothed: bool = False
     keep_inaccurate: bool = False
     fields: tuple[tuple[str, str, str], ...] = ()
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -24,7 +24,7 @@ from nc.backends.reference import NAME as REFERENCE
 from nc.backends.verify import check_option
 from nc.calibration.costly import HOPELESS_DB
 from nc.capture.capture import Graph, capture
-from nc.config import AnyConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
+from nc.config import AnyConfig, QuantConfig, SmoothQuantConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
 from nc.errors import ConfigError, InputError, StateError
 from nc.export import ExportedModel
 from nc.global_lock import LOCK
@@ -331,7 +331,8 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
 
 def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:
     """The plan with its algorithms as part of it, and as objects."""
-    algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"))
+    smooths = any(isinstance(each, SmoothQuantConfig) for each in _with_rules(config))
+    algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"), smooths=smooths)
     return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
 
 
@@ -350,14 +351,17 @@ _OURS = (PreparedModel, PreparedWeights, PreparedMixed, QuantizedModel, Referenc
 
 def weight_only(config: AnyConfig) -> bool:
     """Whether all parts and rules of a configuration are weight-only."""
-    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
-    return all(isinstance(each, WeightOnlyConfig) for each in every)
+    return all(isinstance(each, WeightOnlyConfig) for each in _with_rules(config))
 
 
 def has_weight_only(config: AnyConfig) -> bool:
     """Whether a part or a rule of a configuration is weight-only."""
-    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
-    return any(isinstance(each, WeightOnlyConfig) for each in every)
+    return any(isinstance(each, WeightOnlyConfig) for each in _with_rules(config))
+
+
+def _with_rules(config: AnyConfig) -> list[QuantConfig]:
+    """All parts of a configuration and the local ones of their rules."""
+    return [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
 
 
 def _check_model(model: object) -> None:

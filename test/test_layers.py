@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.global_lock", "nc.graph"),
+    ("nc._version", "nc.errors", "nc.error_texts", "nc.global_lock", "nc.graph"),
     ("nc.warn",),
     ("nc.modes", "nc.settings", "nc.spec", "nc.fixed_module"),
     ("nc.checks", "nc.numerics", "nc.shares", "nc.table", "nc.installation", "nc.c_code"),

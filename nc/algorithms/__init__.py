@@ -22,20 +22,20 @@ PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
 POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}
 
 
-def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
+def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm], *, smooths: bool = False) -> tuple[Algorithm, ...]:
     """All algorithms for a plan, in the order in which they are applied.
 
     Args:
-        plan: says whether SmoothQuant and the range search have anything to do.
+        plan: says whether the range search has anything to do.
         pre: of the configuration.
         post: of the configuration.
+        smooths: whether the configuration asks for SmoothQuant.
     """
     specs = [d.spec for d in plan.quantized]
-    smooths = any(name == "alpha" for d in plan.quantized for name, _, _ in d.fields)
     searches = any(spec.activation is not None and spec.activation.algo == AUTO.name for spec in specs)
     listed = (
         *pre,
-        *([SmoothQuant()] if smooths else []),
+        *([SmoothQuant()] if smooths and specs else []),
         *([RangeSearch()] if searches else []),
         *post,
         *([DeadChannels()] if specs else []),

@@ -48,9 +48,7 @@ class SmoothQuant:
             StateError: samples are needed, and none were kept.
         """
         plan, found, specs = context.plan, context.found, _specs(context.plan)
-        left = sum(
-            d.kind == "linear" and d.spec.smooth is None and any(field == "alpha" for field, _, _ in d.fields) for d in plan.quantized
-        )
+        left = sum(d.unsmoothed for d in plan.quantized)
         note = (f"{left} linears that read the result of a matmul (attention) are quantized without it",) if left else ()
         if not specs:
             return Applied(self.name, (), "; ".join(("no linears to smooth", *note)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nc.spec import Capabilities, DynamicCost, OpSupport
@@ -58,14 +58,18 @@ _ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _FBGEMM_NARROW = ("AVX2", "AVX512", "AVX512_256")
 
 
-def _onednn_limit() -> str:
+def _onednn_limit(environment: Mapping[str, str]) -> str:
     """The variable that limits oneDNN, as "NAME=value"; "" when none does."""
-    name = next((name for name in _ONEDNN_VARIABLES if os.environ.get(name)), "")
-    return f"{name}={os.environ[name]}" if name and os.environ[name].lower() in _ONEDNN_LIMITS else ""
+    name = next((name for name in _ONEDNN_VARIABLES if environment.get(name)), "")
+    return f"{name}={environment[name]}" if name and environment[name].lower() in _ONEDNN_LIMITS else ""
 
 
-#: oneDNN reads its variable once, at its first use: whatever was set when the process started may still hold.
-_AT_START = _onednn_limit()
+@functools.cache
+def _environment_at_start() -> Mapping[str, str]:
+    """The environment that the process was started with, as Linux keeps it."""
+    kept = Path("/proc/self/environ")
+    entries = os.fsdecode(kept.read_bytes()).split("\0") if kept.exists() else []
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 @functools.cache
@@ -82,8 +86,11 @@ def detected() -> tuple[str, ...]:
 
 
 def limits() -> tuple[str, ...]:
-    """Environment variables that keep oneDNN from features, as "NAME=value"."""
-    return tuple(dict.fromkeys(limit for limit in (_AT_START, _onednn_limit()) if limit))
+    """Environment variables that keep oneDNN from features, as "NAME=value".
+
+    oneDNN reads its variable once, at its first use: what was set when the process started may still hold.
+    """
+    return tuple(dict.fromkeys(filter(None, (_onednn_limit(_environment_at_start()), _onednn_limit(os.environ)))))
 
 
 def features() -> tuple[str, ...]:

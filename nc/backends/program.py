@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.error_texts import is_of_grouped_experts
 from nc.graph.fx_utils import add_constant, constant_value, copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import Leaf, at_least_two
@@ -16,7 +17,7 @@ from nc.graph.signature import Leaf, at_least_two
 
 def advice(error: Exception) -> str:
     """What to do about an error of a conversion, to append to its message; "" if nothing is known."""
-    if "grouped_mm" not in str(error):
+    if not is_of_grouped_experts(error):
         return ""
     return (
         ". transformers multiplies stacked experts by an operator of its own, which has no translation: call "

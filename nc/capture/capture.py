@@ -30,6 +30,7 @@ from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
+from nc.error_texts import is_of_unknown_output
 from nc.errors import CaptureError, InputError
 from nc.global_lock import LOCK
 from nc.graph import caches
@@ -317,8 +318,6 @@ def _batch_is_free(graph: Graph) -> bool:
     return all(isinstance(leaf.dims[0], str) for leaf in graph.signature.leaves if leaf.used)
 
 
-#: Part of the message of pytree and `nc.graph.caches` about an output that holds other values than tensors.
-_UNKNOWN = "not a known type"
 #: Where the package's own files are. No frame in them is the user's code.
 _HERE = str(Path(__file__).parents[1])
 
@@ -332,7 +331,7 @@ def _first_run(model: torch.nn.Module, run: Caller, values: dict[str, Any]) -> R
     try:
         return run(values)
     except Exception as error:
-        if _UNKNOWN in str(error):
+        if is_of_unknown_output(error):
             raise CaptureError(_capture_message(model, error)) from error
         given = ", ".join(f"{name}: {_shown(value)}" for name, value in values.items())
         msg = f"{type(model).__name__} itself fails on example_inputs ({given}): {type(error).__name__}: {_first_line(error)}"
@@ -446,7 +445,7 @@ def _capture_message(model: torch.nn.Module, error: Exception, cause: str = "") 
         "A branch or loop that depends on tensor values can't be exported: rewrite it with torch.where / torch.cond, or quantize the "
         "submodules around it one by one."
     )
-    if _UNKNOWN in str(error):
+    if is_of_unknown_output(error):
         advice = (
             "Return tensors, in tuples, lists or dicts: call torch.export.register_dataclass with a dataclass of your own. A Hugging Face "
             "model leaves its cache out when example_inputs say use_cache=False."

@@ -22,6 +22,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from nc.capture.export_guards import other_forward
+from nc.error_texts import is_of_data_dependence
 from nc.graph.catalogue import is_float_tensor, op_name
 from nc.graph.signature import ValueRead
 from nc.graph.views import returned
@@ -50,8 +51,7 @@ class UnfitReadError(RuntimeError):
 def depends_on_values(error: BaseException | None) -> bool:
     """Whether an export failed because the model read a value."""
     while error is not None:
-        text = str(error)  # torch 2.8 says of a slice only that its bound is no number
-        if "DataDependent" in type(error).__name__ or "data-dependent" in text or "found type 'FakeTensor'" in text:
+        if is_of_data_dependence(error):
             return True
         error = error.__cause__
     return False

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
+from nc.error_texts import is_of_index
 from nc.errors import BackendError, InputError, NCError, UnsupportedError
 from nc.graph.effects import Effects, children
 from nc.graph.size_conditions import NAME, SizeCondition
@@ -414,10 +415,6 @@ def _equal(value: Any, constant: Any) -> bool:
         return False
 
 
-#: What torch and IPEX say of look-ups; TorchScript gives errors a type of its own.
-_OUT_OF_RANGE = ("index out of range", "out of DATA bounds")
-
-
 def call_error(
     error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False
 ) -> NCError:
@@ -441,8 +438,7 @@ def call_error(
     if given != captured:
         sizes = f"Their shapes are {', '.join(map(str, given))}; the model was captured with {', '.join(map(str, captured))}"
         return InputError(f"{text}\n{sizes}. If the original model takes these inputs, give them in example_inputs to prepare().")
-    out_of_range = isinstance(error, IndexError) or any(words in str(error) for words in _OUT_OF_RANGE)
-    return BackendError(text) if engine and not out_of_range else InputError(text)
+    return BackendError(text) if engine and not is_of_index(error) else InputError(text)
 
 
 def _without_memory(tensors: Sequence[torch.Tensor]) -> str:

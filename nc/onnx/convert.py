@@ -13,6 +13,7 @@ import torch
 
 from nc._version import __version__
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
+from nc.error_texts import lines_of_onnx_export
 from nc.errors import BackendError
 from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
@@ -183,9 +184,7 @@ def _reason(error: BaseException) -> str:
     told = []
     cause: BaseException | None = error
     while cause is not None:
-        told += [
-            line.strip() for line in str(cause).splitlines() if re.search(r"No ONNX function|not supported|[Ee]rror when|No decomp", line)
-        ]
+        told += lines_of_onnx_export(cause)
         last, cause = cause, cause.__cause__
     lines = [line.strip() for line in str(last).splitlines() if line.strip()]
     return next(iter(reversed(told)), "") or (lines[0] if lines else type(error).__name__)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from nc.backends.verify import agreement_db, check_option, first_disagreement, required_db, verify_outputs
+from nc.error_texts import is_of_tensor_used_twice
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, UnsupportedError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
@@ -31,8 +32,6 @@ from nc.warn import warn
 
 SUFFIX = ".onnx"
 _INSTALL = "pip install 'nc-quant[onnx]'"
-#: What ONNX Runtime 1.32 says where a weight is used twice and kernels that can't saturate are asked for.
-_USED_TWICE = "Attempt to replace the existing tensor"
 
 
 def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: bool = False) -> OnnxReport:
@@ -142,7 +141,7 @@ def _run(file: Path, inputs: Sequence[torch.Tensor], *, exact: bool) -> tuple[li
         try:
             return run(file, inputs, exact=exact)
         except Exception as error:  # it has no class of its own
-            if not exact or _USED_TWICE not in str(error):
+            if not exact or not is_of_tensor_used_twice(error):
                 raise
         return run(file, inputs, optimize=False)[0], run(file, inputs)[1]
     except Exception as error:  # whatever an engine may raise

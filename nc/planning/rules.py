@@ -320,7 +320,7 @@ def _unsmoothed(decision: Decision) -> Decision:
     if decision.spec.smooth is None or decision.decided.level in (Level.NAME, Level.PATTERN):
         return decision
     fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
-    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields)
+    return dataclasses.replace(decision, spec=dataclasses.replace(decision.spec, smooth=None), fields=fields, unsmoothed=True)
 
 
 def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:

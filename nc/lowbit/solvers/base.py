@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from nc.error_texts import is_of_gradients
 from nc.errors import UnsupportedError
 from nc.lowbit.statistics import InputStatistics
 from nc.numerics.packed_weight import PackedWeight
@@ -142,7 +142,7 @@ def needing_gradients(who: str, block: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not re.search("grad|in-?place", str(error)):  # anything else, which the block would say without gradients too
+        if not is_of_gradients(error):  # anything else, which the block would say without gradients too
             raise
         msg = f"{who} needs gradients inside block {block!r}, and torch gives none: {error} Quantize it without {who}."
         raise UnsupportedError(msg) from error

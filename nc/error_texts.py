@@ -1,0 +1,44 @@
+"""What errors of torch and ONNX Runtime mean that have no class of their own. All texts of other libraries that nc looks at are here."""
+
+from __future__ import annotations
+
+import re
+
+#: Lines of torch's ONNX exporter that name what failed.
+_OF_ONNX_EXPORT = re.compile(r"No ONNX function|not supported|[Ee]rror when|No decomp")
+
+
+def is_of_unknown_output(error: BaseException) -> bool:
+    """Whether pytree, or `nc.graph.caches`, met an output that holds other values than tensors."""
+    return "not a known type" in str(error)
+
+
+def is_of_data_dependence(error: BaseException) -> bool:
+    """Whether torch.export met a value that depends on data. torch 2.8 says of a slice only that its bound is no number."""
+    text = str(error)
+    return "DataDependent" in type(error).__name__ or "data-dependent" in text or "found type 'FakeTensor'" in text
+
+
+def is_of_index(error: BaseException) -> bool:
+    """Whether an index is out of its range, in the words of torch or IPEX; TorchScript gives errors a type of its own."""
+    return isinstance(error, IndexError) or any(words in str(error) for words in ("index out of range", "out of DATA bounds"))
+
+
+def is_of_gradients(error: BaseException) -> bool:
+    """Whether autograd can't follow what a module does."""
+    return re.search("grad|in-?place", str(error)) is not None
+
+
+def is_of_tensor_used_twice(error: BaseException) -> bool:
+    """Whether ONNX Runtime 1.32 fails because a weight is used twice and kernels that can't saturate are asked for."""
+    return "Attempt to replace the existing tensor" in str(error)
+
+
+def is_of_grouped_experts(error: BaseException) -> bool:
+    """Whether an exporter has no translation for the operator by which transformers multiplies stacked experts."""
+    return "grouped_mm" in str(error)
+
+
+def lines_of_onnx_export(error: BaseException) -> list[str]:
+    """The lines of an error of torch's ONNX exporter that name what failed."""
+    return [line.strip() for line in str(error).splitlines() if _OF_ONNX_EXPORT.search(line)]
