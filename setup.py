@@ -44,7 +44,7 @@ def compiled() -> dict[str, bytes]:
 
 
 def oldest_system() -> str:
-    """The oldest Linux that the libraries run on, as a wheel's tag says it (PEP 600); "" where they need more than the C library."""
+    """Return the oldest Linux that the libraries run on, as a wheel's tag says it (PEP 600); "" where they need more than the C library."""
     needed = {name for content in compiled().values() for name in re.findall(rb"\0(lib[\w+-]+\.so[.\d]*)(?=\0)", content)}
     versions = [int(minor) for content in compiled().values() for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]
     return f"manylinux_2_{max([17, *versions])}_x86_64" if needed <= {b"libc.so.6", b"libm.so.6"} else ""

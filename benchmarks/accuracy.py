@@ -40,7 +40,7 @@ def plain_ipex(task: Task) -> Result:
 
 
 def quantized(config: Callable[[], object]) -> Candidate:
-    """This project with a configuration."""
+    """Quantize with this project and a configuration."""
 
     def run(task: Task) -> Result:
         prepared = nc.prepare(task.model, config(), example_inputs=task.calibration[0])

@@ -31,7 +31,7 @@ def int8_product() -> Callable[[], object]:
 
 
 def fp32_product() -> Callable[[], object]:
-    """The same in fp32."""
+    """Return the same in fp32."""
     x, weight = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
     return lambda: torch.nn.functional.linear(x, weight)
 

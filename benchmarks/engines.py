@@ -28,7 +28,7 @@ def ipex_fp32(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
 
 
 def ipex_int8(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
-    """The plain `ipex.quantization` flow with min-max observers, as Neural Compressor drives it."""
+    """Return the plain `ipex.quantization` flow with min-max observers, as Neural Compressor drives it."""
     import intel_extension_for_pytorch as ipex
     from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver, QConfig, QConfigMapping
 
@@ -51,7 +51,7 @@ def nc_int8(
     remainder: str = "fp32",
     library: str = "",
 ) -> Run:
-    """This project; SmoothQuant's scales are folded where that is possible. `library` is the value of `NC_ONEDNN`."""
+    """Quantize with this project; SmoothQuant's scales are folded where that is possible. `library` is the value of `NC_ONEDNN`."""
     import nc
 
     os.environ["NC_ONEDNN"] = library
@@ -102,7 +102,7 @@ def inductor_fp32(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
 
 
 def peer(model: torch.nn.Module, inputs: dict[str, Any], name: str) -> Run:
-    """An engine of peers.py, calibrated with the same batch."""
+    """Return an engine of peers.py, calibrated with the same batch."""
     import peers
 
     if isinstance(getattr(model, "pooler", None), torch.nn.AvgPool2d):
@@ -132,7 +132,7 @@ def torch_dynamic(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
 
 
 def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any], algorithm: str = "minmax") -> Run:
-    """A calibrating forward of this project."""
+    """Return a calibrating forward of this project."""
     import nc
 
     prepared = nc.prepare(model, nc.StaticQuantConfig(act_algo=algorithm), example_inputs=inputs)
@@ -140,7 +140,7 @@ def nc_prepared(model: torch.nn.Module, inputs: dict[str, Any], algorithm: str =
 
 
 def ipex_prepared(model: torch.nn.Module, inputs: dict[str, Any]) -> Run:
-    """A calibrating forward of plain IPEX with torch's HistogramObserver, IPEX's default."""
+    """Return a calibrating forward of plain IPEX with torch's HistogramObserver, IPEX's default."""
     import intel_extension_for_pytorch as ipex
 
     mapping = ipex.quantization.default_static_qconfig_mapping
@@ -181,7 +181,7 @@ DEFAULT = ("eager", "ipex-fp32", "ipex-int8", "nc-int8", "nc-prepared")
 
 
 def start(engine: str, model_name: str, threads: int, batch: int = 1) -> Run:
-    """The warmed-up callable of one engine on one model."""
+    """Return the warmed-up callable of one engine on one model."""
     from models import build
 
     torch.set_num_threads(threads)

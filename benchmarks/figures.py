@@ -36,7 +36,7 @@ COLOURS = ("#767676", "#0068b5", "#d9730d", "#2e8540")
 
 
 def histogram_of(operator: str) -> tuple[State, Decision]:
-    """What calibration sees of the input of an operator, and the decision about it."""
+    """Return what calibration sees of the input of an operator, and the decision about it."""
     model, tokenizer = minilm.load_model(), minilm.load_tokenizer()
     data = list(minilm.batches(minilm.split()[0], tokenizer))
     config = nc.StaticQuantConfig(act_algo="mse", post=())
@@ -48,7 +48,7 @@ def histogram_of(operator: str) -> tuple[State, Decision]:
 
 
 def bars(state: State) -> tuple[torch.Tensor, torch.Tensor]:
-    """The histogram in fewer bins: BARS + 1 borders, and BARS counts."""
+    """Return the histogram in fewer bins: BARS + 1 borders, and BARS counts."""
     borders, low, high = edges(int(state["exponent"])), float(state["low"]), float(state["high"])
     wider = torch.linspace(low, high, BARS + 1, dtype=torch.float64)
     middle = ((borders[:-1] + borders[1:]) / 2).clamp(low, high)
@@ -57,7 +57,7 @@ def bars(state: State) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw(state: State, decision: Decision, path: Path) -> None:
-    """The histogram, and one line below it for each algorithm's range."""
+    """Return the histogram, and one line below it for each algorithm's range."""
     options = {"svg.hashsalt": "nc", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     with mpl.rc_context(options):
         figure, (top, below) = plt.subplots(2, 1, figsize=(6.4, 3.2), sharex=True, height_ratios=(3, 1.1), layout="constrained")

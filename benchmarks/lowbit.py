@@ -115,7 +115,7 @@ def methods(form: Format, group: int) -> dict[str, Any]:
 
 
 def ours(subject: Subject, name: str, method: str, setting: str) -> Row:
-    """A row of this project."""
+    """Return a row of this project."""
     import nc
 
     form = FORMATS[name]
@@ -144,7 +144,7 @@ def ours(subject: Subject, name: str, method: str, setting: str) -> Row:
 
 
 def peer(subject: Subject, name: str, tool: str, method: str, data: Path, python: Path) -> Row:
-    """A row of another tool: a process in its environment makes the weights."""
+    """Return a row of another tool: a process in its environment makes the weights."""
     form = FORMATS[name]
     row = Row(subject.name, name, tool, method, settings(data)["setting"])
     script = FOLDER / f"with_{tool}.py"
@@ -192,20 +192,20 @@ def judge_weights(subject: Subject, form: Format, weights: dict[str, torch.Tenso
 
 
 def bits(subject: Subject, form: Format, scale: float, zero: float) -> float:
-    """Stored bits per weight: the code, and a group's share of scale and zero point."""
+    """Return the stored bits per weight: the code, and a group's share of scale and zero point."""
     shapes = [subject.model.get_submodule(n).weight.shape for n in subject.layers]
     groups = [n * (1 if form.group == -1 else k // form.of(subject.name)) for n, k in shapes]
     return form.bits + (scale + zero) * sum(groups) / sum(n * k for n, k in shapes)
 
 
 def looked_at(subject: Subject) -> list[str]:
-    """The layers of one block in the middle."""
+    """Return the layers of one block in the middle."""
     inside = sorted({int(n.removeprefix(f"{subject.blocks}.").split(".")[0]) for n in subject.layers})
     return [n for n in subject.layers if n.startswith(f"{subject.blocks}.{inside[len(inside) // 2]}.")]
 
 
 def levels(weight: torch.Tensor, group: int) -> int:
-    """The most different values that a group has."""
+    """Return the most different values that a group has."""
     rows = weight.reshape(-1, weight.shape[1] if group == -1 else group).sort(1).values
     step = rows.abs().amax(1, keepdim=True) * 1e-4  # products in other orders differ in the last bits
     return int(((rows.diff(dim=1)) > step).sum(1).max()) + 1
@@ -230,7 +230,7 @@ def judge(subject: Subject, model: Any, row: Row) -> None:
 
 @torch.no_grad()
 def reference(subject: Subject) -> Iterator[torch.Tensor]:
-    """The fp32 model's log-probabilities, batch by batch: kept where they are small."""
+    """Return the fp32 model's log-probabilities, batch by batch: kept where they are small."""
     for i, batch in enumerate(subject.evaluation):
         if len(subject.kept) == i:
             found = logits(subject.model, batch)[batch["labels"] != IGNORED].log_softmax(-1)
@@ -242,7 +242,7 @@ def reference(subject: Subject) -> Iterator[torch.Tensor]:
 
 
 def read(rows: Path) -> list[Row]:
-    """The rows so far; of equal ones the last."""
+    """Return the rows so far; of equal ones the last."""
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
     return list({row.key: row for row in (Row(**json.loads(line)) for line in lines)}.values())
 

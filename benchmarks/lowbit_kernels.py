@@ -51,7 +51,7 @@ class Engine:
 
 
 def ours(act_dtype: str) -> Engine:
-    """The layer as users have it."""
+    """Return the layer as users have it."""
 
     def make(weight: PackedWeight) -> Call:
         layer = QuantLinear(weight, None, act_dtype)
@@ -63,7 +63,7 @@ def ours(act_dtype: str) -> Engine:
 
 
 def kernel(row: LowBitKernel, dtype: torch.dtype = torch.float32) -> Engine:
-    """A kernel of torch by itself."""
+    """Return a kernel of torch by itself."""
     assert row.linear is not None
     linear = row.linear
 
@@ -75,7 +75,7 @@ def kernel(row: LowBitKernel, dtype: torch.dtype = torch.float32) -> Engine:
 
 
 def gemm(dtype: torch.dtype) -> Engine:
-    """The weight dequantized before."""
+    """Return the weight dequantized before."""
 
     def make(weight: PackedWeight) -> Call:
         values = weight.dequantize().to(dtype)
@@ -167,7 +167,7 @@ def engines(group: int, dtype: str) -> Iterator[Engine]:
 
 
 def layer(outputs: int, inputs: int, group: int, dtype: str) -> PackedWeight:
-    """A random layer with symmetric weights of a format; its scales have 16 bits, as those of OpenVINO."""
+    """Return a random layer with symmetric weights of a format; its scales have 16 bits, as those of OpenVINO."""
     model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False)).eval()
     config = nc.WeightOnlyConfig(dtype, group_size=group, w_algo="minmax", scale_dtype="fp16")
     (found,) = nc.quantize(model, config, backend="reference")

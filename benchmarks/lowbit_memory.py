@@ -54,7 +54,7 @@ def shapes(sizes: dict[str, int], blocks: int) -> Iterator[dict[str, tuple[int, 
 
 
 def make(folder: Path, sizes: dict[str, int], blocks: int, dtype: torch.dtype) -> None:
-    """A model of random weights, as transformers' `save_pretrained` lays it out."""
+    """Return a model of random weights, as transformers' `save_pretrained` lays it out."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +74,7 @@ def make(folder: Path, sizes: dict[str, int], blocks: int, dtype: torch.dtype) -
 
 
 def status(name: str) -> float:
-    """A line of /proc/self/status in MB."""
+    """Return a line of /proc/self/status in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024 / 1e6
 

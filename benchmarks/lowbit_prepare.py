@@ -30,7 +30,7 @@ PACKAGES = {"click", "hypothesis", "ml_dtypes", "numpy", "packaging", "psutil", 
 
 
 def smollm2(folder: Path, setting: str) -> None:
-    """The model, and English texts: what some packages say about themselves, and Python's documentation."""
+    """Return the model, and English texts: what some packages say about themselves, and Python's documentation."""
     import smollm2 as source
 
     source.load_model().save_pretrained(folder)
@@ -69,12 +69,12 @@ def texts() -> list[str]:
 
 
 def shifted(ids: torch.Tensor) -> torch.Tensor:
-    """The next token at each position."""
+    """Return the next token at each position."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], 1)
 
 
 def antiberty(folder: Path, setting: str) -> None:
-    """The model, and sequences that it makes itself: from those in its package's description, by masking and drawing again and again."""
+    """Return the model, and sequences that it makes from those in its package's description, by masking and drawing again and again."""
     from transformers import BertConfig, BertForMaskedLM
 
     spec = importlib.util.find_spec("antiberty")
@@ -114,14 +114,14 @@ def resampled(model: Any, ids: torch.Tensor, hole: int, random: torch.Generator,
 
 
 def mask(ids: torch.Tensor, hole: int, random: torch.Generator) -> Batch:
-    """Inputs with some residues masked, and these residues as labels."""
+    """Return inputs with some residues masked, and these residues as labels."""
     chosen = torch.rand(ids.shape, generator=random) < _MASKED
     chosen[:, 0] = chosen[:, -1] = False
     return {"input_ids": ids.masked_fill(chosen, hole), "labels": ids.masked_fill(~chosen, IGNORED)}
 
 
 def lm(folder: Path, setting: str) -> None:
-    """The byte-level model of tasks.py: trained once, then read."""
+    """Return the byte-level model of tasks.py: trained once, then read."""
     from tasks import LanguageModel
 
     task = LanguageModel(folder / "task")
@@ -132,7 +132,7 @@ def lm(folder: Path, setting: str) -> None:
 
 
 def minilm(folder: Path, setting: str) -> None:
-    """The sentence encoder, and paragraphs of Python's documentation cut to 64 tokens; shorter ones are left out.
+    """Return the sentence encoder, and paragraphs of Python's documentation cut to 64 tokens; shorter ones are left out.
 
     Texts are judged 64 at a time: which other one of them is nearest. What is right is fp32's nearest.
     """
@@ -152,7 +152,7 @@ def minilm(folder: Path, setting: str) -> None:
 
 
 def write(folder: Path, calibration: list[Batch], evaluation: list[Batch]) -> None:
-    """The data file of a subject."""
+    """Return the data file of a subject."""
     parts = (("calibration", calibration), ("evaluation", evaluation))
     named = {f"{part}.{i}.{k}": v.contiguous() for part, some in parts for i, batch in enumerate(some) for k, v in batch.items()}
     save_file(named, folder / "data.safetensors")

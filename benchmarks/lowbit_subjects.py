@@ -46,7 +46,7 @@ class Format:
     other: tuple[tuple[str, int], ...] = ()
 
     def of(self, subject: str) -> int:
-        """The group size for a subject."""
+        """Return the group size for a subject."""
         return dict(self.other).get(subject, self.group)
 
 
@@ -118,7 +118,7 @@ def load(data: Path, name: str) -> Subject:
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
-    """The model's logits for a batch; `labels` in it are not passed on. Of an encoder: 20 cosine of each text with each other one."""
+    """Return the model's logits for a batch, without its `labels`. Of an encoder: 20 cosine of each text with each other one."""
     output = model(**{k: v for k, v in batch.items() if k != "labels"})
     if isinstance(output, torch.Tensor):
         return output
@@ -129,7 +129,7 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def settings(data: Path) -> dict[str, Any]:
-    """What `lowbit.py prepare` was told."""
+    """Return what `lowbit.py prepare` was told."""
     return dict(json.loads((data / "settings.json").read_text(encoding="utf-8")))
 
 

@@ -175,7 +175,7 @@ def llama(given: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, float
 
 
 def transformers(given: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str, float]]]:
-    """The layers of nc in the model of transformers."""
+    """Return the layers of nc in the model of transformers."""
     import torch
 
     import nc
@@ -195,7 +195,7 @@ def transformers(given: dict[str, Any]) -> tuple[Generate, Callable[[], dict[str
 
 
 def plain(model: Any, given: dict[str, Any]) -> Generate:
-    """The `generate` of transformers."""
+    """Return the `generate` of transformers."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -214,7 +214,7 @@ def plain(model: Any, given: dict[str, Any]) -> Generate:
 
 
 def compiled(model: Any, given: dict[str, Any]) -> Generate:
-    """A loop around one compiled function; the prompt is computed without the compiler."""
+    """Return a loop around one compiled function; the prompt is computed without the compiler."""
     import torch
     from transformers import StaticCache
 

@@ -8,7 +8,7 @@ import torch
 
 
 def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A model in eval mode and keyword inputs for a batch: images 224 x 224, or 128 tokens."""
+    """Return a model in eval mode and keyword inputs for a batch: images 224 x 224, or 128 tokens."""
     import transformers as hf
 
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def build(name: str, batch: int = 1) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def _settled(model: torch.nn.Module, image: torch.Tensor) -> torch.nn.Module:
-    """The model with batch norms as training leaves them: they normalize, and no bias is 0. Their statistics are those of an image.
+    """Return the model with batch norms as training leaves them: they normalize, and no bias is 0. Their statistics are those of an image.
 
     As transformers initializes them, biases are 0, and OpenVINO computes none, which no trained network allows. Factors of about 0.02 let
     EfficientNet compute numbers below 1e-38, with which Intel CPUs take 100 times as long.

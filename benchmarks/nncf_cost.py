@@ -32,7 +32,7 @@ def fp32_ms(run: Callable[[], Any], rounds: int = 30) -> float:
 
 
 def per_sample_ms(model: Any, sample: dict[str, Any], transformer: bool) -> float:
-    """What a sample more costs `nncf.quantize`, without bias correction: what does not grow with the data cancels out."""
+    """Return what a sample more costs `nncf.quantize`, without bias correction: what does not grow with the data cancels out."""
     options = {"model_type": nncf.ModelType.TRANSFORMER} if transformer else {}
     options["advanced_parameters"] = nncf.AdvancedQuantizationParameters(disable_bias_correction=True)
 

@@ -33,7 +33,7 @@ _ONNX_FP32 = ("Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm", "FusedGemm",
 
 
 def arrays(batch: Batch) -> dict[str, Any]:
-    """A batch for engines that know no tensors."""
+    """Return a batch for engines that know no tensors."""
     return {name: tensor.numpy() for name, tensor in batch.items()}
 
 
@@ -131,7 +131,7 @@ def _saturates() -> bool:
 
 
 def _onnx(task: Task, folder: Path) -> Path:
-    """The model as ONNX, with the graph optimizations that quantization wants to be done first."""
+    """Return the model as ONNX, with the graph optimizations that quantization wants to be done first."""
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 

@@ -28,7 +28,7 @@ NEW_LENGTHS = (64, 96, 100, 160, 200)
 
 
 def quantized(name: str, backend: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A converted model and its inputs."""
+    """Return a converted model and its inputs."""
     import nc
 
     model, inputs = build(name)
@@ -65,7 +65,7 @@ def calls_per_second(run: Callable[[], Any], threads: int, seconds: float) -> fl
 
 
 def throughput(run: Callable[[], Any], options: argparse.Namespace) -> str:
-    """Calls per second of one thread, of all, and the ratio."""
+    """Return calls per second of one thread, of all, and the ratio."""
     rounds = [[calls_per_second(run, n, options.seconds) for n in (1, options.threads)] for _ in range(options.rounds)]
     one, several = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratio = statistics.median(several / one for one, several in rounds)
@@ -73,7 +73,7 @@ def throughput(run: Callable[[], Any], options: argparse.Namespace) -> str:
 
 
 def other_sizes(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Inputs of sizes that are new to a model: images of other heights, texts of other lengths."""
+    """Return inputs of sizes that are new to a model: images of other heights, texts of other lengths."""
     if "input_ids" in inputs:
         return {str(n): {key: torch.ones(1, n, dtype=value.dtype) for key, value in inputs.items()} for n in NEW_LENGTHS}
     ((key, image),) = inputs.items()
@@ -81,7 +81,7 @@ def other_sizes(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def new_sizes(model: Any, inputs: dict[str, torch.Tensor]) -> str:
-    """The most that the first and the second call took beyond the fastest later one, in ms."""
+    """Return the most that the first and the second call took beyond the fastest later one, in ms."""
     extra = []
     for given in other_sizes(inputs).values():
         times = []

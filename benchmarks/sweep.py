@@ -62,7 +62,7 @@ def _child(entry: Entry, backend: str, gigabytes: float, seconds: int, connectio
 
 
 def one(entry: Entry, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The row of one architecture; its process is ended at the time limit."""
+    """Return the row of one architecture; its process is ended at the time limit."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(entry, arguments.backend, arguments.memory, arguments.limit, sender))
@@ -103,7 +103,7 @@ def sweep(chosen: list[Entry], arguments: argparse.Namespace) -> None:
 
 
 def rows(paths: list[Path]) -> list[dict[str, Any]]:
-    """The last row of each architecture."""
+    """Return the last row of each architecture."""
     last: dict[str, dict[str, Any]] = {}
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -216,7 +216,7 @@ def _in_turns(lists: list[list[Entry]]) -> list[Entry]:
 
 
 def build(entry: Entry) -> tuple[torch.nn.Module, Inputs, str]:
-    """The model in eval mode, its inputs, and how small it was made.
+    """Return the model in eval mode, its inputs, and how small it was made.
 
     Raises:
         NotBuilt: it can't be made small enough, or its inputs are not known.
@@ -238,7 +238,7 @@ class NotBuilt(Exception):  # noqa: N818 - a finding, not an error
 
 
 def images(size: int, channels: int = 3) -> Inputs:
-    """Inputs of image models."""
+    """Return inputs of image models."""
     return lambda batch: torch.randn(batch, channels, size, size)
 
 

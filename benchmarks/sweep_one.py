@@ -19,7 +19,7 @@ BATCH, OTHER_BATCH, CALIBRATION = 2, 3, 3
 
 
 def run(entry: Entry, backend: str) -> dict[str, Any]:
-    """A row without its surroundings: see `sweep.py` for the fields."""
+    """Return a row without its surroundings: see `sweep.py` for the fields."""
     row: dict[str, Any] = {"stage": "build"}
     began = time.perf_counter()
     try:
@@ -36,7 +36,7 @@ def run(entry: Entry, backend: str) -> dict[str, Any]:
 
 
 def _origin(error: BaseException) -> str:
-    """The innermost cause: its type, its first line, and where it was raised."""
+    """Return the innermost cause: its type, its first line, and where it was raised."""
     while error.__cause__ is not None:
         error = error.__cause__
     trace = error.__traceback__

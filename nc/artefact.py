@@ -334,7 +334,7 @@ def _export(q_model: QuantizedModel, path: str | os.PathLike[str], format: str, 
 
 
 def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> None:
-    """A file with its parents, replaced as a whole; or several of one name, none of which is replaced before all are written.
+    """Write a file with its parents, as a whole; or several of one name, none of which is replaced before all are written.
 
     Raises:
         ConfigError: the name does not have the suffix that it should.
@@ -357,7 +357,7 @@ def _write(data: bytes | Mapping[str, bytes], path: str | os.PathLike[str]) -> N
 
 
 def _alone(graph: QDQGraph) -> QDQGraph:
-    """A graph as a program in another format can hold it, where nobody checks which path the model would take through its Python code.
+    """Return a graph as another format's program can hold it, where nobody checks which path the model takes through its Python code.
 
     Raises:
         UnsupportedError: the path depends on values.
@@ -401,7 +401,7 @@ def _check_cpu(isa: tuple[str, ...], directory: Path) -> None:
 
 
 def _narrowed(graph: QDQGraph, engine: Backend) -> QDQGraph:
-    """The graph with sums that cannot saturate on this engine and CPU; warns if codes had to change.
+    """Return the graph with sums that cannot saturate on this engine and CPU; warns if codes had to change.
 
     Args:
         graph: the stored model.

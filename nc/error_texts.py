@@ -40,5 +40,5 @@ def is_of_grouped_experts(error: BaseException) -> bool:
 
 
 def lines_of_onnx_export(error: BaseException) -> list[str]:
-    """The lines of an error of torch's ONNX exporter that name what failed."""
+    """Return the lines of an error of torch's ONNX exporter that name what failed."""
     return [line.strip() for line in str(error).splitlines() if _OF_ONNX_EXPORT.search(line)]

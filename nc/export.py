@@ -31,7 +31,7 @@ class ExportedModel(FixedModule):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs in the user's structure; raises InputError for inputs that do not fit."""
+        """Return outputs in the user's structure; raises InputError for inputs that do not fit."""
         tensors = self.graph.signature.bind(args, kwargs)
         try:
             with torch.no_grad():
@@ -41,7 +41,7 @@ class ExportedModel(FixedModule):
         return self.graph.signature.result(outputs, args, kwargs)
 
     def own_graph(self) -> Graph:
-        """A copy of the graph that can be changed; constants are shared."""
+        """Return a copy of the graph that can be changed; constants are shared."""
         return dataclasses.replace(self.graph, module=copy_module(self.graph.module)[0])
 
 

@@ -30,7 +30,7 @@ class FixedModule(torch.nn.Module):
     )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and the like call, with a function for each tensor. What would change nothing is no error.
+        """Return what `to`, `half`, `cuda` and the like call, with a function for each tensor. What would change nothing is no error.
 
         Raises:
             UnsupportedError: tensors would be on another device, or of another dtype.
@@ -51,7 +51,7 @@ class FixedModule(torch.nn.Module):
         return self
 
     def _dtypes(self) -> Iterable[torch.dtype]:
-        """The dtypes of floating-point tensors that a cast would change."""
+        """Return the dtypes of floating-point tensors that a cast would change."""
         return (torch.float32,)
 
     def train(self, mode: bool = True) -> Self:
@@ -74,7 +74,7 @@ class FixedModule(torch.nn.Module):
         return self
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """What checkpoints call.
+        """Refuse what checkpoints call.
 
         Raises:
             StateError: always: an empty dict would be saved without a word.
@@ -83,7 +83,7 @@ class FixedModule(torch.nn.Module):
         raise StateError(msg)
 
     def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """The inverse.
+        """Refuse the inverse.
 
         Raises:
             StateError: always.
@@ -92,7 +92,7 @@ class FixedModule(torch.nn.Module):
         raise StateError(msg)
 
     def __getattr__(self, name: str) -> Any:
-        """What torch calls for names that it does not find: submodules, and attributes that only the user's model has.
+        """Return what torch calls for names that it does not find: submodules, and attributes that only the user's model has.
 
         Raises:
             AttributeError: neither this module nor the user's model has it, or it would run the user's fp32 model.
@@ -105,7 +105,7 @@ class FixedModule(torch.nn.Module):
             return self._of_model(name, error)
 
     def _of_model(self, name: str, error: AttributeError) -> Any:
-        """An attribute of the user's model, where this module knows one: values such as `config`.
+        """Return an attribute of the user's model, where this module knows one: values such as `config`.
 
         Raises:
             AttributeError: the model has none of that name; or it computes something, which calibration would not see.
@@ -127,5 +127,5 @@ class FixedModule(torch.nn.Module):
         raise AttributeError(msg, name=name, obj=self) from error
 
     def _users_model(self) -> torch.nn.Module | None:
-        """The user's model, where this module knows it."""
+        """Return the user's model, where this module knows it."""
         return None

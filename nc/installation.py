@@ -21,7 +21,7 @@ _ADVICE = f"Run `pip uninstall nc {DISTRIBUTION}`, then install {DISTRIBUTION} a
 
 
 def why_not_ours() -> str:
-    """What to do when `nc/__init__.py` is missing or another project's; "" when the imported package is ours."""
+    """Return what to do when `nc/__init__.py` is missing or another project's; "" when the imported package is ours."""
     package = sys.modules["nc"]
     if vars(package).get("NCError") is NCError:  # getattr would ask the other project's object, which answers to many names
         return ""

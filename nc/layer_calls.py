@@ -19,7 +19,7 @@ _NUMBERS = itertools.count()
 
 
 def number(layer: torch.nn.Module) -> int:
-    """A number for a layer, which no other layer of this process ever gets."""
+    """Return a number for a layer, which no other layer of this process ever gets."""
     found = next(_NUMBERS)
     _LAYERS[found] = layer
     return found

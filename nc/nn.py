@@ -45,10 +45,10 @@ class LinearEngine(Protocol):
         """Of the backend."""
 
     def linear(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor | None:
-        """The layer's result for `x` of shape [..., K], or None where the operator has to compute it."""
+        """Return the layer's result for `x` of shape [..., K], or None where the operator has to compute it."""
 
     def kernels_of(self, layer: QuantLinear, dtype: torch.dtype) -> KernelChoice:
-        """The kernels for a layer whose inputs have that dtype; nothing is packed for that."""
+        """Return the kernels for a layer whose inputs have that dtype; nothing is packed for that."""
 
 
 class _Packed(torch.nn.Module):
@@ -189,11 +189,11 @@ class QuantLinear(_Packed, torch.nn.Linear):  # type: ignore[misc] # `weight` is
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `pickle` and `copy.deepcopy` take."""
+        """Return what `pickle` and `copy.deepcopy` take."""
         return {name: value for name, value in self.__dict__.items() if name not in ("packed_for_engine", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own."""
+        """Make a copy a layer of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call] # torch annotates it in part only
         self._number = layer_calls.number(self)
 

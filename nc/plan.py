@@ -62,7 +62,7 @@ class Decision:
         return "" if self.why is None else str(self.why)
 
     def argument(self, name: str) -> str:
-        """An argument of the reason why it stays fp32; "" if it has none of that name."""
+        """Return an argument of the reason why it stays fp32; "" if it has none of that name."""
         return "" if self.why is None else dict(self.why.arguments).get(name, "")
 
     def stays_for(self, cause: Cause) -> bool:
@@ -75,7 +75,7 @@ class Decision:
         return f"{self.argument('dtype')} weight" if self.stays_for(Cause.LOW_BIT) else self.spec.precision
 
     def part(self, form: str) -> Part:
-        """What it contributes to a model in which it computes in `form`."""
+        """Return what it contributes to a model in which it computes in `form`."""
         weights = tuple((name, math.prod(shape)) for name, shape in self.weights)
         return Part(operator=self.operator, form=form, weights=weights, multiply_adds=self.multiply_adds)
 
@@ -95,7 +95,7 @@ class Decision:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Decision:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         values = {key: value for key, value in data.items() if key not in ("rule", "reason")}
         values["spec"] = OpSpec.from_dict(data["spec"])
         values["decided"] = Rule.from_dict(data["decided"])
@@ -135,7 +135,7 @@ class Applied:
     text: str
 
     def __str__(self) -> str:
-        """A line of the report."""
+        """Return a line of the report."""
         return f"{self.algorithm}: {self.text}"
 
 
@@ -158,7 +158,7 @@ class Plan:
     placement: str = INPUTS
 
     def __getitem__(self, operator: str) -> Decision:
-        """The decision for the operator of that name. If there is none, KeyError with the closest names."""
+        """Return the decision for the operator of that name. If there is none, KeyError with the closest names."""
         return named(self.decisions, operator)
 
     @property
@@ -188,7 +188,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         decisions = tuple(Decision.from_dict(d) for d in data["decisions"])
         steps = tuple(Step(**step) for step in data["algorithms"])
         isa = tuple(data["isa"])
@@ -202,7 +202,7 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """A table of operators, equal blocks once, shares of weights and multiply-adds, algorithms, and where codes are."""
+        """Return a table of operators, equal blocks once, shares of weights and multiply-adds, algorithms, and where codes are."""
         outputs = ["", "What int8 convolutions and additions give becomes codes, whoever reads it."] if self.placement == OUTPUTS else []
         shares = self.shares.lines()
         return "\n".join([self.table(WIDTH, fold=True), *([""] if shares else []), *shares, *algorithm_lines(self.algorithms), *outputs])
@@ -247,7 +247,7 @@ D = TypeVar("D", bound=AnyDecision)
 
 
 def named(decisions: Sequence[D], operator: str) -> D:
-    """The decision for the operator of that name. If there is none, KeyError with the closest names."""
+    """Return the decision for the operator of that name. If there is none, KeyError with the closest names."""
     for decision in decisions:
         if decision.operator == operator:
             return decision
@@ -257,13 +257,13 @@ def named(decisions: Sequence[D], operator: str) -> D:
 
 
 def explained(decision: AnyDecision, what: str) -> str:
-    """A line that says what was decided, and a table of the fields."""
+    """Return a line that says what was decided, and a table of the fields."""
     head = f"{decision.operator} ({decision.kind}): {what}"
     rows = [("field", "value", "from"), *decision.fields]
     return f"{head}\n{format_table(rows)}" if decision.fields else head
 
 
 def algorithm_lines(steps: Sequence[Step]) -> list[str]:
-    """The algorithms of a plan, one line each, below a heading."""
+    """Return the algorithms of a plan, one line each, below a heading."""
     lines = [f"{i}. {s.algorithm} ({s.stage})" + f": {s.options}" * bool(s.options) for i, s in enumerate(steps, 1)]
     return ["", "algorithms, in this order:", *lines] if lines else []

@@ -91,7 +91,7 @@ class PreparedModel(FixedModule):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The fp32 model's outputs, in its own structure.
+        """Return the fp32 model's outputs, in its own structure.
 
         Raises:
             InputError: the inputs do not fit what was captured.
@@ -129,19 +129,19 @@ class PreparedModel(FixedModule):
         return None if own is None else own.model
 
     def __copy__(self) -> PreparedModel:
-        """A model that shares everything."""
+        """Return a model that shares everything."""
         copied = self.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModel:
-        """A model that shares nothing."""
+        """Return a model that shares nothing."""
         memo[id(self)] = copied = self.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """What pickle and `torch.save` call: of a graph they keep the code only.
+        """Refuse what pickle and `torch.save` call: of a graph they keep the code only.
 
         Raises:
             StateError: always.
@@ -153,7 +153,7 @@ class PreparedModel(FixedModule):
         raise StateError(msg)
 
     def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
-        """The QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
+        """Return the QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
 
         Args:
             capabilities: of the backend that it is for; None: the one that was planned for.
@@ -197,11 +197,11 @@ class PreparedModel(FixedModule):
         )
 
     def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
-        """What gets codes in the captured graph, or in a smoothed one."""
+        """Return what gets codes in the captured graph, or in a smoothed one."""
         return place(module, plan, self.capabilities, {node for node in module.graph.nodes if node.name in self._pools})
 
     def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
-        """What ranks must have in common beside the model to get the same bytes from the same statistics."""
+        """Return what ranks must have in common beside the model to get the same bytes from the same statistics."""
         configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), [str(a) for a in self._applied]]
         examples = {str(i): tensor for i, tensor in enumerate(self.graph.example)}
         return {
@@ -210,7 +210,7 @@ class PreparedModel(FixedModule):
         }
 
     def _executed(self, plan: Plan, found: Collected) -> Plan:
-        """The plan without operators that never ran; taking one out can move edges, so until nothing changes."""
+        """Return the plan without operators that never ran; taking one out can move edges, so until nothing changes."""
         while True:
             keys = [(e.operator, observer_key(e)) for e in self._edges(self.graph.module, plan)]
             keys += [(s.operator, key_of(s)) for s in static_sites(self.graph.module, plan)]
@@ -223,7 +223,7 @@ class PreparedModel(FixedModule):
             plan = dataclasses.replace(plan, decisions=decisions)
 
     def _accurate(self, plan: Plan) -> tuple[Plan, list[Finding]]:
-        """The plan without dynamic operators whose own result is hardly more than noise, and findings on those that are to stay int8."""
+        """Return the plan without dynamic operators whose own result is hardly more than noise, and findings on those that stay int8."""
         dynamic = {d.operator for d in plan.quantized if d.spec.mode == "dynamic"}
         if not dynamic:
             return plan, []

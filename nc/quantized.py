@@ -36,7 +36,7 @@ class ReferenceModule(FixedModule):
         self.graph = graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs of the QDQ graph in the user's structure.
+        """Return outputs of the QDQ graph in the user's structure.
 
         Raises:
             InputError: the inputs do not fit the captured model.
@@ -90,7 +90,7 @@ class QuantizedModel(FixedModule):
         self._graph = graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs in the user's structure.
+        """Return outputs in the user's structure.
 
         Raises:
             InputError: the inputs do not fit the captured model.
@@ -115,15 +115,15 @@ class QuantizedModel(FixedModule):
         return graph.signature.result(outputs, args, kwargs)
 
     def __copy__(self) -> QuantizedModel:
-        """A new model with the same engine, which never changes."""
+        """Return a new model with the same engine, which never changes."""
         return QuantizedModel(self._graph, self.engine, self.backend, self.chosen, self.verdict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
-        """The same."""
+        """Return the same."""
         return copy.copy(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """What pickle and `torch.save` call: an engine holds addresses of this process.
+        """Refuse what pickle and `torch.save` call: an engine holds addresses of this process.
 
         Raises:
             StateError: always.
@@ -132,7 +132,7 @@ class QuantizedModel(FixedModule):
         raise StateError(msg)
 
     def report(self, profile_inputs: Any = None) -> Report:
-        """What runs for each operator, read from the engine; `print` shows a table.
+        """Return what runs for each operator, read from the engine; `print` shows a table.
 
         Args:
             profile_inputs: a tensor, a tuple or list (positional) or a dict (keywords). The engine is timed on them in a child process, and
@@ -172,7 +172,7 @@ class QuantizedModel(FixedModule):
 
 
 def checked(model: object, step: str) -> QuantizedModel:
-    """A model that has a quantized graph; `step` is the public function that needs one.
+    """Return a model that has a quantized graph; `step` is the public function that needs one.
 
     Raises:
         StateError: it is something else.

@@ -135,11 +135,11 @@ class Report:
         return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
 
     def summary(self) -> str:
-        """The verdict and the figures, without the table of operators."""
+        """Return the verdict and the figures, without the table of operators."""
         return f"{self._verdict()}\n{self._figures()}"
 
     def _verdict(self) -> str:
-        """What decides whether the model is of use: accuracy, where it is hopeless, and speed."""
+        """Return what decides whether the model is of use: accuracy, where it is hopeless, and speed."""
         speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
         return f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}" if self.sqnr_vs_fp32_db < HOPELESS_DB else speed
 
@@ -175,7 +175,7 @@ class Report:
         return "\n".join(lines)
 
     def _health(self) -> list[str]:
-        """The worst finding of each kind, and the number of others."""
+        """Return the worst finding of each kind, and the number of others."""
         kinds: dict[str, list[Finding]] = {}
         for finding in self.health:
             if finding.kind != COSTLY:  # they stand on top, with the verdict
@@ -210,7 +210,7 @@ class Report:
         return format_table(lines, width)
 
     def __str__(self) -> str:
-        """The verdict, the operators as a table in which equal blocks stand once, then the other figures."""
+        """Return the verdict, the operators as a table in which equal blocks stand once, then the other figures."""
         verdict, figures = ("\n".join(flowing(text, WIDTH)) for text in (self._verdict(), self._figures()))
         return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
 
@@ -275,7 +275,7 @@ def build(
 
 
 def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
-    """What to say of a model that is far from fp32 on the example inputs.
+    """Return what to say of a model that is far from fp32 on the example inputs.
 
     Args:
         decibels: the quantized graph against fp32.
@@ -293,7 +293,7 @@ def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
 
 
 def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each kernel that does not compute some layers, and why.
+    """Return a line for each kernel that does not compute some layers, and why.
 
     Args:
         reasons: (kernel, reason) for each layer.

@@ -38,7 +38,7 @@ class Shares:
     unknown: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """A line for each, with shares in percent; none for what the model has not."""
+        """Return a line for each, with shares in percent; none for what the model has not."""
         found = []
         if self.weights:
             found.append(f"weights: {_percentages(self.weights)} of {_number(sum(self.weights.values()))}")
@@ -51,7 +51,7 @@ class Shares:
 
 
 def shares_of(parts: Iterable[Part]) -> Shares:
-    """The sums over all parts; a weight that several parts read in one form counts once."""
+    """Return the sums over all parts; a weight that several parts read in one form counts once."""
     weights: dict[tuple[str, str], int] = {}
     multiply_adds: dict[str, int] = {}
     unknown = []

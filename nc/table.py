@@ -23,7 +23,7 @@ _BREAKS = re.compile(r"(?<=[ /_,:;@])|(?<=[^.]\.)(?=[^.])(?<!\d\.(?=\d))")
 
 
 def format_table(rows: Sequence[Row], width: int | None = None) -> str:
-    """A table with left-aligned columns; the first row is the header.
+    """Return a table with left-aligned columns; the first row is the header.
 
     Args:
         rows: of equal length, or of one cell: a heading for the rows below it.
@@ -53,7 +53,7 @@ def _whole(rows: Sequence[Row]) -> list[int]:
 
 
 def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
-    """The rows with numbers instead of texts that are too long for the last column, and the texts in lines."""
+    """Return the rows with numbers instead of texts that are too long for the last column, and the texts in lines."""
     room = max(width - sum(w + 2 for w in _widths(rows)[:-1]), _NARROWEST)
     long = dict.fromkeys(row[-1] for row in rows[1:] if len(row) > 1 and len(row[-1]) > room)
     numbers = {text: f"({i})" for i, text in enumerate(long, 1)}
@@ -64,7 +64,7 @@ def _noted(rows: Sequence[Row], width: int) -> tuple[Sequence[Row], list[str]]:
 
 
 def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
-    """The widths that fit, the widest columns made narrower first; none is narrower than `whole`, see `_whole`, or `_NARROWEST`."""
+    """Return the widths that fit, the widest columns made narrower first; none is narrower than `whole`, see `_whole`, or `_NARROWEST`."""
     found = list(widths)
     least = [min(w, max(each, _NARROWEST if i else _NAMES)) for i, (w, each) in enumerate(zip(widths, whole, strict=True))]
     while sum(found) + 2 * (len(found) - 1) > width:
@@ -76,14 +76,14 @@ def _narrowed(widths: Sequence[int], whole: Sequence[int], width: int) -> list[i
 
 
 def _lines(row: Row, widths: Sequence[int]) -> list[str]:
-    """The lines of one row."""
+    """Return the lines of one row."""
     cells = [wrapped(cell, w) for cell, w in zip(row, widths, strict=True)]
     lines = itertools.zip_longest(*cells, fillvalue="")
     return ["  ".join(part.ljust(w) for part, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width` characters, broken behind spaces, dots and other signs where there are any."""
+    """Return a text in lines of at most `width` characters, broken behind spaces, dots and other signs where there are any."""
     lines = [""]
     for piece in _BREAKS.split(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -105,14 +105,14 @@ _AT_MOST = "<="
 
 
 def largest(cells: Sequence[str]) -> str:
-    """The largest of numbers as text, with "<=" where they differ; "-" stands for none."""
+    """Return the largest of numbers as text, with "<=" where they differ; "-" stands for none."""
     differ = any(cell.startswith(_AT_MOST) for cell in cells)  # those of blocks that were made one
     numbers = sorted((cell.removeprefix(_AT_MOST) for cell in cells if cell != "-"), key=float)
     return "-" if not numbers else _AT_MOST * (differ or numbers[0] != numbers[-1]) + numbers[-1]
 
 
 def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:
-    """The rows of a table with equal blocks as one: those of "layer.0", "layer.1", … come once, below a heading "layer.{0..11} (12 times)".
+    """Return a table's rows with equal blocks as one: those of "layer.0", "layer.1", … come once, below "layer.{0..11} (12 times)".
 
     Blocks are rows in sequence whose names begin alike up to an index. They are equal where they have the same names behind it and the same
     cells; an index that a cell repeats with the name in front of it does not count. A block of one row has no heading.
@@ -126,7 +126,7 @@ def folded(rows: Sequence[Row], merge: _Merge | None = None) -> list[Row]:
 
 
 def _headed(rows: Sequence[Row], indent: str) -> list[Row]:
-    """The rows of folded blocks below headings, with the rest of their names."""
+    """Return the rows of folded blocks below headings, with the rest of their names."""
     found: list[Row] = []
     for key, group in itertools.groupby(rows, _span):
         block = list(group)
@@ -144,7 +144,7 @@ def _headed(rows: Sequence[Row], indent: str) -> list[Row]:
 
 
 def _span(row: Row) -> str:
-    """The name of a row up to its first span; "" where it has none."""
+    """Return the name of a row up to its first span; "" where it has none."""
     span = _SPAN.match(row[0])
     return span[0] if span else ""
 
@@ -171,7 +171,7 @@ class _Repeated:
     blocks: Sequence[Sequence[Row]]
 
     def joined(self, merge: _Merge) -> list[Row]:
-        """The rows of one block that stands for all."""
+        """Return the rows of one block that stands for all."""
         span = f"{{{self.start}..{self.start + len(self.blocks) - 1}}}"
         found = []
         for same in zip(*self.blocks, strict=True):
@@ -195,7 +195,7 @@ def _fold(rows: Sequence[Row], merge: _Merge) -> list[Row]:
 
 
 def _repeated(rows: Sequence[Row], at: int, merge: _Merge) -> _Repeated | None:
-    """The equal blocks that begin with a row, by the first index in its name of which there are several; None if there are none."""
+    """Return the equal blocks that begin with a row, by the first index in its name of which there are several; None if there are none."""
     name = rows[at][0]
     for index in _INDEX.finditer(name):
         prefix, start, behind = name[: index.start()], int(index[0]), at
@@ -211,7 +211,7 @@ def _repeated(rows: Sequence[Row], at: int, merge: _Merge) -> _Repeated | None:
 
 
 def _block(rows: Sequence[Row], at: int, prefix: str) -> Sequence[Row]:
-    """The rows from `at` on whose names begin so."""
+    """Return the rows from `at` on whose names begin so."""
     end = at
     while end < len(rows) and re.match(f"{re.escape(prefix)}(?![^._@])", rows[end][0]):
         end += 1
@@ -229,7 +229,7 @@ def _alike(one: Sequence[Row], other: Sequence[Row], prefix: str, first: int, se
 
 
 def _without(row: Row, prefix: str, number: int, span: str) -> Row:
-    """A row with another text instead of an index."""
+    """Return a row with another text instead of an index."""
     name, *cells = row
     if prefix:  # a number alone can mean anything in a text
         pattern = re.compile(rf"(?<![\w.@]){re.escape(prefix)}{number}(?!\w)")

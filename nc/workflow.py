@@ -267,7 +267,7 @@ def quantize(
 
 
 def _kind_of(graph: Graph) -> str:
-    """What kind of model it is, for the order of engines."""
+    """Return what kind of model it is, for the order of engines."""
     return kind_of_model(map(kind_of_node, graph.module.graph.nodes))
 
 
@@ -280,7 +280,7 @@ def describe(
     strict: bool = True,
     placement: str = INPUTS,
 ) -> Plan | WeightPlan:
-    """The plan: for each operator how it will be quantized, and by which rule. Needs no calibration data. Arguments as for `prepare`.
+    """Return the plan: how each operator will be quantized, and by which rule. Needs no calibration data. Arguments as for `prepare`.
 
     Returns:
         A `Plan`, of weight-only quantization a `WeightPlan`; `print` shows a table, `.to_dict()` gives plain values.
@@ -307,7 +307,7 @@ def describe(
 
 
 def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
-    """What runs, or is stored, for each layer; `print` shows a table.
+    """Return what runs, or is stored, for each layer; `print` shows a table.
 
     Args:
         model: the result of `convert` or `load`.
@@ -330,7 +330,7 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
 
 
 def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:
-    """The plan with its algorithms as part of it, and as objects."""
+    """Return the plan with its algorithms as part of it, and as objects."""
     smooths = any(isinstance(each, SmoothQuantConfig) for each in _with_rules(config))
     algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"), smooths=smooths)
     return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
@@ -341,7 +341,7 @@ _SIMULATED = '"auto" takes the reference, because the configuration simulates nu
 
 
 def _that_simulates(backend: str, config: AnyConfig) -> str:
-    """The backend that is asked for; for "auto" the reference, if the configuration simulates formats, which no engine does."""
+    """Return the backend that is asked for; for "auto" the reference, if the configuration simulates formats, which no engine does."""
     return REFERENCE if backend == "auto" and is_simulated(config) else backend
 
 

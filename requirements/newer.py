@@ -18,7 +18,7 @@ NEWEST = Path(__file__).with_name("newest.txt")
 
 
 def pins_in(text: str) -> dict[str, Version]:
-    """The versions that a requirements file pins for this Python, by package."""
+    """Return the versions that a requirements file pins for this Python, by package."""
     lines = (line.partition(" #")[0].strip() for line in text.splitlines())
     found = [Requirement(line) for line in lines if "==" in line and not line.startswith("#")]
     return {r.name: Version(next(iter(r.specifier)).version) for r in found if r.marker is None or r.marker.evaluate()}

@@ -79,7 +79,7 @@ def make(task: Task) -> Made:
 
 
 def recovered(module: Any) -> torch.Tensor:
-    """The fp32 weight."""
+    """Return the fp32 weight."""
     if hasattr(module, "recover"):
         return module.recover()
     if hasattr(module, "dequantize_weight"):

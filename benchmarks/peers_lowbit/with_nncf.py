@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, bool]] = {
 
 
 def make(task: Task) -> Made:
-    """The constants in front of the products, as OpenVINO computes them."""
+    """Return the constants in front of the products, as OpenVINO computes them."""
     import nncf
     import openvino
 
@@ -65,7 +65,7 @@ def make(task: Task) -> Made:
 
 
 def by_layer(model: Any, layers: list[str]) -> dict[str, Any]:
-    """The product of each layer: the names of nodes hold those of modules."""
+    """Return the product of each layer: the names of nodes hold those of modules."""
     found = {}
     for op in model.get_ops():
         if op.get_type_name() == "MatMul":
@@ -80,7 +80,7 @@ def by_layer(model: Any, layers: list[str]) -> dict[str, Any]:
 
 
 def value(output: Any) -> torch.Tensor:
-    """What a constant expression gives."""
+    """Return what a constant expression gives."""
     import openvino
 
     part = openvino.Model([output], [])

@@ -45,7 +45,7 @@ def in_order(plan: Plan, pre: Sequence[Algorithm], post: Sequence[Algorithm], *,
 
 
 def steps(algorithms: Sequence[Algorithm]) -> tuple[Step, ...]:
-    """The same as part of a plan."""
+    """Return the same as part of a plan."""
     return tuple(Step(a.name, a.stage.value, _options(a)) for a in algorithms)
 
 

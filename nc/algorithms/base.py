@@ -118,7 +118,7 @@ class Context:
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
     def weight(self, operator: str) -> WeightCodes | None:
-        """The codes of an operator's weight at stage CODES; None where it has none (a matmul, an addition, a recurrent layer)."""
+        """Return the codes of an operator's weight at stage CODES; None where it has none (a matmul, an addition, a recurrent layer)."""
         assert self.quantized is not None
         for node in self.quantized.graph.nodes:
             if node.meta.get("operator") == operator and kind_of_node(node) in WEIGHTED:
@@ -132,7 +132,7 @@ class Context:
 
 
 def codes_of(weight: fx.Node) -> fx.Node | None:
-    """The constant codes that a weight of a QDQ graph dequantizes; None where it is not quantized."""
+    """Return the constant codes that a weight of a QDQ graph dequantizes; None where it is not quantized."""
     codes = Dequantize.of(weight).codes if weight.target in DEQUANTIZE else None
     return codes if codes is not None and codes.op == "get_attr" else None
 
@@ -195,7 +195,7 @@ class Algorithm(Protocol):
         """When it is applied."""
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """What is to be collected for it, of a captured graph and its plan."""
+        """Return what is to be collected for it, of a captured graph and its plan."""
 
     def apply(self, context: Context) -> Applied:
         """Change the model; what was done, or why nothing was."""

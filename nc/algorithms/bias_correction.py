@@ -57,7 +57,7 @@ class BiasCorrection:
     stage: ClassVar[Stage] = Stage.CODES
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """Samples, as many as the operators' multiply-adds allow."""
+        """Return samples, as many as the operators' multiply-adds allow."""
         nodes = _targets(module, {d.operator for d in plan.quantized})
         taps = (Tap(n.meta["operator"], "output", _seen) for n in nodes)
         return Needs(samples=Bound(macs=MAC_BUDGET), taps=tuple(taps))
@@ -120,7 +120,7 @@ def correct_biases(fp32: fx.GraphModule, quantized: fx.GraphModule, operators: C
 
 
 def _best(attempt: Callable[[Collection[str]], Corrections], operators: Sequence[str]) -> Corrections:
-    """The corrections of as many of the operators as make no output of the model worse.
+    """Return the corrections of as many of the operators as make no output of the model worse.
 
     Args:
         attempt: corrects those of some operators that pass their own tests.
@@ -179,7 +179,7 @@ def _attempt(fp32: fx.GraphModule, quantized: fx.GraphModule, batches: Sequence[
 
 
 def _correction(node: fx.Node, expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, str]:
-    """What an operator's bias gets, fp32 [channels]; None and the reason, where it stays."""
+    """Return what an operator's bias gets, fp32 [channels]; None and the reason, where it stays."""
     rows = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in expected]
     quantized = [_rows(value.movedim(channel_axis(node, value), -1), _VALUES // len(got)) for value in got]
     found = mean_error(torch.cat([r for r, _ in rows]), torch.cat([r for r, _ in quantized]), _samples([s for _, s in rows]))

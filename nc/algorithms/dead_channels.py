@@ -34,7 +34,7 @@ class DeadChannels:
     stage: ClassVar[Stage] = Stage.CODES
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """The outputs of int8 operators in front of a ReLU."""
+        """Return the outputs of int8 operators in front of a ReLU."""
         names = {d.operator for d in plan.quantized}
         watched = [n for n in module.graph.nodes if n.meta.get("operator") in names and _is_before_relu(n)]
         axes = {n.meta["operator"]: -1 if kind_of_node(n) == "linear" else 1 - Weighted.of(n).weight.meta["val"].dim() for n in watched}
@@ -42,7 +42,7 @@ class DeadChannels:
         return Needs(samples=Bound(macs=MAC_BUDGET), taps=taps)
 
     def apply(self, context: Context) -> Applied:
-        """Adds a finding per operator with dead channels."""
+        """Add a finding per operator with dead channels."""
         assert context.quantized is not None
         names = {d.operator for d in context.plan.quantized}
         found = 0
@@ -83,7 +83,7 @@ def never_above_0(state: State, output: torch.Tensor, axis: int) -> State:
 
 
 def _finding(operator: str, codes: torch.Tensor, context: Context) -> Finding | None:
-    """What there is to say of one operator; `codes` has the output channels first."""
+    """Return what there is to say of one operator; `codes` has the output channels first."""
     zero = codes.flatten(1).eq(0).all(1)
     text, silent = f"{int(zero.sum())} with all weights 0", torch.zeros_like(zero)
     state = context.observed.get((operator, "output"), {})

@@ -101,7 +101,7 @@ class Equalization:
         return tuple(node.meta["operator"] for node in changed)
 
     def _scales(self, module: fx.GraphModule, found: list[Pair]) -> list[torch.Tensor]:
-        """What each pair's channels are multiplied by, float64 [channels]; only the largest weight of each connection matters."""
+        """Return what each pair's channels are multiplied by, float64 [channels]; only the largest weight of each connection matters."""
         layers = dict.fromkeys(layer for pair in found for layer in (pair.first, pair.second))
         sizes = {layer: grouped(layer, _weight(module, layer)).abs().amax(3).double() for layer in layers}
         totals = [sizes[pair.first].new_ones(sizes[pair.first].shape[:2].numel()) for pair in found]
@@ -166,7 +166,7 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _channel_axis(layer: fx.Node) -> int:
-    """The axis of a layer's channels, from the end: inputs and outputs, batched or not."""
+    """Return the axis of a layer's channels, from the end: inputs and outputs, batched or not."""
     return 1 - int(Weighted.of(layer).weight.meta["val"].dim())
 
 
@@ -188,7 +188,7 @@ def _axis_behind(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
-    """The last, where it holds the channels and all that was behind them; dimensions in front may change in any way."""
+    """Return the last, where it holds the channels and all that was behind them; dimensions in front may change in any way."""
     # torch's symbolic sizes are loaded by whoever captures; `import nc` needn't wait for them
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -197,7 +197,7 @@ def _axis_behind_reshape(node: fx.Node, axis: int) -> int | None:
 
 
 def _axis_behind_squeeze(node: fx.Node, axis: int) -> int | None:
-    """The same where a dimension in front of the channels comes or goes: the batch of 1 that a convolution without one gets."""
+    """Return the axis where a dimension in front of the channels comes or goes: the batch of 1 that a convolution without one gets."""
     dim = schema_arguments(node).get("dim")
     rank = max(node.meta["val"].dim(), input_node(node).meta["val"].dim())
     return axis if isinstance(dim, int) and dim % rank - rank < axis else None
@@ -212,7 +212,7 @@ def _axis_behind_mean(node: fx.Node, axis: int) -> int | None:
 
 
 def grouped(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
-    """A weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
+    """Return a weight as [groups, outputs of a group, inputs of a group, values of a connection]; a view where it is contiguous."""
     groups = groups_of(layer)
     view = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
     return view.transpose(1, 2) if is_transposed(layer) else view

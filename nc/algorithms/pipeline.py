@@ -20,7 +20,7 @@ LEAST_AGREEMENT_DB = 30.0
 
 
 def all_needs(algorithms: Sequence[Algorithm], module: fx.GraphModule, plan: Plan) -> Needs:
-    """The needs of all, as one: every statistic, and room for the samples of the one that wants most."""
+    """Return the needs of all, as one: every statistic, and room for the samples of the one that wants most."""
     each = [a.needs(module, plan) for a in algorithms]
     bounds = [needs.samples for needs in each if needs.samples is not None]
     room = Bound(max(b.rows for b in bounds), max(b.size for b in bounds)) if bounds else None
@@ -74,5 +74,5 @@ def within(batches: Sequence[Batch], bound: Bound | None) -> list[Batch]:
 
 
 def _outputs(module: fx.GraphModule, example: Batch) -> list[torch.Tensor]:
-    """Copies: the graph may work in place on what it returned before."""
+    """Return copies: the graph may work in place on what it returned before."""
     return [t.clone() if isinstance(t, torch.Tensor) else t for t in module(*example)]

@@ -37,7 +37,7 @@ class RangeSearch:
     stage: ClassVar[Stage] = Stage.QPARAMS
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """Samples; the candidates read the histogram that "auto" collects."""
+        """Return samples; the candidates read the histogram that "auto" collects."""
         return Needs(samples=Bound())
 
     def apply(self, context: Context) -> Applied:
@@ -69,7 +69,7 @@ class RangeSearch:
 def choose_ranges(
     module: fx.GraphModule, edges: Sequence[Edge], candidates: Mapping[Key, Mapping[str, QParams]], batches: Sequence[Batch]
 ) -> dict[Key, str]:
-    """The best candidate of each tensor.
+    """Return the best candidate of each tensor.
 
     Args:
         module: captured fp32 graph.
@@ -140,6 +140,6 @@ def _sixth_powers(values: torch.Tensor) -> float:
 
 
 def _first(result: Any) -> torch.Tensor:
-    """What an operator computes; pools that say where they found a maximum have that as a second result."""
+    """Return what an operator computes; pools that say where they found a maximum have that as a second result."""
     first: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return first

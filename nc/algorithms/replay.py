@@ -80,7 +80,7 @@ class _Taps:
 
 
 def channel_axis(node: fx.Node, value: torch.Tensor) -> int:
-    """The axis of the output channels in the result of a layer, batched or not."""
+    """Return the axis of the output channels in the result of a layer, batched or not."""
     if kind_of_node(node) == "linear":
         return value.dim() - 1
     return 1 if value.dim() == Weighted.of(node).weight.meta["val"].dim() else 0

@@ -35,7 +35,7 @@ class Stream:
         self._position = 0
 
     def __getitem__(self, node: fx.Node) -> list[Any]:
-        """The values of a node, one per batch."""
+        """Return the values of a node, one per batch."""
         return [run.env[node] for run in self._runs]
 
     def until(self, node: fx.Node) -> None:
@@ -58,7 +58,7 @@ class Stream:
         return [tuple(run.run_node(self._nodes[-1])) for run in self._runs]
 
     def behind(self, node: fx.Node) -> list[fx.Node]:
-        """What can be computed from the value of a node now, up to the next products: activations, additions, norms."""
+        """Return what can be computed from the value of a node now, up to the next products: activations, additions, norms."""
         found: dict[fx.Node, None] = {}
         known = self._runs[0].env
         start = self._order[node] + 1
@@ -75,7 +75,7 @@ class Stream:
     def ahead(
         self, node: fx.Node, values: Sequence[torch.Tensor], nodes: Sequence[fx.Node], wanted: Collection[str]
     ) -> Iterator[Mapping[str, Any]]:
-        """What some nodes behind a node would be for other values of it, by name, one mapping per batch; nothing changes.
+        """Yield what some nodes behind a node would be for other values of it, by name, one mapping per batch; nothing changes.
 
         Args:
             node: computed last.

@@ -60,12 +60,12 @@ class Unit:
         return smooth
 
     def scales(self, alpha: float) -> torch.Tensor:
-        """What the channels are divided by for one alpha, float64, shape [channels]."""
+        """Return what the channels are divided by for one alpha, float64, shape [channels]."""
         return scales_for(alpha, *self.channels, self.weights, self.smooth.shared_criterion)
 
 
 def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> list[float]:
-    """The alpha of each unit.
+    """Return the alpha of each unit.
 
     Args:
         module: the fp32 graph that the units' nodes are of.
@@ -87,7 +87,7 @@ def find_alphas(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence
 
 
 def worse_than_without(module: fx.GraphModule, units: Sequence[Unit], alphas: Sequence[float], batches: Sequence[Batch]) -> list[Unit]:
-    """The units whose products have a larger error with their scales than without any.
+    """Return the units whose products have a larger error with their scales than without any.
 
     Args:
         module: the fp32 graph that the units' nodes are of.
@@ -105,7 +105,7 @@ def worse_than_without(module: fx.GraphModule, units: Sequence[Unit], alphas: Se
 
 
 def _best(options: SmoothSpec, error: Callable[[float], float]) -> float:
-    """The alpha with the least error; `init_alpha`, if it is within the limits, where none is better."""
+    """Return the alpha with the least error; `init_alpha`, if it is within the limits, where none is better."""
     first = [options.init_alpha] if options.alpha_min <= options.init_alpha <= options.alpha_max else []
     steps = int((options.alpha_max - options.alpha_min) / options.alpha_step + 1e-9)
     grid = (round(options.alpha_min + i * options.alpha_step, 6) for i in range(steps + 1))

@@ -32,7 +32,7 @@ class SmoothQuant:
     stage: ClassVar[Stage] = Stage.STATISTICS
 
     def needs(self, module: fx.GraphModule, plan: Plan) -> Needs:
-        """The extremes of each channel that a linear reads, and samples where a search or a histogram looks at them again."""
+        """Return the extremes of each channel that a linear reads, and samples where a search or a histogram looks at them again."""
         specs = _specs(plan)
         readers = [n for n in module.graph.nodes if n.meta.get("operator") in specs]
         watches = tuple(Watch(Weighted.of(n).input, n, CHANNEL_EXTREMES, n.meta["operator"]) for n in readers)
@@ -89,7 +89,7 @@ def _looks_again(specs: Mapping[str, OpSpec]) -> bool:
 
 
 def _watches(result: Smoothed, specs: Mapping[str, OpSpec]) -> list[Watch]:
-    """The tensors whose ranges need another statistic than extremes."""
+    """Return the tensors whose ranges need another statistic than extremes."""
     named = [(n, n.meta["operator"]) for n in result.module.graph.nodes if n.meta.get("operator") in specs]
     watches = [Watch(Weighted.of(n).input, n, ALGORITHMS[specs[name].input(0).algo].statistic, name) for n, name in named]
     return [w for w in watches if w.statistic is not EXTREMES]

@@ -54,7 +54,7 @@ def available_backends() -> dict[str, str]:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name; nothing is imported of an engine yet.
+    """Return the backend of that name; nothing is imported of an engine yet.
 
     Raises:
         UnknownBackendError: no backend has that name.
@@ -82,7 +82,7 @@ def get_backend(name: str) -> Backend:
 
 
 def candidates(model: str | None = None) -> tuple[str, ...]:
-    """What "auto" tries, in this order, for a kind of model; None: before it is known."""
+    """Return what "auto" tries, in this order, for a kind of model; None: before it is known."""
     return (*in_order(AUTO, _race(model)), *_REGISTERED)
 
 
@@ -91,7 +91,7 @@ def _race(model: str | None) -> Race | None:
 
 
 def choose_backend(name: str = "auto", model: str | None = None) -> Backend:
-    """The backend to use.
+    """Return the backend to use.
 
     Args:
         name: one of `backend_names()`, or "auto" for the first int8 engine that can run here.
@@ -185,13 +185,13 @@ def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
 
 
 def _owners(option: str) -> dict[str, Option]:
-    """The backends that have an option."""
+    """Return the backends that have an option."""
     tables = {name: options_of(get_backend(name)) for name in backend_names()}
     return {name: table[option] for name, table in tables.items() if option in table}
 
 
 def precautions() -> Precautions:
-    """What capture has to do because of all known backends, whether they can run here or not: the same model gives the same graph."""
+    """Return what capture has to do because of all known backends, run they here or not: the same model gives the same graph."""
     return precautions_for(map(get_backend, backend_names()))
 
 

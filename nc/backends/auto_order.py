@@ -54,14 +54,14 @@ RACES: tuple[Race, ...] = (
 
 
 def kind_of_model(kinds: Iterable[str | None]) -> str:
-    """The kind of a model with operators of these kinds."""
+    """Return the kind of a model with operators of these kinds."""
     found = list(kinds)
     convolutions = sum(kind in _CONVOLUTIONS for kind in found)
     return CONVOLUTIONS if convolutions > found.count("linear") else LINEARS
 
 
 def race_for(features: Collection[str], model: str) -> Race | None:
-    """What was measured on this kind of CPU with this kind of model.
+    """Return what was measured on this kind of CPU with this kind of model.
 
     Args:
         features: of the CPU, as `nc.backends.cpu.features` gives them.

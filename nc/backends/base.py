@@ -118,7 +118,7 @@ class Exporter:
 
 
 def write_script(graph: QDQGraph, engine: EngineModel) -> bytes:
-    """An `Exporter.write` for engines that run a TorchScript program: its file; raises UnsupportedError where this model has none."""
+    """Write the TorchScript program of an engine that runs one; raises UnsupportedError where this model has none."""
     if engine.script is None:
         msg = "The engine runs this model without a TorchScript program, so there is none to write."
         raise UnsupportedError(msg)
@@ -156,13 +156,13 @@ class Backend(Protocol):
         """Why it can't run here and what to do about it; "" when it can."""
 
     def capabilities(self) -> Capabilities:
-        """What it can run on this CPU; needs no engine to be installed."""
+        """Return what it can run on this CPU; needs no engine to be installed."""
 
     def start(self) -> None:
         """Import the engine, if it is not yet: it may bring kernels of its own for fp32 operators, so this comes before anything runs."""
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
-        """An engine model of the graph.
+        """Return an engine model of the graph.
 
         Raises:
             BackendUnavailableError: the engine can't run here.
@@ -190,17 +190,17 @@ _UNDECLARED: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never
 
 
 def options_of(backend: Backend) -> Mapping[str, Option]:
-    """The options that a backend declares. One without a declaration gets `isolate`: before there were declarations, every backend did."""
+    """Return the options that a backend declares; one without a declaration has `isolate`."""
     return getattr(backend, "options", _UNDECLARED)
 
 
 def exports_of(backend: Backend) -> Mapping[str, Exporter]:
-    """The formats that a backend declares. One without a declaration can write the TorchScript module that its models have."""
+    """Return the formats that a backend declares. One without a declaration can write the TorchScript module that its models have."""
     return getattr(backend, "exports", {"torchscript": Exporter(write_script)})
 
 
 def precautions_for(backends: Iterable[Backend]) -> Precautions:
-    """What capture has to do because of these backends."""
+    """Return what capture has to do because of these backends."""
     backends = tuple(backends)
     passes = [each for backend in backends for each in getattr(backend, "capture_passes", ())]
     around = [backend.around_model for backend in backends if hasattr(backend, "around_model")]
@@ -208,7 +208,7 @@ def precautions_for(backends: Iterable[Backend]) -> Precautions:
 
 
 def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:
-    """An engine model of the graph.
+    """Return an engine model of the graph.
 
     Args:
         backend: what lowers it.

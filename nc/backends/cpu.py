@@ -59,14 +59,14 @@ _FBGEMM_NARROW = ("AVX2", "AVX512", "AVX512_256")
 
 
 def _onednn_limit(environment: Mapping[str, str]) -> str:
-    """The variable that limits oneDNN, as "NAME=value"; "" when none does."""
+    """Return the variable that limits oneDNN, as "NAME=value"; "" when none does."""
     name = next((name for name in _ONEDNN_VARIABLES if environment.get(name)), "")
     return f"{name}={environment[name]}" if name and environment[name].lower() in _ONEDNN_LIMITS else ""
 
 
 @functools.cache
 def _environment_at_start() -> Mapping[str, str]:
-    """The environment that the process was started with, as Linux keeps it."""
+    """Return the environment that the process was started with, as Linux keeps it."""
     kept = Path("/proc/self/environ")
     entries = os.fsdecode(kept.read_bytes()).split("\0") if kept.exists() else []
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -100,7 +100,7 @@ def features() -> tuple[str, ...]:
 
 
 def lacks(needed: Iterable[str]) -> tuple[str, ...]:
-    """What C code that was compiled for these flags of /proc/cpuinfo does not find here, or may not use."""
+    """Return what C code that was compiled for these flags of /proc/cpuinfo does not find here, or may not use."""
     may = features()
     return tuple(flag for flag in needed if (flag not in may if flag in _FLAGS else flag not in flags()))
 
@@ -111,7 +111,7 @@ def accumulates_wide() -> bool:
 
 
 def fbgemm_accumulates_wide() -> bool:
-    """The same for FBGEMM, which knows the VNNI of AVX-512 only.
+    """Tell the same of FBGEMM, which knows the VNNI of AVX-512 only.
 
     It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets them, and is never wrong.
     """
@@ -119,17 +119,17 @@ def fbgemm_accumulates_wide() -> bool:
 
 
 def why_narrow() -> str:
-    """What hides features that this CPU has, as text to append; "" when nothing does."""
+    """Return what hides features that this CPU has, as text to append; "" when nothing does."""
     return f" (limited by {', '.join(limits())})" if limits() and features() != detected() else ""
 
 
 def relied_on() -> tuple[str, ...]:
-    """The feature that the numbers of int8 kernels rely on: the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate."""
+    """Return the feature that int8 kernels' numbers rely on: the one that sums in 32 bits, or AVX2, whose 16-bit sums must not saturate."""
     return next(((name,) for name in WIDE_ACCUMULATION if name in features()), ("avx2",))
 
 
 def missing(needed: Iterable[str]) -> tuple[str, ...]:
-    """What an artefact relies on and this CPU lacks.
+    """Return what an artefact relies on and this CPU lacks.
 
     How products are summed is none of it: where kernels do that in 16 bits (`Capabilities.narrow_sums`), `nc.graph.saturation` sees to it.
     """
@@ -137,7 +137,7 @@ def missing(needed: Iterable[str]) -> tuple[str, ...]:
 
 
 def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[str] = frozenset(), bf16: bool = False) -> Capabilities:
-    """What a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
+    """Return what a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
 
     Args:
         backend: its name.

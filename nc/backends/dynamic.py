@@ -67,7 +67,7 @@ def why_not_dynamic(node: fx.Node) -> str:
 
 
 def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    """The codes that a node dequantizes, as torch's quantized tensor."""
+    """Return the codes that a node dequantizes, as torch's quantized tensor."""
     view = Dequantize.of(node)
     codes = constant_of(module, view.codes)
     if not isinstance(view.scale, fx.Node):

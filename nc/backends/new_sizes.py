@@ -65,7 +65,7 @@ class NewSizes:
         return expected
 
     def details(self) -> dict[str, str]:
-        """What a report says of it; nothing where no new sizes came."""
+        """Return what a report says of it; nothing where no new sizes came."""
         others, wrong = len(self._is_right) - 1, sum(not right for right in self._is_right.values())
         if not others:
             return {}

@@ -16,7 +16,7 @@ from nc.graph.signature import Leaf, at_least_two
 
 
 def advice(error: Exception) -> str:
-    """What to do about an error of a conversion, to append to its message; "" if nothing is known."""
+    """Return what to do about an error of a conversion, to append to its message; "" if nothing is known."""
     if not is_of_grouped_experts(error):
         return ""
     return (
@@ -42,7 +42,7 @@ class Program:
     others: Callable[..., Sequence[Any]]
 
     def together(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """The outputs of the graph: tensors that were computed elsewhere, and the others."""
+        """Return the outputs of the graph: tensors that were computed elsewhere, and the others."""
         if all(self.tensors):
             return list(tensors)
         with torch.no_grad():
@@ -52,7 +52,7 @@ class Program:
 
 
 def program(part: fx.GraphModule, example: Sequence[torch.Tensor], rewrite: Callable[[fx.GraphModule], object]) -> Program:
-    """The program for a QDQ graph.
+    """Return the program for a QDQ graph.
 
     Args:
         part: the graph, which stays as it is.
@@ -84,7 +84,7 @@ class Exportable(torch.nn.Module):
 
 
 def operator_at(paths: Iterable[str], operators: Mapping[str, str]) -> str:
-    """The operator of a program that something exported belongs to; "" where it belongs to none.
+    """Return the operator of a program that something exported belongs to; "" where it belongs to none.
 
     Args:
         paths: names of the modules around it, the outermost first.
@@ -95,7 +95,7 @@ def operator_at(paths: Iterable[str], operators: Mapping[str, str]) -> str:
 
 
 def fold(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
-    """What nc's own operators compute of constants becomes a constant.
+    """Make what nc's own operators compute of constants a constant.
 
     Args:
         module: changed in place.
@@ -120,7 +120,7 @@ class _Call(torch.nn.Module):
         self._target = target
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives."""
+        """Return what the operator gives."""
         return self._target(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ def _as_submodules(module: fx.GraphModule) -> dict[str, str]:
 
 
 def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> fx.GraphModule:
-    """A copy of a graph that returns some of its outputs."""
+    """Return a copy of a graph that returns some of its outputs."""
     module, _ = copy_module(part)
     output = module.graph.output_node()
     (results,) = output.args
@@ -147,7 +147,7 @@ def _only(part: fx.GraphModule, chosen: Sequence[bool]) -> fx.GraphModule:
 
 
 def inputs_of(graph: QDQGraph) -> tuple[list[Leaf], tuple[torch.Tensor, ...], list[dict[int, Any]]]:
-    """What `torch.export` is to know of the inputs that a graph reads.
+    """Return what `torch.export` is to know of the inputs that a graph reads.
 
     Returns:
         Their leaves; example inputs, with 2 for each free size of 1, which tracing would take as fixed; for each input its free dimensions.

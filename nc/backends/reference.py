@@ -34,7 +34,7 @@ class ReferenceBackend:
     exports: Mapping[str, Exporter] = {}
 
     def why_unavailable(self) -> str:
-        """It always runs."""
+        """Return "": it always runs."""
         return ""
 
     def capabilities(self) -> Capabilities:

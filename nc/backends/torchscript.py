@@ -161,7 +161,7 @@ def explicit_clamps(module: fx.GraphModule) -> None:
 
 
 def _set(root: torch.nn.Module, name: str, value: object) -> None:
-    """A constant of the script: a tensor, or a packed weight."""
+    """Set a constant of the script: a tensor, or a packed weight."""
     if isinstance(value, torch.Tensor):
         root.register_buffer(name, value)
     else:
@@ -169,7 +169,7 @@ def _set(root: torch.nn.Module, name: str, value: object) -> None:
 
 
 def _is_plain_constant(node: fx.Node) -> bool:
-    """A constant that the script reads as it is; int8 codes and their scales are merged into quantized tensors instead."""
+    """Tell whether the script reads a constant as it is; int8 codes and their scales are merged into quantized tensors instead."""
     return not all(user.target in (dequantize_per_channel, dequantize_per_tensor) for user in node.users)
 
 
@@ -217,7 +217,7 @@ def _call(
 
 
 def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """The one operator that every convolution of a batch becomes; IPEX fuses conv1d and transposed ones in this form only."""
+    """Return the one operator that every convolution of a batch becomes; IPEX fuses conv1d and transposed ones in this form only."""
     conv = Conv.of(node)
     dims = conv.weight.meta["val"].dim() - 2
     stride, padding, dilation = conv.sizes(dims)
@@ -240,7 +240,7 @@ def _is_strided(node: fx.Node) -> bool:
 
 
 def _text(value: object, names: Mapping[fx.Node, str]) -> str:
-    """An argument as TorchScript source."""
+    """Return an argument as TorchScript source."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):
@@ -255,5 +255,5 @@ def _text(value: object, names: Mapping[fx.Node, str]) -> str:
 
 
 def _identifier(name: str) -> str:
-    """A name that is neither a keyword nor a TorchScript built-in."""
+    """Return a name that is neither a keyword nor a TorchScript built-in."""
     return f"{name}_" if keyword.iskeyword(name) or name in ("self", "torch", "math", "float", "int", "max", "min") else f"v_{name}"

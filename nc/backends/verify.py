@@ -129,7 +129,7 @@ def agreement_db(graph: QDQGraph, outputs: Sequence[Any], reference: Callable[[]
 
 
 def reference_outputs(graph: QDQGraph) -> Sequence[Any]:
-    """What a graph computes itself for its example."""
+    """Return what a graph computes itself for its example."""
     with torch.no_grad():
         outputs: Sequence[Any] = graph.module(*graph.example)
         return outputs
@@ -141,7 +141,7 @@ def required_db(graph: QDQGraph) -> float:
 
 
 def shapes(outputs: Sequence[Any]) -> list[torch.Size | None]:
-    """The shape of each output; None for what is no tensor."""
+    """Return the shape of each output; None for what is no tensor."""
     return [value.shape if isinstance(value, torch.Tensor) else None for value in outputs]
 
 
@@ -154,12 +154,12 @@ def _disagreement(engine: str, found: Search | None, sqnr: float, required: floa
 
 
 def _rule(operator: str) -> str:
-    """What to write so that an operator stays fp32."""
+    """Return what to write so that an operator stays fp32."""
     return f'set_local({operator!r}, StaticQuantConfig(w_dtype="fp32", act_dtype="fp32"))'
 
 
 def _where(found: Search) -> str:
-    """A sentence for the message."""
+    """Return a sentence for the message."""
     failed = f" (not compared, because the engine fails for a part of the graph that ends there: {', '.join(map(repr, found.failed))})"
     noted = failed if found.failed else ""
     if found.operator:
@@ -174,7 +174,7 @@ RunGraph = Callable[[fx.GraphModule, tuple[torch.Tensor, ...]], Sequence[Any]]
 
 
 def first_disagreement(module: fx.GraphModule, inputs: tuple[torch.Tensor, ...], run: RunGraph) -> Search:
-    """The first operator whose prefix graph an engine computes wrongly, by bisection.
+    """Return the first operator whose prefix graph an engine computes wrongly, by bisection.
 
     Args:
         module: QDQ graph.
@@ -221,7 +221,7 @@ def _prefix_sqnr_db(module: fx.GraphModule, last: fx.Node, inputs: tuple[torch.T
 
 
 def _codes_of(node: fx.Node) -> list[fx.Node]:
-    """The dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in a quantized result only."""
+    """Return the dequantize nodes behind an operator, through what is fused behind it: a fault of fusion may show in codes only."""
     found = []
     for user in node.users:
         if user.target is dequantize_per_tensor:

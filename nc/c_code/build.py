@@ -54,7 +54,7 @@ class _Missing:
 
 
 def load(name: str) -> ctypes.CDLL:
-    """The library of the source `name`.c.
+    """Return the library of the source `name`.c.
 
     Raises:
         BackendUnavailableError: it is not shipped, and can't be compiled or loaded here; says why and what to do.
@@ -63,7 +63,7 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def loaded(name: str) -> Loaded:
-    """The library of the source `name`.c, and where it comes from. It is looked for once in a process, also where there is none.
+    """Return the library of the source `name`.c, and where it comes from. It is looked for once in a process, also where there is none.
 
     Raises:
         BackendUnavailableError: see `load`.
@@ -86,7 +86,7 @@ def sources() -> tuple[str, ...]:
 
 
 def load_on_threads(name: str) -> ctypes.CDLL | str:
-    """The library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
+    """Return the library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
     try:
         library = load(name)
         openmp.connect(library)
@@ -97,7 +97,7 @@ def load_on_threads(name: str) -> ctypes.CDLL | str:
 
 @functools.cache
 def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded | _Missing:
-    """The first library that can be loaded: the shipped one, that of an earlier process, a new one."""
+    """Return the first library that can be loaded: the shipped one, that of an earlier process, a new one."""
     kept = folder / f"{source.stem}-{identity}-{_identity_of(compiler)}.so"
     passed_over: list[str] = []
     ways: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (
@@ -115,7 +115,7 @@ def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded |
 
 
 def _attempt(way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str]) -> tuple[ctypes.CDLL, str] | None:
-    """What a way gives; None where it gives nothing, for a reason that is noted unless there is nothing to load."""
+    """Return what a way gives; None where it gives nothing, for a reason that is noted unless there is nothing to load."""
     try:
         return way()
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _attempt(way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str])
 
 
 def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
-    """The library beside its source."""
+    """Return the library beside its source."""
     path = source.with_suffix(".so")
     try:
         _check_whole(path.read_bytes())
@@ -139,7 +139,7 @@ def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _kept(path: Path, identity: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
-    """The library of an earlier process; its descriptor is loaded, not its name, which another file may get meanwhile."""
+    """Return the library of an earlier process; its descriptor is loaded, not its name, which another file may get meanwhile."""
     try:
         with cache.opened(path) as handle:
             os.utime(handle)  # the cache drops what was not used for long
@@ -160,7 +160,7 @@ def _kept(path: Path, identity: str, passed_over: list[str]) -> tuple[ctypes.CDL
 
 
 def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
-    """A new library, kept for the next process if that is possible."""
+    """Return a new library, kept for the next process if that is possible."""
     try:
         with tempfile.TemporaryDirectory(prefix="nc-") as directory:
             target = Path(directory) / kept.name
@@ -181,7 +181,7 @@ def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_ove
 
 
 def _elsewhere(name: str, content: bytes, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
-    """A library loaded from a private folder of temporary files, or from memory: the cache may lie where nothing can be run."""
+    """Return a library loaded from a private folder of temporary files, or from memory: the cache may lie where nothing can be run."""
     try:
         with tempfile.TemporaryDirectory(prefix="nc-") as directory:
             path = Path(directory) / name
@@ -201,7 +201,7 @@ def _elsewhere(name: str, content: bytes, identity: str, passed_over: list[str],
 
 
 def _opened(path: str, identity: str) -> ctypes.CDLL:
-    """A library of these sources.
+    """Return a library of these sources.
 
     Raises:
         OSError: it can't be loaded, or is of other sources.
@@ -250,7 +250,7 @@ def compile_source(source: Path, target: Path, compiler: str) -> None:
 
 
 def _identity_of(compiler: str) -> str:
-    """A compiler's command, with what changes when another version of it is installed: newer ones know more instruction sets."""
+    """Return a compiler's command, with what changes when another version of it is installed: newer ones know more instruction sets."""
     program = shutil.which(compiler.split()[0]) if compiler else None
     try:
         status = Path(program).stat() if program else None

@@ -22,7 +22,7 @@ _UNFINISHED = "unfinished-"
 
 
 def folder() -> Path:
-    """The folder, which need not exist."""
+    """Return the folder, which need not exist."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():  # the XDG specification ignores others, which would mean another folder in each working directory
         return named / "nc"
@@ -34,7 +34,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file that nobody else could have written or put there; closed at the end.
+    """Open a file that nobody else could have written or put there; yield its descriptor.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -59,7 +59,7 @@ def opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _descriptor(name: str, flags: int, directory: int | None) -> Iterator[int]:
-    """A descriptor of what has this name and is no link."""
+    """Yield a descriptor of what has this name and is no link."""
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=directory)
     except OSError as error:
@@ -74,7 +74,7 @@ def _descriptor(name: str, flags: int, directory: int | None) -> Iterator[int]:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file; errors as of `opened`."""
+    """Return the content of a file; errors as of `opened`."""
     with opened(path) as handle:
         return content(handle)
 

@@ -19,5 +19,5 @@ _WORDS = (
 
 
 def words(status: int) -> str:
-    """What a status means."""
+    """Return what a status means."""
     return _WORDS[status] if 0 <= status < len(_WORDS) else f"status {status}"

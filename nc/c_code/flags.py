@@ -14,12 +14,12 @@ _HEADER = "identity.h"
 
 
 def compiler() -> str:
-    """The command that compiles C: that of the environment variable CC, or the first of those that there are; "" for none."""
+    """Return the command that compiles C: that of the environment variable CC, or the first of those that there are; "" for none."""
     return os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
 def source_hash(source: Path) -> str:
-    """What a library of this source says that it was made of: the source, the headers beside it, and the flags."""
+    """Return what a library of this source says that it was made of: the source, the headers beside it, and the flags."""
     files = (source, *sorted(source.parent.glob("*.h")))
     content = b"\0".join((*(path.read_bytes() for path in files), *map(str.encode, FLAGS)))
     return short_hash(content)
@@ -31,6 +31,6 @@ def short_hash(content: bytes) -> str:
 
 
 def command(compiler: str, source: Path, target: Path) -> list[str]:
-    """The command that compiles a source to a shared library."""
+    """Return the command that compiles a source to a shared library."""
     identity = (f'-DNC_SOURCE_HASH="{source_hash(source)}"', "-include", str(source.parent / _HEADER))
     return [*compiler.split(), *FLAGS, *identity, "-o", str(target), str(source)]

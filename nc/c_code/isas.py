@@ -20,7 +20,7 @@ NUMBERS = {name: number for number, name in enumerate(ISAS)}
 
 
 def compiled(library: ctypes.CDLL) -> tuple[str, ...]:
-    """The instruction sets that a library has code for: an old compiler leaves some out."""
+    """Return the instruction sets that a library has code for: an old compiler leaves some out."""
     library.nc_isas.restype = ctypes.c_int64
     bits = library.nc_isas()
     return tuple(name for name, number in NUMBERS.items() if bits >> number & 1)

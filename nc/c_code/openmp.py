@@ -33,7 +33,7 @@ def leave_threads_of_parent() -> None:
 
 @functools.cache
 def _first_process() -> int:
-    """The process that asked first on several threads: it, or none, has started some."""
+    """Return the process that asked first on several threads: it, or none, has started some."""
     return os.getpid()
 
 

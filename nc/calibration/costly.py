@@ -33,7 +33,7 @@ def costly_operators(
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Finding, ...]:
-    """The operators that lose most, the worst first.
+    """Return the operators that lose most, the worst first.
 
     One run finds the error of each operator on exact inputs. Then operators are tried in the order of these errors, for as long as the time
     allows: the float graph runs with the rounded output of one operator, and the error of the model's outputs is measured.
@@ -86,7 +86,7 @@ def costly_operators(
 
 
 def _replacing(name: str, value: Any) -> Hook:
-    """A hook that gives a node another value."""
+    """Return a hook that gives a node another value."""
     return lambda node, own, _: value if node.name == name else own
 
 

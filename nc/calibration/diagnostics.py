@@ -109,7 +109,7 @@ def _late(seen: Seen) -> int:
 
 
 def _range(qparams: QParams, margin: float = 0.0) -> tuple[float, float]:
-    """The lowest and highest value that the codes can hold, with `margin` steps more on each side."""
+    """Return the lowest and highest value that the codes can hold, with `margin` steps more on each side."""
     spec, scale, zero_point = qparams.spec, float(qparams.scale), int(qparams.zero_point)
     return (spec.quant_min - zero_point - margin) * scale, (spec.quant_max - zero_point + margin) * scale
 

@@ -13,7 +13,7 @@ from nc.calibration.statistics import Collected, Statistics, decode, encode
 
 
 def gather(statistics: Statistics, identity: Callable[[], Mapping[str, bytes]]) -> Collected:
-    """The statistics of all ranks of the default process group, merged in the order of the ranks. Without a group, those of this process.
+    """Return the statistics of all ranks of the default process group, merged in their order. Without a group, those of this process.
 
     Every rank must call it. The group needs a backend for tensors on the CPU: gloo or mpi.
 

@@ -18,7 +18,7 @@ from nc.spec import FakeTensorSpec, TensorSpec, per_group
 
 
 def statistic_for(spec: FakeTensorSpec) -> Statistic:
-    """What is to be collected of an activation."""
+    """Return what is to be collected of an activation."""
     if spec.granularity == "per_tensor":
         return ALGORITHMS[str(spec.observer)].statistic
     assert spec.axis is not None
@@ -26,7 +26,7 @@ def statistic_for(spec: FakeTensorSpec) -> Statistic:
 
 
 def watches_for_sites(sites: Sequence[Site]) -> list[Watch]:
-    """The statistics from which the ranges of simulated activations are found."""
+    """Return the statistics from which the ranges of simulated activations are found."""
     return [Watch(s.node, s.reader, statistic_for(s.spec), s.operator) for s in sites]
 
 

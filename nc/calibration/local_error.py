@@ -65,7 +65,7 @@ def local_errors(
 
 
 def _of_cell(results: Sequence[torch.Tensor]) -> Any:
-    """What a cell gives, out of what a layer of one step gives in its place."""
+    """Return what a cell gives, out of what a layer of one step gives in its place."""
     states = tuple(state.squeeze(0) for state in results[1:])
     return states if len(states) > 1 else states[0]
 

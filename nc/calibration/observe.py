@@ -36,12 +36,12 @@ class Watch:
 
 
 def watches_for(edges: Sequence[Edge]) -> list[Watch]:
-    """The statistics from which the ranges of edges are found."""
+    """Return the statistics from which the ranges of edges are found."""
     return [Watch(e.origin, e.reader, ALGORITHMS[e.spec.algo].statistic, e.operator) for e in edges]
 
 
 def observed_module(module: fx.GraphModule, watches: Sequence[Watch]) -> tuple[fx.GraphModule, dict[Key, Observer]]:
-    """A copy of `module` with one observer per tensor and statistic; constants are shared.
+    """Return a copy of `module` with one observer per tensor and statistic; constants are shared.
 
     Returns:
         The copy, and the observers by (node name, statistic).

@@ -84,7 +84,7 @@ class Ranks:
         return flag if self.alone else all(card[0] for card in self._cards(bytes([flag])))
 
     def each(self, data: bytes) -> Iterator[bytes]:
-        """The bytes of each rank, in the order of the ranks; only those of one are in memory at a time."""
+        """Yield the bytes of each rank, in the order of the ranks; only those of one are in memory at a time."""
         if self.alone:
             yield data
             return
@@ -94,7 +94,7 @@ class Ranks:
             yield sent.numpy().tobytes()
 
     def from_first(self, document: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """What rank 0 gives, bit for bit; the arguments of the other ranks are not used.
+        """Return what rank 0 gives, bit for bit; the arguments of the other ranks are not used.
 
         Args:
             document: JSON.

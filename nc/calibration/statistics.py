@@ -91,13 +91,13 @@ class Statistics:
         self._samples = samples
 
     def collected(self) -> Collected:
-        """A snapshot."""
+        """Return a snapshot."""
         states = {key: {name: t.clone() for name, t in o.state.items()} for key, o in self._observers.items()}
         seen = {key: o.seen for key, o in self._observers.items()}
         return Collected(states, seen, tuple(self._samples.batches), magnitudes(self._module.named_buffers()))
 
     def identity(self) -> dict[str, bytes]:
-        """What the statistics belong to: the captured graph and a checksum of its constants."""
+        """Return what the statistics belong to: the captured graph and a checksum of its constants."""
         return {"model": self._module.code.encode(), "weights": checksum("", dict(self._module.named_buffers())).encode()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -131,7 +131,7 @@ class Statistics:
         self._become(self.combined([("here", self.collected()), found]))
 
     def combined(self, parts: Iterable[tuple[str, Collected]]) -> Collected:
-        """The statistics of one run over all parts, in their order. Those of this object do not change.
+        """Return the statistics of one run over all parts, in their order. Those of this object do not change.
 
         Args:
             parts: at least one. Each is a name for messages, and statistics. They are read one at a time.
@@ -161,7 +161,7 @@ class Statistics:
         self._samples.batches = list(found.samples)
 
     def _fitting(self, found: Collected, where: str, mine: Mapping[str, float]) -> Collected:
-        """The part of `found` that the observers of this model need; `mine` are the weights of this model."""
+        """Return the part of `found` that the observers of this model need; `mine` are the weights of this model."""
         refuse_other_weights(found.weights, mine, where)
         states, seen = {}, {}
         for (tensor, statistic), observer in self._observers.items():
@@ -189,12 +189,12 @@ def read(path: str | os.PathLike[str]) -> Collected:
 
 
 def encode(found: Collected) -> bytes:
-    """The content of a file."""
+    """Return the content of a file."""
     return tensor_file.encode(_KIND, *_unparsed(found))
 
 
 def decode(data: bytes, where: str) -> Collected:
-    """The inverse of `encode`.
+    """Return the inverse of `encode`.
 
     Args:
         data: content of a file.

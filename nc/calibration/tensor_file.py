@@ -22,7 +22,7 @@ Content = TypeVar("Content")
 
 
 def encode(kind: Kind, document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     return safetensors.torch.save(tensors, _metadata(kind, document, tensors))
 
 
@@ -33,7 +33,7 @@ def write(path: str | os.PathLike[str], kind: Kind, document: dict[str, Any], te
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file; ArtefactMissingError if there is none."""
+    """Return the bytes of a file; ArtefactMissingError if there is none."""
     if not Path(path).is_file():
         msg = f"{path}: there is no such file; `prepared.statistics.save(path)` writes one."
         raise ArtefactMissingError(msg)
@@ -41,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode(kind: Kind, data: bytes, where: str, parse: Callable[[dict[str, Any], dict[str, torch.Tensor]], Content]) -> Content:
-    """What a file holds.
+    """Return what a file holds.
 
     Args:
         kind: that it should have.

@@ -69,7 +69,7 @@ class Caller:
     precautions: Precautions
 
     def __call__(self, values: Mapping[str, Any]) -> Ran:
-        """The model's own call, with copies of the arguments."""
+        """Return the model's own call, with copies of the arguments."""
         arguments: dict[str, Any] = pytree.tree_map(copied, dict(values))
         args, kwargs = self.split(arguments)
         known = containers(arguments)
@@ -85,7 +85,7 @@ class Caller:
         return Ran(outputs, arguments, _replaced(*before, arguments), objects)
 
     def split(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, by position and by name."""
+        """Return the arguments of a call, by position and by name."""
         last = max((i for i, p in enumerate(self.parameters) if p.captured and not p.keyword), default=-1)
         args: list[Any] = []
         given = self.parameters[: max(last + 1, self.positional)]
@@ -97,12 +97,12 @@ class Caller:
 
 
 def copied(leaf: Any) -> Any:
-    """A leaf of arguments, so that a model that works in place leaves the original as it is."""
+    """Return a leaf of arguments, so that a model that works in place leaves the original as it is."""
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def run_graph(module: fx.GraphModule, signature: Signature, values: Mapping[str, Any]) -> Ran:
-    """A call of a graph, with copies of the arguments."""
+    """Return a call of a graph, with copies of the arguments."""
     arguments: dict[str, Any] = pytree.tree_map(copied, dict(values))
     outputs = call_graph(module, signature.bind((), arguments))
     signature.unflatten(outputs)  # what it raises is about other things
@@ -152,7 +152,7 @@ def giving_entries(model: torch.nn.Module, names: Sequence[str], replaced: Repla
 
 
 def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a call with these names, in this order."""
+    """Return the arguments of a call with these names, in this order."""
     given: dict[str, Any] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         given.update(value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value})
@@ -160,7 +160,7 @@ def _by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
 
 
 def _replaced(before: Sequence[Any], spec: pytree.TreeSpec, arguments: Mapping[str, Any]) -> Replaced | None:
-    """What a call replaced in containers, given the leaves and the structure of its arguments in front of it."""
+    """Return what a call replaced in containers, given the leaves and the structure of its arguments in front of it."""
     after, now = pytree.tree_flatten(arguments)
     place = {id(leaf): i for i, leaf in reversed([*enumerate(before)])}
     if now == spec and all(a is b or _is_equal(a, b) for a, b in zip(before, after, strict=True)):

@@ -60,7 +60,7 @@ class Graph:
     example: tuple[torch.Tensor, ...]
 
     def operator(self, name: str) -> Operator:
-        """The operator of that name."""
+        """Return the operator of that name."""
         return next(op for op in self.operators if op.name == name)
 
 
@@ -124,7 +124,7 @@ def capture(
 
 
 def _kept_at_each_call(run: Caller, values: dict[str, Any], before: State) -> str:
-    """What each call changes beside buffers, for messages. What only the first call sets is a result that is kept for later ones."""
+    """Return what each call changes beside buffers, for messages. What only the first call sets is a result that is kept for later ones."""
     after = state_of(run.model)
     if not changed(before, after):
         return ""
@@ -191,7 +191,7 @@ def _all_attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool, fai
 
 
 def _attempts(values: dict[str, Any], dynamic_shapes: Any, images: bool) -> Iterator[_Attempt]:
-    """The ways to export, in order: first with all dimensions free, at last with none. Each result is checked against the model.
+    """Yield the ways to export, in order: first with all dimensions free, at last with none. Each result is checked against the model.
 
     An example with a batch of 1 is repeated before it is traced, because export treats a size of 1 as a constant. `oblivious` makes export
     treat it as free. But in some models (Llama, DistilBert) the batch then still becomes a constant argument of `expand`.
@@ -277,7 +277,7 @@ def check_captured(run: Caller, graph: Graph, values: dict[str, Any], expected: 
 
 
 def _conditioned(graph: Graph, guards: Guards, run: Caller, values: dict[str, Any]) -> Graph:
-    """The graph with conditions on the sizes of its inputs: those for which the model is seen to compute something else."""
+    """Return the graph with conditions on the sizes of its inputs: those for which the model is seen to compute something else."""
     picks = picks_of(graph.module)
 
     def outcome(sizes: Mapping[str, int]) -> Outcome:
@@ -323,7 +323,7 @@ _HERE = str(Path(__file__).parents[1])
 
 
 def _telling(failures: Sequence[Exception]) -> Exception:
-    """The failure that says most: of an attempt that got far, or else the first."""
+    """Return the failure that says most: of an attempt that got far, or else the first."""
     return next((f for f in reversed(failures) if isinstance(f, (OtherOutputError, LostEffectError))), failures[0])
 
 
@@ -357,7 +357,7 @@ def _shown(value: Any) -> str:
 
 
 def _shapes(value: Any, dims: Callable[[Any, bool], Any], depth: int = 0) -> Any:
-    """What dimensions are free, in the structure of arguments, where torch.export wants a list for each object.
+    """Return what dimensions are free, in the structure of arguments, where torch.export wants a list for each object.
 
     Args:
         value: the arguments by name, or a part of them.
@@ -399,7 +399,7 @@ def _batch_dim(leaf: Any, _: bool) -> Any:
 
 
 def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None], shapes: Any) -> tuple[tuple[Leaf, ...], pytree.TreeSpec]:
-    """The flat inputs.
+    """Return the flat inputs.
 
     Args:
         values: the arguments.
@@ -424,7 +424,7 @@ def _leaves(values: dict[str, Any], placeholders: list[fx.Node | Unused | None],
 
 
 def _not_asked(asked: Any, dims: tuple[int | str, ...]) -> tuple[int, ...]:
-    """The fixed dimensions of an argument that torch.export was not asked to leave free.
+    """Return the fixed dimensions of an argument that torch.export was not asked to leave free.
 
     Args:
         asked: by dimension, or a list of all; an integer, None or `Dim.STATIC` is no question.

@@ -99,7 +99,7 @@ def _causal_bias(call: _Builder, query: fx.Node, key: fx.Node, shape: Shape) -> 
 
 
 def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The mask as a term to add, and a factor for the result: 0 for rows that attend to nothing, else 1. None if all rows attend."""
+    """Return the mask as a term to add, and a factor for the result: 0 for rows that attend to nothing, else 1. None if all rows attend."""
     val = mask.meta["val"]
     shape = tuple(val.shape)
     if val.dtype != torch.bool:
@@ -112,7 +112,7 @@ def _bias(call: _Builder, mask: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _finite(call: _Builder, mask: fx.Node, shape: Shape) -> tuple[fx.Node, fx.Node]:
-    """A float mask with -inf as `_bias` gives it. It becomes finite, because a row of -inf alone would give NaN."""
+    """Return a float mask with -inf as `_bias` gives it. It becomes finite, because a row of -inf alone would give NaN."""
     row = (*shape[:-1], 1)
     visible = call(shape, aten.gt.Scalar, mask, torch.finfo(torch.float32).min)
     attended = call(row, aten.to.dtype, call(row, aten.any.dim, visible, -1, True), torch.float32)

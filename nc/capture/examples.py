@@ -14,7 +14,7 @@ from nc.errors import InputError
 
 
 def bind_examples(model: torch.nn.Module, example_inputs: Any) -> tuple[dict[str, Any], int]:
-    """Example inputs by parameter name of `forward`, in its order; and how many are given by position. Those that are None are left out."""
+    """Return example inputs by parameter name of `forward`, in order, and how many are positional. Those that are None are left out."""
     if example_inputs is None:
         msg = (
             "example_inputs is missing: the model is captured by running it once. Give one batch as a tensor, a tuple (positional) or a "
@@ -88,7 +88,7 @@ def holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
-    """The arguments repeated to another batch size; None when the tensors do not share a first dimension."""
+    """Return the arguments repeated to another batch size; None when the tensors do not share a first dimension."""
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
     sizes = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
@@ -103,7 +103,7 @@ def with_batch(values: dict[str, Any], size: int) -> dict[str, Any] | None:
 
 
 def another_batch(values: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments in another batch size than the example's: 3, or 5 where the example has 3. None where there is no first dimension.
+    """Return the arguments in another batch size than the example's: 3, or 5 where it has 3. None where there is no first dimension.
 
     If the tensors have different first dimensions, each becomes twice as long. Every second copy is flipped. Otherwise all parts of the
     batch would be equal, and mixing them up would not show.
@@ -160,7 +160,7 @@ def _is_row_in_order(tensor: torch.Tensor) -> bool:
 
 
 def with_sizes(values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments in other sizes: cut, or repeated and cut.
+    """Return the arguments in other sizes: cut, or repeated and cut.
 
     Args:
         values: the arguments.

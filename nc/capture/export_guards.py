@@ -143,7 +143,7 @@ def _without_padding(layer: Callable[..., torch.Tensor], check: bool, src: torch
 
 
 def zero_padding(output: torch.Tensor, src: torch.Tensor, options: Mapping[str, Any], check: bool) -> torch.Tensor:
-    """What a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens.
+    """Return what a layer of an encoder gives, with zeros at padding. The encoder gives it masks as numbers that are added, 0 for tokens.
 
     Args:
         output: of the layer.

@@ -14,7 +14,7 @@ from nc.graph.fx_utils import free_name
 
 
 def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, list[fx.Node | Unused | None]]:
-    """A flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
+    """Return a flat module from an exported program: parameters and buffers become `get_attr` of flat buffers.
 
     Returns:
         The module, and for each user input leaf its placeholder, or None when the leaf is not a tensor.

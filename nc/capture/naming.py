@@ -158,7 +158,7 @@ def _same_size(x: object, y: object) -> bool:
 
 
 def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tuple[str, bool, str]:
-    """(module path, whether the node *is* that module, class of that module)."""
+    """Return (module path, whether the node *is* that module, class of that module)."""
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     path = path if path in modules else ""
@@ -178,7 +178,7 @@ def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tup
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """A torch.nn module that is one operator: no children, and not a container."""
+    """Tell whether a torch.nn module is one operator: no children, and not a container."""
     return type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
 
 

@@ -64,7 +64,7 @@ def _with_fixed_sizes(
 
 
 def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A view that exists for these sizes only; -1 stands for any. The tensor itself where its sizes can be no others."""
+    """Return a view that exists for these sizes only; -1 stands for any. The tensor itself where its sizes can be no others."""
     if all(size < 0 or isinstance(own, int) for own, size in zip(tensor.shape, sizes, strict=True)):
         return tensor
     return tensor.expand(sizes)
@@ -72,7 +72,7 @@ def _fixed(tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _operators() -> dict[Any, torch._ops.OpOverload]:
-    """The function of torch for each recurrent layer → the operator that is traced in its place; registered when they are needed first."""
+    """Return torch's function for each recurrent layer → the operator that is traced in its place; registered when needed first."""
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     found: dict[Any, torch._ops.OpOverload] = {}
     for name in _NAMES:

@@ -108,14 +108,14 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
 
 
 def _itself(node: object) -> object:
-    """What an operator in place returns: the value that it changed."""
+    """Return what an operator in place returns: the value that it changed."""
     while isinstance(node, fx.Node) and works_in_place(node) and (changed := next(_changed_by(node), None)) is not None:
         node = changed
     return node
 
 
 def _changed_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that an operator changes."""
+    """Yield the arguments that an operator changes."""
     if works_in_place(node):
         arguments = schema_arguments(node)
         for argument in schema_of(node.target):
@@ -125,7 +125,7 @@ def _changed_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What a value is a view of, or a changed form of; itself if it is none."""
+    """Return what a value is a view of, or a changed form of; itself if it is none."""
     while may_be_view(node) or works_in_place(node):
         source = next(_changed_by(node), None) if works_in_place(node) else first_input(node)
         if source is None:
@@ -163,7 +163,7 @@ def flattens(module: fx.GraphModule) -> None:
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
-    """A size as an argument: a number, or a node that reads it from an input. None if no input has this size."""
+    """Return a size as an argument: a number, or a node that reads it from an input. None if no input has this size."""
     if isinstance(size, int):
         return size
     inputs = [n for n in module.graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
@@ -317,7 +317,7 @@ def tensor_limits(module: fx.GraphModule) -> None:
 
 
 def batched_convolutions(module: fx.GraphModule) -> None:
-    """A convolution without a batch dimension gets one of size 1, which kernels need."""
+    """Give convolutions without a batch dimension one of size 1, which kernels need."""
     for node in [n for n in module.graph.nodes if op_name(n) in WEIGHTED and op_name(n) != "linear"]:
         x = Weighted.of(node).input
         if x.meta["val"].dim() != Weighted.of(node).weight.meta["val"].dim() - 1:
@@ -356,7 +356,7 @@ def explicit_padding(module: fx.GraphModule) -> None:
 
 
 def fold_padding(module: fx.GraphModule) -> None:
-    """A padding with zeros that is equal on both sides becomes the padding of the convolution that reads it, if nothing else does."""
+    """Make a padding with zeros, equal on both sides, the padding of the convolution that reads it, if nothing else does."""
     for node in list(module.graph.nodes):
         name = op_name(node)
         if name not in ("conv1d", "conv2d", "conv3d") or node.target._overloadname != "default":

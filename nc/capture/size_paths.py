@@ -53,7 +53,7 @@ class Guards:
 
 
 def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
-    """The guards of an exported program.
+    """Return the guards of an exported program.
 
     Args:
         shapes: of each flat input, with symbols as free sizes; empty for one that is no tensor.
@@ -129,7 +129,7 @@ def _printed(expression: Any) -> str:
 
 
 def _place(location: Any) -> str:
-    """The place that asked, out of a guard's; "" for torch's own."""
+    """Return the place that asked, out of a guard's; "" for torch's own."""
     frame = location.framework_loc
     if not isinstance(frame, traceback.FrameSummary) or (frame.filename.startswith(_TORCH) and not frame.filename.startswith(_LAYERS)):
         return ""
@@ -146,7 +146,7 @@ class Outcome(enum.Enum):
 
 
 def those_that_matter(guards: Guards, example: Sizes, outcome: Callable[[Sizes], Outcome]) -> tuple[SizeCondition, ...]:
-    """The guards for which other sizes were seen to be no `SAME`, or could not be tried.
+    """Return the guards for which other sizes were seen to be no `SAME`, or could not be tried.
 
     Args:
         guards: to choose from.
@@ -220,7 +220,7 @@ def _near(names: Sequence[str], axes: Mapping[str, str], example: Sizes) -> Iter
 
 
 def _alike(name: str, example: Sizes) -> list[str]:
-    """The names that probably change together, such as the batch of two inputs: the same dimension, the same size."""
+    """Return the names that probably change together, such as the batch of two inputs: the same dimension, the same size."""
     dim = name.rpartition("_")[2]
     return [other for other, size in example.items() if size == example[name] and other.rpartition("_")[2] == dim]
 

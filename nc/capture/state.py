@@ -40,7 +40,7 @@ class Holder:
 
 
 def holders(model: torch.nn.Module) -> Iterator[Holder]:
-    """The modules of a model, objects in their attributes, their classes, and the globals that their forwards name."""
+    """Yield the modules of a model, objects in their attributes, their classes, and the globals that their forwards name."""
     seen: set[int] = set()
     classes: dict[type, None] = {}
     for path, module in model.named_modules():
@@ -58,18 +58,18 @@ def holders(model: torch.nn.Module) -> Iterator[Holder]:
 
 
 def state_of(model: torch.nn.Module) -> State:
-    """What all of them hold."""
+    """Return what all of them hold."""
     return {f"{holder.prefix}{name}": _parts(value) for holder in holders(model) for name, value in holder.values.items()}
 
 
 def changed(before: State, after: State) -> list[str]:
-    """The names that two states do not have in common."""
+    """Return the names that two states do not have in common."""
     names = [name for name, parts in after.items() if name not in before or not _are_same(before[name], parts)]
     return [*names, *(name for name in before if name not in after)]
 
 
 def computed_by_hooks(model: torch.nn.Module, before: State, after: State) -> set[str]:
-    """The attributes of modules with hooks in front of their call that are other tensors with the same values: weights, not states.
+    """Return the attributes of modules with hooks in front of their call that are other tensors with the same values: weights, not states.
 
     `weight_norm`, `spectral_norm` and pruning compute a weight of parameters in each call.
     """
@@ -85,7 +85,7 @@ def kept_in(model: torch.nn.Module) -> State:
 
 
 def changes_of(model: torch.nn.Module, before: State, after: State) -> list[str]:
-    """What changed, beside weights that hooks compute in each call."""
+    """Return what changed, beside weights that hooks compute in each call."""
     computed = computed_by_hooks(model, before, after)
     return [name for name in changed(before, after) if name not in computed]
 
@@ -159,7 +159,7 @@ def _objects(prefix: str, values: Mapping[str, Any], depth: int, seen: set[int])
 
 
 def _globals(forward: Any) -> Iterator[Holder]:
-    """The globals that a function names."""
+    """Yield the globals that a function names."""
     code = getattr(forward, "__code__", None)
     if code is None:
         return
@@ -168,7 +168,7 @@ def _globals(forward: Any) -> Iterator[Holder]:
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    """The tensors of a value whose content can be kept."""
+    """Return the tensors of a value whose content can be kept."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, collections.deque)) else (value,)
     kinds = (torch.Tensor, torch.nn.Parameter)
     return [

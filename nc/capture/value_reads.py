@@ -58,7 +58,7 @@ def depends_on_values(error: BaseException | None) -> bool:
 
 
 def reads_of(run: Callable[[], object]) -> tuple[ValueRead, ...]:
-    """The values that a call of the model reads in Python, in order.
+    """Return the values that a call of the model reads in Python, in order.
 
     Raises:
         UnfitReadError: there are too many.

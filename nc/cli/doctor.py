@@ -19,7 +19,7 @@ from nc.storage import store
 
 
 def of_artefact(folder: Path) -> dict[str, Any]:
-    """What this CPU makes of an artefact, as plain values; raises ArtefactError if the folder is not an artefact.
+    """Return what this CPU makes of an artefact, as plain values; raises ArtefactError if the folder is not an artefact.
 
     Returns:
         fits: whether it can run here.

@@ -153,7 +153,7 @@ def check_needs_no_data(prepared: PreparedModel | PreparedWeights | PreparedMixe
 
 
 def read_config(path: Path) -> AnyConfig:
-    """A configuration as `to_json_file` writes it."""
+    """Return a configuration as `to_json_file` writes it."""
     try:
         return config_from(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
@@ -165,7 +165,7 @@ def read_config(path: Path) -> AnyConfig:
 
 
 def make_model(factory: str) -> torch.nn.Module:
-    """The model that "pkg.module:factory" returns, in eval mode."""
+    """Return the model that "pkg.module:factory" returns, in eval mode."""
     module_name, colon, attribute = factory.partition(":")
     if not (module_name and colon and attribute):
         msg = f"Expected PKG.MODULE:FACTORY, e.g. my_models:make_encoder, but got {factory!r}."

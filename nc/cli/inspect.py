@@ -57,7 +57,7 @@ def show(folder: Path, console: Console, *, limited: bool, as_json: bool) -> Non
 
 
 def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True) -> Table:
-    """A table whose cells take several lines where it is too wide."""
+    """Return a table whose cells take several lines where it is too wide."""
     table = Table(box=None, pad_edge=False, show_header=header)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -67,7 +67,7 @@ def _broken(*columns: str, rows: Sequence[tuple[str, ...]], header: bool = True)
 
 
 def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, ...]], dict[str, str]]:
-    """The contents of a model with low-bit weights: as plain values, as a table of layers, and lines about the rest."""
+    """Return the contents of a model with low-bit weights: as plain values, as a table of layers, and lines about the rest."""
     document = content.document
     layers = [
         {
@@ -106,7 +106,7 @@ def _low_bit(content: folders.Content) -> tuple[dict[str, Any], list[tuple[str, 
 
 
 def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, str]]:
-    """The contents of a quantized graph as a table of operators, and lines about the rest."""
+    """Return the contents of a quantized graph as a table of operators, and lines about the rest."""
     columns = ("operator", "type", "activations", "weight", "rule", "why fp32")
     rows: list[tuple[str, ...]] = [columns, *(tuple(op[column] for column in columns) for op in contents["operators"])]
     int8 = sum(op["activations"] not in ("fp32", "bf16") for op in contents["operators"])
@@ -127,7 +127,7 @@ def _table(contents: dict[str, Any]) -> tuple[list[tuple[str, ...]], dict[str, s
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """The contents of an artefact as plain values."""
+    """Return the contents of an artefact as plain values."""
     stored = store.read(folder)
     document = stored.document
     plan = Plan.from_dict(document["plan"])

@@ -282,7 +282,7 @@ def _warn_of_too_many(threads: int) -> None:
 
 
 def _timings(times: dict[str, float], names: dict[str, str], example: Sequence[Any], rounds: int) -> dict[str, Any]:
-    """What bench prints, as plain values."""
+    """Return what bench prints, as plain values."""
     import torch
 
     return {
@@ -319,7 +319,7 @@ def doctor(folder: Path | None, as_json: bool) -> None:
 
 
 def _health() -> dict[str, Any]:
-    """What doctor finds on this machine, as plain values."""
+    """Return what doctor finds on this machine, as plain values."""
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.backends.auto_order import CONVOLUTIONS, LINEARS
     from nc.errors import BackendUnavailableError
@@ -378,7 +378,7 @@ def _remark(backend: str) -> str:
 
 
 def _onednn() -> str:
-    """What `native` calls, and who calls it; or why its plans can't be used."""
+    """Return what `native` calls, and who calls it; or why its plans can't be used."""
     from nc.errors import BackendUnavailableError
     from nc.onednn.providers import provider
     from nc.onednn.runner import runner
@@ -429,7 +429,7 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def cpu_model() -> str:
-    """The CPU's name as the kernel gives it."""
+    """Return the CPU's name as the kernel gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next(

@@ -55,7 +55,7 @@ def quantize_pretrained(
 
 
 def _pieces(source: Path, calib: Path, samples: int, length: int) -> list[torch.Tensor]:
-    """The text as token ids in pieces of one length, shape [1, length] each."""
+    """Return the text as token ids in pieces of one length, shape [1, length] each."""
     from transformers import AutoTokenizer
 
     try:

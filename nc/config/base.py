@@ -77,7 +77,7 @@ class QuantConfig(Document):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The default of each field."""
+        """Return the default of each field."""
         return {name: field.default for name, field in cls.FIELDS.items()}
 
     @classmethod
@@ -100,7 +100,7 @@ class QuantConfig(Document):
 
     @classmethod
     def check_local(cls, where: str, given: dict[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003 - for subclasses
-        """The fields of a local configuration, checked.
+        """Return the fields of a local configuration, checked.
 
         Args:
             where: the call, for messages.
@@ -115,7 +115,7 @@ class QuantConfig(Document):
     # ---- a value ----
 
     def __getattr__(self, name: str) -> Any:
-        """A field: the value given, or its default."""
+        """Return a field: the value given, or its default."""
         if name in type(self).FIELDS and "given" in self.__dict__:
             return self.given.get(name, self.FIELDS[name].default)
         msg = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -135,11 +135,11 @@ class QuantConfig(Document):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
-        """The same for all configurations of a class, because `set_local` changes a configuration and its hash must not change."""
+        """Return the same for all configurations of a class, because `set_local` changes a configuration and its hash must not change."""
         return hash(type(self))
 
     def __repr__(self) -> str:
-        """The given fields, white list and rules."""
+        """Return the given fields, white list and rules."""
         values = [f"{name}={value!r}" for name, value in self.given.items()]
         if self.white_list is not None:
             values.append(f"white_list={[key.text for key in self.white_list]}")
@@ -176,7 +176,7 @@ class QuantConfig(Document):
 
     @classmethod
     def all_float(cls) -> QuantConfig:
-        """The configuration that leaves operators in fp32."""
+        """Return the configuration that leaves operators in fp32."""
         return cls(w_dtype="fp32", act_dtype="fp32")
 
     def __add__(self, other: AnyConfig) -> ComposedConfig:
@@ -186,7 +186,7 @@ class QuantConfig(Document):
     # ---- plain values ----
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of plain values with a version; fields that were not given are left out."""
+        """Return a dict of plain values with a version; fields that were not given are left out."""
         document = {"schema_version": SCHEMA_VERSION, "algorithm": self.algorithm, "global": self._plain()}
         if self.white_list is not None:
             document["white_list"] = [dataclasses.asdict(key) for key in self.white_list]
@@ -197,7 +197,7 @@ class QuantConfig(Document):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """The inverse of `to_dict`. Also accepts Neural Compressor's forms: the fields, or {"global": fields, "local": {key: fields}}.
+        """Invert `to_dict`. Also accepts Neural Compressor's forms: the fields, or {"global": fields, "local": {key: fields}}.
 
         Raises:
             ConfigError: a key is unknown or missing, or the schema is newer than this package.
@@ -270,16 +270,16 @@ class ComposedConfig(Document):
         return hash(ComposedConfig)
 
     def __repr__(self) -> str:
-        """The sum."""
+        """Return the sum."""
         return " + ".join(map(repr, self.parts))
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of plain values with a version."""
+        """Return a dict of plain values with a version."""
         return {"schema_version": SCHEMA_VERSION, "algorithm": self.algorithm, "parts": [part.to_dict() for part in self.parts]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ComposedConfig:
-        """The inverse of `to_dict`; raises ConfigError like `QuantConfig.from_dict`."""
+        """Return the inverse of `to_dict`; raises ConfigError like `QuantConfig.from_dict`."""
         check_is_dict(data)
         check_schema(data, cls.algorithm)
         check_keys(data, required={"parts", "algorithm"}, optional={"schema_version"})
@@ -297,17 +297,17 @@ AnyConfig = QuantConfig | ComposedConfig
 
 
 def strategies() -> dict[str, type[QuantConfig]]:
-    """The class of each strategy by its name."""
+    """Return the class of each strategy by its name."""
     return {cls.algorithm: cls for cls in QuantConfig.__subclasses__()}
 
 
 def parts_of(config: AnyConfig) -> tuple[QuantConfig, ...]:
-    """The parts of a sum; a single configuration is its own only part."""
+    """Return the parts of a sum; a single configuration is its own only part."""
     return config.parts if isinstance(config, ComposedConfig) else (config,)
 
 
 def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
-    """A field for whole models (`pre`, `post`): the values of all parts that have it, each once, in order."""
+    """Return a field for whole models (`pre`, `post`): the values of all parts that have it, each once, in order."""
     values = [value for part in parts_of(config) if name in part.FIELDS for value in getattr(part, name)]
     return tuple(dict.fromkeys(values))
 
@@ -319,7 +319,7 @@ def is_simulated(config: AnyConfig) -> bool:
 
 
 def config_from(value: object) -> AnyConfig:
-    """A configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's form {"static_quant": {…}}.
+    """Return a configuration from a configuration, from the result of `to_dict`, or from Neural Compressor's form {"static_quant": {…}}.
 
     Raises:
         ConfigError: it is none of these.
@@ -360,7 +360,7 @@ def check_excluded(values: Mapping[str, Any]) -> None:
 
 
 def _local(key: object, config: object, around: Mapping[str, Any] | None = None) -> QuantConfig:
-    """A checked copy, so that later changes of `config` have no effect on the rule.
+    """Return a checked copy, so that later changes of `config` have no effect on the rule.
 
     It may repeat what `around`, the outer configuration's fields, says of the whole model.
     """

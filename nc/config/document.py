@@ -25,7 +25,7 @@ class Document(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
@@ -33,7 +33,7 @@ class Document(abc.ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Any:
-        """The inverse of `to_json`.
+        """Return the inverse of `to_json`.
 
         Raises:
             ConfigError: not JSON, or not a configuration of this class.
@@ -64,7 +64,7 @@ class Document(abc.ABC):
 
 
 def key_from(entry: Mapping[str, Any]) -> Key:
-    """A key from its form in a rule or a white list."""
+    """Return a key from its form in a rule or a white list."""
     text, is_type = entry.get("text", entry.get("key")), bool(entry.get("is_type", False))
     if not is_type:
         check_pattern(text)
@@ -72,7 +72,7 @@ def key_from(entry: Mapping[str, Any]) -> Key:
 
 
 def keys_from(entries: object) -> tuple[Key, ...]:
-    """The keys of a white list; raises ConfigError."""
+    """Return the keys of a white list; raises ConfigError."""
     listed = list(as_list(entries, "white_list"))
     for entry in listed:
         if not isinstance(entry, dict) or not isinstance(entry.get("text"), str) or not set(entry) <= {"text", "is_type"}:
@@ -82,7 +82,7 @@ def keys_from(entries: object) -> tuple[Key, ...]:
 
 
 def as_list(value: object, name: str) -> Iterator[Any]:
-    """A list's entries; raises ConfigError for anything else."""
+    """Yield a list's entries; raises ConfigError for anything else."""
     if not isinstance(value, (list, tuple)):
         msg = f"Expected {name} to be a list, but got {type(value).__name__}."
         raise ConfigError(msg)
@@ -118,7 +118,7 @@ def check_schema(data: Mapping[str, Any], algorithm: str) -> None:
 
 
 def fields_of(data: object) -> dict[str, Any]:
-    """The fields of a configuration by name; raises ConfigError."""
+    """Return the fields of a configuration by name; raises ConfigError."""
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         msg = f"Expected the fields of a configuration as a dict by name, but got {data!r}."
         raise ConfigError(msg)

@@ -20,7 +20,7 @@ OFF = "fp32"
 
 
 def _role(name: str, value: Any) -> FakeTensorSpec | str:
-    """A spec, the name of a dtype, "fp32", or the plain form of a spec."""
+    """Return a spec, the name of a dtype, "fp32", or the plain form of a spec."""
     if isinstance(value, FakeTensorSpec):
         known = (None, *ALGORITHMS)
         require(value.observer in known, f"observer of {name}", f"one of {', '.join(map(repr, ALGORITHMS))}", value.observer)
@@ -94,7 +94,7 @@ class FakeQuantConfig(QuantConfig):
 
     @classmethod
     def all_float(cls) -> FakeQuantConfig:
-        """The configuration that leaves operators in fp32."""
+        """Return the configuration that leaves operators in fp32."""
         return cls(**dict.fromkeys(ROLES, OFF))
 
     def _plain(self) -> dict[str, Any]:

@@ -35,14 +35,14 @@ class Field:
     register: Callable[[Any], None] | None = None
 
     def taken(self, name: str, value: Any) -> Any:
-        """The value to store for a value that was given; raises ConfigError."""
+        """Return the value to store for a value that was given; raises ConfigError."""
         stored = self.check(name, value)
         if self.register is not None:
             self.register(value)
         return stored
 
     def encode(self, value: Any) -> Any:
-        """A checked value as plain values; `check` accepts them."""
+        """Return a checked value as plain values; `check` accepts them."""
         if isinstance(value, tuple):
             return [self.encode(v) for v in value]
         if not dataclasses.is_dataclass(type(value)):
@@ -51,7 +51,7 @@ class Field:
 
 
 def one_of(*allowed: str) -> Check:
-    """A check for one of these names."""
+    """Return a check for one of these names."""
 
     def check(name: str, value: Any) -> Any:
         require(value in allowed, name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
@@ -61,13 +61,13 @@ def one_of(*allowed: str) -> Check:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Take True or False."""
     require(isinstance(value, bool), name, "True or False", value)
     return bool(value)
 
 
 def number(low: float, high: float, *, closed: bool = False) -> Check:
-    """A check for a number above `low` (or from `low` if `closed`) and up to `high`."""
+    """Return a check for a number above `low` (or from `low` if `closed`) and up to `high`."""
 
     def check(name: str, value: Any) -> float:
         legal = is_number(value) and (low < value <= high or (closed and value == low))
@@ -85,7 +85,7 @@ def group_size(name: str, value: Any) -> int:
 
 
 def ratio_or_auto(name: str, value: Any) -> float | str:
-    """A number from 0 to 1, or "auto"."""
+    """Return a number from 0 to 1, or "auto"."""
     if isinstance(value, str) and value == "auto":
         return "auto"
     require(is_number(value) and 0.0 <= value <= 1.0, name, 'a number from 0 to 1, or "auto"', value)
@@ -93,7 +93,7 @@ def ratio_or_auto(name: str, value: Any) -> float | str:
 
 
 def range_algorithm(name: str, value: Any) -> str:
-    """The name of a range algorithm, or of the object that is one."""
+    """Return the name of a range algorithm, or of the object that is one."""
     return value.name if isinstance(value, RangeAlgorithm) else str(one_of(*ALGORITHMS)(name, value))
 
 
@@ -112,7 +112,7 @@ def precisions(name: str, value: Any) -> tuple[str, ...]:
 
 
 def plain_object(known: Mapping[str, type], protocol: type) -> Check:
-    """A check for an object of a class in `known` or of a dataclass of your own with the members of `protocol`, its name or plain form."""
+    """Return a check for objects of classes in `known` or your own dataclasses with the members of `protocol`, names or plain forms."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, str) and value in known:
@@ -127,7 +127,7 @@ def plain_object(known: Mapping[str, type], protocol: type) -> Check:
 
 
 def plain_objects(known: Mapping[str, type], protocol: type) -> Check:
-    """The same for a list, or one."""
+    """Return the same for a list, or one."""
     one = plain_object(known, protocol)
 
     def check(name: str, value: Any) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def plain_objects(known: Mapping[str, type], protocol: type) -> Check:
 
 
 def double_quant(name: str, value: Any) -> DoubleQuant | bool:
-    """A `DoubleQuant`, its plain form, True for the default, or False for none."""
+    """Return a `DoubleQuant`, its plain form, True for the default, or False for none."""
     if isinstance(value, Mapping):
         return _built(DoubleQuant, value)  # type: ignore[no-any-return]
     if isinstance(value, bool):
@@ -147,14 +147,14 @@ def double_quant(name: str, value: Any) -> DoubleQuant | bool:
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
-    """An object of a dataclass from its fields; raises ConfigError for others."""
+    """Return an object of a dataclass from its fields; raises ConfigError for others."""
     names = [f.name for f in dataclasses.fields(cls)]
     require(set(options) <= set(names), f"the options of {cls.__name__}", f"out of {', '.join(names) or 'none'}", list(options))
     return cls(**options)
 
 
 def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
-    """A check for a list of algorithms for some stages: objects of a class in `known` or of your own classes, or their plain form."""
+    """Return a check for lists of algorithms for some stages: objects of classes in `known` or of your own, or their plain form."""
 
     def one(name: str, value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and value["name"] in known:
@@ -171,7 +171,7 @@ def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
 
 
 def register_algorithms(known: dict[str, type]) -> Callable[[Any], None]:
-    """What makes the classes of algorithms in a list known by their names."""
+    """Return what makes the classes of algorithms in a list known by their names."""
 
     def register(value: Any) -> None:
         for one in value if isinstance(value, (list, tuple)) else (value,):

@@ -371,7 +371,7 @@ def MXQuantConfig(
     weight_only: bool = False,
     white_list: Any = "*",
 ) -> QuantConfig:
-    """The MX formats of the OCP: elements of 4 to 8 bits in blocks, each with a power of two as its scale.
+    """Return the MX formats of the OCP: elements of 4 to 8 bits in blocks, each with a power of two as its scale.
 
     Args:
         w_dtype: "int8", "fp8_e5m2", "fp8_e4m3", "fp6_e3m2", "fp6_e2m3" or "fp4"; a name of a float leaves layers alone.
@@ -501,7 +501,7 @@ def _from_fields(factory: Callable[..., QuantConfig], data: object) -> QuantConf
 
 
 def _called(factory: Callable[..., QuantConfig], fields: Mapping[str, Any]) -> QuantConfig:
-    """Raises UnknownFieldError for a name that is no parameter."""
+    """Raise UnknownFieldError for a name that is no parameter."""
     try:
         inspect.signature(factory).bind(**fields)
     except TypeError as error:
@@ -524,7 +524,7 @@ def _weights(
     rule: str | None = None,
     **fields: Any,
 ) -> WeightOnlyConfig:
-    """The configuration with all fields given."""
+    """Return the configuration with all fields given."""
     if dtype == "fp32":
         return WeightOnlyConfig(w_dtype="fp32", white_list=white_list)
     if group_dim != 1:

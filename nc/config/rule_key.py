@@ -53,12 +53,12 @@ class Key:
 
 
 def kind_of(name: str) -> str | None:
-    """The operator kind of a type name such as "Linear" or "matmul"; None if it is not a type name."""
+    """Return the operator kind of a type name such as "Linear" or "matmul"; None if it is not a type name."""
     return _KIND_OF_NAME.get(name)
 
 
 def fused_names(text: str) -> tuple[str, ...]:
-    """The parts of a fused type name: a type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu)."""
+    """Return the parts of a fused type name: a type, and the names of the operators after it ("Conv2d&add&ReLU" → Conv2d, add, relu)."""
     first, *rest = _BUILT_IN.sub(r"\1", text).split("&")
     return first, *(name.lower() for name in rest)
 
@@ -108,5 +108,5 @@ def check_pattern(key: str) -> None:
 
 
 def key_text(key: object) -> str:
-    """A key as messages show it."""
+    """Return a key as messages show it."""
     return key if isinstance(key, str) else getattr(key, "__name__", str(key))

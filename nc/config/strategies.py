@@ -255,7 +255,7 @@ class WeightOnlyConfig(QuantConfig):
 
 
 def weight_format(values: Mapping[str, Any], dtype_name: str | None = None) -> WeightFormat:
-    """The format that the fields of a `WeightOnlyConfig` ask for.
+    """Return the format that the fields of a `WeightOnlyConfig` ask for.
 
     Args:
         values: by the name of the field.

@@ -66,6 +66,6 @@ def own_forward(model: torch.nn.Module) -> None:
 
 
 def status(model: torch.nn.Module) -> str:
-    """What computes tokens after the first; "" where it is the model itself."""
+    """Return what computes tokens after the first; "" where it is the model itself."""
     found = vars(model).get("forward")
     return found.status() if isinstance(found, Decoder) else ""

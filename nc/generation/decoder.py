@@ -84,7 +84,7 @@ class Decoder:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives."""
+        """Return what the model gives."""
         if args or not self._is_step(kwargs):
             return self._forward(*args, **kwargs)
         cache, kind = cache_of(kwargs), _kind(kwargs)
@@ -132,7 +132,7 @@ class Decoder:
             self._compare(_kind(kwargs), kwargs, strict=True)
 
     def status(self) -> str:
-        """What computes tokens, in words."""
+        """Return what computes tokens, in words."""
         lines = []
         for (masked, several, counted), found in sorted(self._found.items()):
             more = (", some places hidden" if masked else "") + (", positions not given" if counted else "")
@@ -142,7 +142,7 @@ class Decoder:
         return "; ".join(lines)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model computes by itself."""
+        """Return a copy that computes by itself."""
         return _own_forward(memo.get(id(self._model()), self._model()))
 
     def __reduce__(self) -> Any:
@@ -181,7 +181,7 @@ class Decoder:
                 self._steps, self._found = {}, {}
 
     def _compare(self, kind: _Kind, kwargs: Mapping[str, Any], strict: bool) -> Any:
-        """A step of a kind that is not proved yet, computed by the model and by a plan."""
+        """Compute a step of a kind that is not proved yet by the model and by a plan."""
         with self._lock:
             cache = cache_of(kwargs)
             why = why_unknown(cache)
@@ -205,7 +205,7 @@ class Decoder:
         warn(f"Tokens are computed by the model itself: {why}")
 
     def _agreement(self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int) -> _Compared:
-        """A token by a plan, and how it agrees with the model's own output."""
+        """Return a token by a plan, and how it agrees with the model's own output."""
         name = type(self._model()).__name__
         more = sorted(key for key, value in output.items() if value is not None and key not in ("logits", *CACHE_NAMES))
         if more:
@@ -232,7 +232,7 @@ class Decoder:
         return _Compared(before.step, min(before.db, found), before.tokens + 1)
 
     def _step(self, memory: Memory, masked: bool) -> _Step:
-        """What computes a token. Some models can be captured only with a mask, which hides nothing then."""
+        """Return what computes a token. Some models can be captured only with a mask, which hides nothing then."""
         from nc.backends.native.decode import planned_step
 
         model = self._model()
@@ -278,7 +278,7 @@ def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _run(step: _Step, kwargs: Mapping[str, Any], memory: Memory, count: int) -> torch.Tensor:
-    """The logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
+    """Return the logits [batch, 1, vocabulary] of one token; its keys and values are written to `memory`."""
     ids, positions, mask = kwargs["input_ids"], kwargs.get("position_ids"), kwargs.get("attention_mask")
     place = torch.tensor([count], dtype=torch.int64, device="cpu")
     given = {"ids": ids.long(), "place": place, "keys": memory.keys, "values": memory.values}

@@ -69,7 +69,7 @@ def why_unknown(cache: Any) -> str:
 
 
 def memory_of(cache: Any) -> Memory:
-    """The tokens of a cache, in memory of their own with room for more.
+    """Return the tokens of a cache, in memory of their own with room for more.
 
     Args:
         cache: the user's, of a kind that is known, see `why_unknown`.
@@ -89,12 +89,12 @@ def _copied(side: list[torch.Tensor], count: int, places: int) -> torch.Tensor:
 
 
 def _sides(cache: Any) -> list[list[torch.Tensor]]:
-    """The keys of all layers, and the values."""
+    """Return the keys of all layers, and the values."""
     return [[layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]]
 
 
 def empty_cache(model: Any) -> Any:
-    """A cache as `generate` makes it."""
+    """Return a cache as `generate` makes it."""
     from transformers.cache_utils import DynamicCache
 
     takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters

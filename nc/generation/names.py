@@ -14,17 +14,17 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """The name of the argument of a model's `forward` that takes the cache."""
+    """Return the name of the argument of a model's `forward` that takes the cache."""
     return _first(inspect.signature(model.forward).parameters)
 
 
 def cache_field(output: type) -> str:
-    """The name of the field of an output's class that holds the cache."""
+    """Return the name of the field of an output's class that holds the cache."""
     return _first({field.name: None for field in dataclasses.fields(output)})
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, by either name; None where there is none."""
+    """Return the cache among the arguments of a call, by either name; None where there is none."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 

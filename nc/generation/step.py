@@ -24,7 +24,7 @@ INPUTS = ("ids", "positions", "place", "mask", "keys", "values")
 
 
 def captured(model: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, masked: bool) -> fx.GraphModule:
-    """The graph of a decoding step, for any batch and any length of the cache.
+    """Return the graph of a decoding step, for any batch and any length of the cache.
 
     Its inputs: token ids [batch, 1] and their positions [batch, 1]; the place [1] in the cache; with `masked` a mask [batch, length] of
     the places that hold tokens, in int64; keys and values [layers, batch, heads, length, width]. It writes the token's keys and values to
@@ -93,7 +93,7 @@ class _Step(torch.nn.Module):
 
 
 def _cache(keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> Any:
-    """A cache of transformers whose layers write to given memory."""
+    """Return a cache of transformers whose layers write to given memory."""
     from transformers import cache_utils
 
     base: Any = cache_utils.CacheLayerMixin  # its methods have other arguments in each version

@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def class_of(name: str) -> type | None:
-    """The registered class of that qualified name; None where transformers is not installed."""
+    """Return the registered class of that qualified name; None where transformers is not installed."""
     try:
         module = importlib.import_module(_MODULE)
     except Exception:  # noqa: BLE001 - not installed, or it does not import here
@@ -42,7 +42,7 @@ def class_of(name: str) -> type | None:
 
 
 def build(name: str, members: Iterable[Any], keys: Iterable[str]) -> Any:
-    """A cache of that qualified name; windows are not kept: each layer holds the keys and values that it is given."""
+    """Return a cache of that qualified name; windows are not kept: each layer holds the keys and values that it is given."""
     import transformers.cache_utils as caches
 
     parts = dict(zip(keys, members, strict=True))

@@ -176,7 +176,7 @@ def decide_kinds(module: fx.GraphModule) -> None:
 
 
 def kind_of_node(node: object) -> str | None:
-    """The quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values."""
+    """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values."""
     return node.meta.get("kind") if isinstance(node, fx.Node) else None
 
 
@@ -187,20 +187,20 @@ def is_float_tensor(node: object) -> TypeGuard[fx.Node]:
 
 
 def first_input(node: fx.Node) -> fx.Node | None:
-    """The node that an operator reads first; None where its first argument is a number, a list, or missing."""
+    """Return the node that an operator reads first; None where its first argument is a number, a list, or missing."""
     first = _first_argument(node)
     return first if isinstance(first, fx.Node) else None
 
 
 def input_node(node: fx.Node) -> fx.Node:
-    """The node that an operator reads first, where captured graphs have nothing else there."""
+    """Return the node that an operator reads first, where captured graphs have nothing else there."""
     first = _first_argument(node)
     assert isinstance(first, fx.Node), f"the first argument of {node.name} is no node"
     return first
 
 
 def _first_argument(node: fx.Node) -> object:
-    """The first argument of a call, also where it is given by name; None where there is none."""
+    """Return the first argument of a call, also where it is given by name; None where there is none."""
     return node.args[0] if node.args else next(iter(schema_arguments(node).values()), None)
 
 
@@ -222,14 +222,14 @@ def may_be_view(node: fx.Node) -> bool:
 
 
 def climb(node: fx.Node, through: Callable[[fx.Node], bool]) -> fx.Node:
-    """The first node that is not `through`, from `node` up along first inputs; also where a first input is no node."""
+    """Return the first node that is not `through`, from `node` up along first inputs; also where a first input is no node."""
     while through(node) and (source := first_input(node)) is not None:
         node = source
     return node
 
 
 def joined_inputs(node: fx.Node) -> Sequence[object]:
-    """What an operator of `JOINS` puts together; empty where that is one value, a list of which the graph does not say the length."""
+    """Return what an operator of `JOINS` puts together; empty where that is one value, a list of unknown length."""
     parts = _first_argument(node)
     return parts if isinstance(parts, (list, tuple)) else ()
 
@@ -249,7 +249,7 @@ def schema_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def weight_axis(node: fx.Node) -> int | None:
-    """The output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
+    """Return the output channel axis of a weighted operator's weight; None when channels of several groups are mixed along it."""
     if not is_transposed(node):
         return 0
     return 1 if groups_of(node) == 1 else None
@@ -261,5 +261,5 @@ def is_transposed(node: fx.Node) -> bool:
 
 
 def groups_of(node: fx.Node) -> int:
-    """Groups of a convolution; 1 for what has none."""
+    """Return the groups of a convolution; 1 for what has none."""
     return int(schema_arguments(node).get("groups", 1))

@@ -15,7 +15,7 @@ _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_s
 
 
 def origin(node: fx.Node, pools: set[fx.Node]) -> fx.Node:
-    """The tensor whose codes `node` carries: up through whole moves, and through `pools`, those that run on codes."""
+    """Return the tensor whose codes `node` carries: up through whole moves, and through `pools`, those that run on codes."""
     return climb(node, lambda n: op_name(n) in MOVES - _PARTS or n in pools)
 
 
@@ -38,12 +38,12 @@ def _takes_codes(node: fx.Node) -> bool:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The operator that computed a tensor: up through everything that an engine fuses behind it or passes codes through."""
+    """Return the operator that computed a tensor: up through everything that an engine fuses behind it or passes codes through."""
     return climb(node, lambda n: op_name(n) in MOVES | POOLS | ACTIVATIONS)
 
 
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators that read a tensor, seen through moves, pools, joins and elementwise activations; each once."""
+    """Yield the operators that read a tensor, seen through moves, pools, joins and elementwise activations; each once."""
     seen, stack = {node}, [node]
     while stack:
         for user in stack.pop().users:

@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 
 def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """What a structure holds; torch renamed it after 2.8."""
+    """Return what a structure holds; torch renamed it after 2.8."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 
@@ -101,7 +101,7 @@ class Effects:
         return [*entries, *tensors]
 
     def build(self, flat: Sequence[Any], spec: pytree.TreeSpec, arguments: Mapping[str, Any]) -> Any:
-        """The outputs in their structure, with the containers that the model returns itself."""
+        """Return the outputs in their structure, with the containers that the model returns itself."""
         if not self.objects:
             return pytree.tree_unflatten(list(flat), spec)
         return _built(spec, iter(flat), (), {out: container_at(arguments, where) for out, where in self.objects})
@@ -146,7 +146,7 @@ def same_objects(outputs: Any, known: Mapping[int, Path]) -> Iterator[tuple[Path
 
 
 def container_at(arguments: Mapping[str, Any], path: Path) -> Any:
-    """The container at a place that `containers` found."""
+    """Return the container at a place that `containers` found."""
     value: Any = list(arguments.values())
     for i in path:
         value = (_members(value) or ())[i]
@@ -168,7 +168,7 @@ def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
     size = tensor.element_size()
     start = tensor.storage_offset() * size
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -176,7 +176,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes(marks: torch.Tensor, tensor: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-    """The marks of the first bytes of all elements, then those of their second bytes, and so on."""
+    """Yield the marks of the first bytes of all elements, then those of their second bytes, and so on."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()]
     for offset in range(tensor.element_size()):
         yield marks.as_strided(tensor.shape, strides, start + offset)
@@ -195,7 +195,7 @@ def _write(tensor: torch.Tensor, value: torch.Tensor, path: str) -> None:
 
 
 def _members(value: Any) -> list[Any] | None:
-    """What a container holds, in the order of its structure; None for a leaf."""
+    """Return what a container holds, in the order of its structure; None for a leaf."""
     flatten = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     return None if flatten is None else list(flatten.flatten_fn(value)[0])
 
@@ -237,7 +237,7 @@ def _identical(new: Sequence[Any], old: Sequence[Any] | None) -> bool:
 
 
 def _built(spec: pytree.TreeSpec, leaves: Iterator[Any], path: Path, objects: Mapping[Path, Any]) -> Any:
-    """A structure around leaves, with the objects that are known at some places of it."""
+    """Return a structure around leaves, with the objects that are known at some places of it."""
     if path in objects:
         for _ in range(spec.num_leaves):
             next(leaves)

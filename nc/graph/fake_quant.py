@@ -47,7 +47,7 @@ class Site:
 
 
 def roles_of(node: fx.Node, kind: str) -> dict[str, fx.Node]:
-    """The tensors of an operator by role: constants, float activations."""
+    """Return the tensors of an operator by role: constants, float activations."""
     if kind == "embedding":
         weight = Embedding.of(node).weight
         return {"weight": weight, "output": node} if weight.op == "get_attr" else {}
@@ -178,7 +178,7 @@ def _dequantize(graph: fx.Graph, reader: fx.Node, source: fx.Node, constants: Se
 
 
 def _arguments(module: fx.GraphModule, node: fx.Node, spec: FakeTensorSpec, operator: str, role: str, ranges: Ranges) -> tuple[object, ...]:
-    """What follows the tensor in the call that simulates it."""
+    """Return what follows the tensor in the call that simulates it."""
     if spec.dynamic:
         how = str(spec.blocks), bool(spec.symmetric), str(spec.round_method), str(spec.scale_type), bool(spec.tensor_scale)
         return str(spec.dtype), *how, int(spec.seed or 0)

@@ -18,7 +18,7 @@ Hook = Callable[[fx.Node, Any, Mapping[fx.Node, Any]], Any]
 
 
 def copy_module(module: fx.GraphModule, *, lazy: bool = False) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy whose nodes can be changed, and the copy of each node; constants are shared. `lazy`: see `lazy_module`."""
+    """Return a copy whose nodes can be changed, and the copy of each node; constants are shared. `lazy`: see `lazy_module`."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, mapping))
@@ -26,12 +26,12 @@ def copy_module(module: fx.GraphModule, *, lazy: bool = False) -> tuple[fx.Graph
 
 
 def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module whose Python code is written when it is called first: that takes 30 ms for BERT-base, and not every module is called."""
+    """Return a module whose Python code is written at its first call: that takes 30 ms for BERT-base, and not every module is called."""
     return _LazyGraphModule(root, graph)
 
 
 def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: fx.node.Argument) -> fx.Node:
-    """A call of an operator, inserted where the graph inserts; the node is named after the operator alone."""
+    """Return a call of an operator, inserted where the graph inserts; the node is named after the operator alone."""
     return graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
 
 
@@ -75,7 +75,7 @@ class _Hooked(fx.Interpreter):
 
 
 def call_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """The outputs of a graph. `module(*inputs)` prints a stack to standard error if it fails, also where its caller handles the error."""
+    """Return the outputs of a graph. `module(*inputs)` prints a stack to standard error if it fails, also where that is handled."""
     return torch.nn.Module.__call__(module, *inputs)
 
 
@@ -101,19 +101,19 @@ def run_with(
 
 
 def constant_of(module: torch.nn.Module, node: fx.Node) -> torch.Tensor:
-    """The constant that a "get_attr" node reads."""
+    """Return the constant that a "get_attr" node reads."""
     value: torch.Tensor = getattr(module, str(node.target))
     return value
 
 
 def constant_value(module: fx.GraphModule, node: object) -> torch.Tensor | None:
-    """The value of a node that depends on constants only; None when it depends on inputs, or is changed in place."""
+    """Return the value of a node that depends on constants only; None when it depends on inputs, or is changed in place."""
     value = _evaluate(module, node, {}) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def constant_number(module: fx.GraphModule, node: fx.Node) -> float | None:
-    """The same of a node whose value is a number."""
+    """Return the same of a node whose value is a number."""
     value = _evaluate(module, node, {})
     return value if isinstance(value, int | float) else None
 
@@ -125,7 +125,7 @@ def _is_changed(node: fx.Node) -> bool:
 
 
 def _function(target: object) -> Callable[..., object] | None:
-    """What a node calls, where that changes no argument: it can be computed beforehand."""
+    """Return what a node calls, where that changes no argument: it can be computed beforehand."""
     if target is operator.getitem:
         return operator.getitem
     return target if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable else None
@@ -153,14 +153,14 @@ def _evaluate(module: fx.GraphModule, node: fx.Node, memo: dict[fx.Node, object]
 
 
 def free_name(module: torch.nn.Module, name: str) -> str:
-    """The name, with as many underscores behind it as it takes for `module` to have no attribute of that name."""
+    """Return the name, with as many underscores behind it as it takes for `module` to have no attribute of that name."""
     while hasattr(module, name):
         name += "_"
     return name
 
 
 def add_constant(module: fx.GraphModule, before: fx.Node, name: str, value: torch.Tensor, fqn: str) -> fx.Node:
-    """A new constant of the graph, inserted in front of `before`."""
+    """Return a new constant of the graph, inserted in front of `before`."""
     name = free_name(module, name)
     module.register_buffer(name, value.detach().contiguous())
     with module.graph.inserting_before(before):

@@ -48,7 +48,7 @@ def _matrix_product(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes)
 
 
 def _weighted(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """A linear or convolution; of a transposed one each value of the input is multiplied, of others each of the result is a sum."""
+    """Return a linear or convolution; of a transposed one each value of the input is multiplied, of others each of the result is a sum."""
     weight = shapes[arguments["weight"].name]
     is_transposed = "transpose" in op_name(node) or arguments.get("transposed") is True
     places = shapes[arguments["input"].name] if is_transposed else shapes[node.name]
@@ -81,7 +81,7 @@ def _tensordot(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> i
 
 
 def _einsum(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """A value per combination of all letters, as if all operands were multiplied at once."""
+    """Return a value per combination of all letters, as if all operands were multiplied at once."""
     operands = [shapes[n.name] for n in arguments["tensors"]]
     if len(operands) < 2:
         return 0
@@ -95,7 +95,7 @@ def _einsum(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
 
 
 def _attention(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """Queries times keys, then weights times values."""
+    """Count queries times keys, then weights times values."""
     query, key, value = (shapes[arguments[name].name] for name in ("query", "key", "value"))
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
@@ -105,7 +105,7 @@ def _distances(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> i
 
 
 def _vectors(node: fx.Node, arguments: Mapping[str, Any], shapes: Shapes) -> int:
-    """A matrix or vector times a vector."""
+    """Return a matrix or vector times a vector."""
     return math.prod(shapes[arguments["self"].name])
 
 

@@ -54,7 +54,7 @@ class Edge:
 
 
 def edge_key(edge: Edge) -> tuple[str, TensorSpec]:
-    """What edges that share qparams have in common: the tensor and how it is quantized."""
+    """Return what edges that share qparams have in common: the tensor and how it is quantized."""
     return edge.origin.name, edge.spec
 
 
@@ -97,7 +97,7 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
 
 
 def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -> list[Edge]:
-    """An edge for the output of each convolution and addition, with the ranges that its readers have."""
+    """Return an edge for the output of each convolution and addition, with the ranges that its readers have."""
     found = []
     for node in int8:
         kind, operator = kind_of_node(node) or "", node.meta["operator"]
@@ -137,7 +137,7 @@ def _add_edge(edges: dict[tuple[fx.Node, int | None], Edge], pools: set[fx.Node]
 
 
 def _activations(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The activations that an integer operator reads, at the positions that they have among its arguments."""
+    """Return the activations that an integer operator reads, at the positions that they have among its arguments."""
     return Binary.of(node).sides if kind_of_node(node) in BINARY else (Weighted.of(node).input,)
 
 
@@ -153,7 +153,7 @@ def _quantized_inputs(node: fx.Node, int8: set[fx.Node], depth: dict[fx.Node, in
 
 
 def _depths(module: fx.GraphModule, int8: set[fx.Node]) -> dict[fx.Node, int]:
-    """Number of integer operators on the longest path to each node."""
+    """Return the number of integer operators on the longest path to each node."""
     depth: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         depth[node] = max((depth[n] for n in node.all_input_nodes), default=0) + (node in int8)

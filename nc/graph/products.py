@@ -39,7 +39,7 @@ def unknown_products(plan: Plan) -> tuple[UnknownProduct, ...]:
 
 
 def unknown_text(products: Sequence[UnknownProduct]) -> str:
-    """A line about them, the largest weights first."""
+    """Return a line about them, the largest weights first."""
     largest = sorted(products, key=lambda product: -product.size)
     shown = ", ".join(f"{product.weight} {list(product.shape)}" for product in largest[:3])
     more = f" and {len(products) - 3} more" if len(products) > 3 else ""

@@ -90,7 +90,7 @@ class QDQGraph:
 
 
 def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] | None:
-    """Outputs for the example as a graph keeps them, so that nobody has to run it again to know what an engine should give.
+    """Return outputs for the example as a graph keeps them, so that nobody has to run it again to know what an engine should give.
 
     None where that is not worth the memory: where they take more than a quarter of the bytes of the `constants`, and more than a megabyte.
     """
@@ -101,7 +101,7 @@ def expected_outputs(outputs: Sequence[Any], constants: int) -> tuple[Any, ...] 
 
 
 def in_memory(graph: QDQGraph) -> QDQGraph:
-    """The same graph with all codes in memory of their own, so that nothing can happen to them."""
+    """Return the same graph with all codes in memory of their own, so that nothing can happen to them."""
     module, _ = copy_module(graph.module, lazy=True)
     for name, value in list(module.named_buffers()):
         if value.dtype in (torch.int8, torch.uint8):
@@ -110,7 +110,7 @@ def in_memory(graph: QDQGraph) -> QDQGraph:
 
 
 def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple[str, TensorSpec], QParams], plan: Plan) -> fx.GraphModule:
-    """A copy of `module` with pairs on all edges, weights as codes, and roundings to bf16 where that was asked; it shares other constants.
+    """Return a copy of `module` with pairs on all edges, weights as codes, and bf16 roundings where asked; it shares other constants.
 
     Args:
         module: captured graph.
@@ -210,7 +210,7 @@ def _call(graph: fx.Graph, operator: torch._ops.OpOverload, source: fx.Node) -> 
 
 
 def _storage(spec: TensorSpec) -> torch.dtype:
-    """The dtype that codes have in memory."""
+    """Return the dtype that codes have in memory."""
     return spec.dtype.storage
 
 
@@ -228,7 +228,7 @@ _Weights = dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | Non
 def _quantized(
     module: fx.GraphModule, reader: fx.Node, weight: fx.Node, spec: TensorSpec, axis: int | None, done: _Weights, groups: int = 1
 ) -> fx.Node:
-    """The dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
+    """Return the dequantize node that `reader` is to read instead of a weight; codes that are `done` are used again."""
     name = str(weight.target)
     key = (name, spec, axis)
     if key not in done:
@@ -256,7 +256,7 @@ def _quantized(
 
 
 def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _Weights) -> None:
-    """A recurrent layer or cell with int8 matrices; biases stay fp32. A cell becomes a layer with one step."""
+    """Give a recurrent layer or cell int8 matrices; biases stay fp32. A cell becomes a layer with one step."""
     codes, kind = spec.input(0), kind_of_node(node) or ""
     assert spec.weight is not None
     params = [_quantized(module, node, w, spec.weight, 0, done) if w.meta["val"].dim() == 2 else w for w in weights_of(node)]

@@ -57,7 +57,7 @@ def saturating(graph: QDQGraph, capabilities: Capabilities, fit: PairsFit = pair
 
 
 def narrow(graph: QDQGraph, capabilities: Capabilities) -> tuple[QDQGraph, tuple[str, ...]]:
-    """The graph for an engine and CPU, and which operators were quantized again for it; the others keep their codes.
+    """Return the graph for an engine and CPU, and which operators were quantized again for it; the others keep their codes.
 
     Args:
         graph: shares its other constants with the result; nothing of it changes.
@@ -96,7 +96,7 @@ def _fits(module: fx.GraphModule, node: fx.Node, fit: PairsFit) -> bool:
 
 
 def _weights(node: fx.Node) -> list[fx.Node]:
-    """The dequantize nodes of an operator's constant weights."""
+    """Return the dequantize nodes of an operator's constant weights."""
     return [n for n in node.all_input_nodes if n.target in DEQUANTIZE and Dequantize.of(n).codes.op == "get_attr"]
 
 
@@ -106,13 +106,13 @@ def _layout(node: fx.Node) -> tuple[int | None, int]:
 
 
 def _quantize_of(value: object) -> fx.Node | None:
-    """The quantize node whose codes a value has, or None."""
+    """Return the quantize node whose codes a value has, or None."""
     codes = Dequantize.of(value).codes if isinstance(value, fx.Node) and value.target is dequantize_per_tensor else None
     return codes if codes is not None and codes.target is quantize_per_tensor else None
 
 
 def _highest_code(value: object) -> int:
-    """The highest unsigned code of an activation."""
+    """Return the highest unsigned code of an activation."""
     quantize = _quantize_of(value)
     if quantize is None:
         return _ALL_CODES
@@ -121,7 +121,7 @@ def _highest_code(value: object) -> int:
 
 
 def _largest_size(value: object) -> int:
-    """The largest absolute signed code of a matmul's second input; 0 where it has no codes, and so no integer kernel."""
+    """Return the largest absolute signed code of a matmul's second input; 0 where it has no codes, and so no integer kernel."""
     quantize = _quantize_of(value)
     if quantize is None:
         return 0
@@ -144,7 +144,7 @@ def _requantize_weight(module: fx.GraphModule, node: fx.Node, old: fx.Node, spec
 
 
 def _new_weight(module: fx.GraphModule, old: fx.Node, spec: TensorSpec, axis: int | None, groups: int) -> tuple[Any, tuple[Any, ...]]:
-    """The call that dequantizes a weight's new codes, which become constants of the graph."""
+    """Return the call that dequantizes a weight's new codes, which become constants of the graph."""
     value, source = constant_value(module, old), Dequantize.of(old).codes
     assert value is not None
     codes, scale = quantize_weight(value, spec, axis, groups)
@@ -196,7 +196,7 @@ def _narrowed(plan: Plan, names: tuple[str, ...]) -> Plan:
 
 
 def _account(before: QDQGraph, after: QDQGraph, names: tuple[str, ...]) -> str:
-    """A line for the report."""
+    """Return a line for the report."""
     with torch.no_grad():
         distance = worst_sqnr_db(before.module(*before.example), after.module(*after.example))
     share = f"{len(names)} of {len(after.plan.quantized)} layers"
@@ -207,6 +207,6 @@ def _account(before: QDQGraph, after: QDQGraph, names: tuple[str, ...]) -> str:
 
 
 def named(names: tuple[str, ...]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

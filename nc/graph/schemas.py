@@ -34,19 +34,19 @@ class Argument:
 
 
 def schema_of(target: object) -> tuple[Argument, ...]:
-    """The arguments of an operator in their order; none for Python functions, which have no schema."""
+    """Return the arguments of an operator in their order; none for Python functions, which have no schema."""
     return _arguments(target) if isinstance(target, torch._ops.OpOverload) else ()
 
 
 @functools.cache
 def returns_of(target: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The types of what an operator returns, as torch writes them."""
+    """Return the types of what an operator returns, as torch writes them."""
     return tuple(str(each.type) for each in target._schema.returns)
 
 
 @functools.cache
 def writes_into(target: object) -> tuple[torch._ops.OpOverload, tuple[str, ...]] | None:
-    """The overload of an operator that writes results into memory it is given, and the names of those arguments; None where there is none.
+    """Return the overload of an operator that writes into memory it is given, and the names of those arguments; None for none.
 
     One that torch generates from the operator itself does not count: it makes new memory and copies.
     """

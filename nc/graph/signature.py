@@ -110,7 +110,7 @@ class Signature:
         object.__setattr__(self, "plain", count if is_plain and len(self.leaves) == count else -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
-        """The same: it never changes, and torch warns of each leaf of a structure that is copied."""
+        """Return the same: it never changes, and torch warns of each leaf of a structure that is copied."""
         return self
 
     @property
@@ -119,7 +119,7 @@ class Signature:
         return self.out_spec.num_leaves - len(self.effects.returned) + self.effects.values + len(self.reads)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The flat tensors that the graph reads, in its order.
+        """Return the flat tensors that the graph reads, in its order.
 
         Raises:
             InputError: an argument is missing, unknown, of another structure, dtype, device, rank or fixed size than captured, or the
@@ -144,7 +144,7 @@ class Signature:
         return len(args) == self.plain and not kwargs and all(type(value) is torch.Tensor for value in args)
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The user's output structure around the flat outputs of a graph. What the model writes into its arguments is left out.
+        """Return the user's output structure around the flat outputs of a graph. What the model writes into its arguments is left out.
 
         Raises:
             InputError: the model would take another path through its Python code for these inputs than for the example.
@@ -155,7 +155,7 @@ class Signature:
         return pytree.tree_unflatten(self.effects.spread(own, values), self.out_spec)
 
     def result(self, outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a call of the model returns, once what it writes is in the caller's own arguments.
+        """Return what a call of the model returns, once what it writes is in the caller's own arguments.
 
         Args:
             outputs: the flat outputs of the graph.
@@ -173,7 +173,7 @@ class Signature:
         return self.effects.build(self.effects.spread(own, values), self.out_spec, arguments)
 
     def _flat(self, arguments: dict[str, Any]) -> list[Any]:
-        """The flat inputs, in the captured structure."""
+        """Return the flat inputs, in the captured structure."""
         flat, spec = pytree.tree_flatten(arguments)
         if spec != self.in_spec:
             arguments = _fitted(arguments, self.in_spec)
@@ -183,7 +183,7 @@ class Signature:
         return flat
 
     def _parts(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The graph's own outputs, and the values of `effects`; raises as `unflatten`."""
+        """Return the graph's own outputs, and the values of `effects`; raises as `unflatten`."""
         last = len(outputs) - len(self.reads)
         own = last - self.effects.values
         for read, tensor in zip(self.reads, outputs[last:], strict=True):
@@ -198,7 +198,7 @@ class Signature:
         return outputs[:own], outputs[own:last]
 
     def without_conditions(self, example: Sequence[torch.Tensor]) -> Signature:
-        """The contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.
+        """Return the contract of a program that checks no conditions: sizes that could silently be wrong are fixed to those of the example.
 
         Args:
             example: the flat inputs that are used.
@@ -286,12 +286,12 @@ class Signature:
 
 
 def _shape_of(spec: pytree.TreeSpec) -> str:
-    """A structure, for messages."""
+    """Return a structure, for messages."""
     return "one value" if spec.is_leaf() else f"the structure {_layout(spec)}"
 
 
 def _layout(spec: pytree.TreeSpec) -> str:
-    """A structure as Python writes it, with `_` for each value."""
+    """Return a structure as Python writes it, with `_` for each value."""
     if spec.is_leaf():
         return "_"
     parts = [_layout(child) for child in children(spec)]
@@ -306,7 +306,7 @@ def _layout(spec: pytree.TreeSpec) -> str:
 
 
 def parameters_of(forward: Any, captured: dict[str, Any]) -> tuple[Parameter, ...]:
-    """The parameters of a `forward`; those in `captured` were given as examples."""
+    """Return the parameters of a `forward`; those in `captured` were given as examples."""
     kinds = inspect.Parameter
     parameters = []
     names = set()
@@ -329,12 +329,12 @@ _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 
 
 def _symbols(dim: Dim) -> set[str]:
-    """The free sizes that a dimension is computed from."""
+    """Return the free sizes that a dimension is computed from."""
     return set(re.findall(r"[A-Za-z_]\w*", dim)) if isinstance(dim, str) else set()
 
 
 def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:
-    """A value in the captured structure, as far as it fits.
+    """Return a value in the captured structure, as far as it fits.
 
     The order of a dict's keys does not matter. An artefact knows a named tuple as a tuple, and a dataclass by the names of its members.
     """
@@ -418,7 +418,7 @@ def _equal(value: Any, constant: Any) -> bool:
 def call_error(
     error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False
 ) -> NCError:
-    """What to raise for an error that came up inside a captured graph, or inside the engine that runs it.
+    """Return what to raise for an error that came up inside a captured graph, or inside the engine that runs it.
 
     Args:
         error: what was raised.
@@ -464,7 +464,7 @@ def _describe(value: Any) -> str:
 
 
 def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | str]]) -> Iterator[torch.Tensor]:
-    """The inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
+    """Yield the inputs, contiguous, with each free dimension of size 1 doubled: strides say nothing there.
 
     Args:
         inputs: flat inputs.

@@ -72,17 +72,17 @@ class SizeCondition:
             return False
 
     def names(self) -> list[str]:
-        """The names in it, each once."""
+        """Return the names in it, each once."""
         return list(dict.fromkeys(match[0] for match in NAME.finditer(self.text)))
 
     def described(self, paths: Sequence[str]) -> str:
-        """The text for people; `paths` of the flat inputs, in order."""
+        """Return the text for people; `paths` of the flat inputs, in order."""
         return NAME.sub(lambda match: f"{paths[int(match[1])]}.shape[{match[2]}]", self.text)
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> _Run:
-    """A function that takes sizes by name and gives the value.
+    """Return a function that takes sizes by name and gives the value.
 
     Raises:
         ValueError: the text is none of a condition.

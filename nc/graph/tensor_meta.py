@@ -19,13 +19,13 @@ class Size(str):
     hint: int | None
 
     def __new__(cls, name: str, hint: int | None) -> Size:
-        """A size of that name."""
+        """Return a size of that name."""
         size = super().__new__(cls, name)
         size.hint = hint
         return size
 
     def __getnewargs__(self) -> tuple[str, int | None]:  # type: ignore[override] # a string is made from one argument
-        """What copies are made from."""
+        """Return what copies are made from."""
         return str(self), self.hint
 
 
@@ -37,7 +37,7 @@ class Traced:
     shape: tuple[int | Size, ...]
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
 
@@ -46,7 +46,7 @@ TENSORS = (torch.Tensor, Traced)
 
 
 def dim_of(size: int | torch.SymInt) -> int | str:
-    """A size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
+    """Return a size that the model fixed, or the name of a free one. Export keeps the fixed sizes apart from the shape."""
     if isinstance(size, int):
         return size
     expression = size.node.shape_env.replace(size.node.expr)
@@ -63,7 +63,7 @@ def _name_of(size: int | torch.SymInt | Size) -> int | str:
 
 
 def hint_of(size: int | torch.SymInt | Size) -> int | None:
-    """The size when the model was traced; None where it depends on data."""
+    """Return the size when the model was traced; None where it depends on data."""
     if isinstance(size, int):
         return size
     if isinstance(size, Size):
@@ -72,7 +72,7 @@ def hint_of(size: int | torch.SymInt | Size) -> int | None:
 
 
 def strided(val: torch.Tensor | Traced, dim: int, stride: int) -> torch.Tensor | Traced:
-    """What is known of every `stride`-th slice along a dimension."""
+    """Return what is known of every `stride`-th slice along a dimension."""
     if isinstance(val, torch.Tensor):
         return val[(slice(None),) * dim + (slice(None, None, stride),)]
     size = val.shape[dim]

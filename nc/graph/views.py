@@ -25,7 +25,7 @@ class _View:
 
     @classmethod
     def of(cls: type[View], node: fx.Node) -> View:
-        """The view of a node; KeyError where its schema has no such argument."""
+        """Return the view of a node; KeyError where its schema has no such argument."""
         args, kwargs, values = node.args, node.kwargs, {}
         for name, places, is_needed in _places(cls, node.target):  # type: ignore[arg-type] # a class is hashable
             for index, argument in places:
@@ -72,7 +72,7 @@ def called_with(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def returned(module: fx.GraphModule) -> tuple[Any, ...]:
-    """What a graph returns: nodes, and other values."""
+    """Return what a graph returns: nodes, and other values."""
     (values,) = next(iter(reversed(module.graph.nodes))).args
     return tuple(values)
 

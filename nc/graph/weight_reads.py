@@ -96,7 +96,7 @@ def _of(node: fx.Node, constants: Collection[fx.Node], parameters: Collection[st
 
 
 def _low_bit(node: fx.Node) -> Weight:
-    """The weight of a low-bit operator, whose codes may be packed."""
+    """Return the weight of a low-bit operator, whose codes may be packed."""
     arguments = schema_arguments(node)
     codes = arguments["codes"]
     features = arguments["in_features"] if "in_features" in arguments else arguments["features"]

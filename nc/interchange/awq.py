@@ -76,13 +76,13 @@ def packed(codes: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
 
 
 def unpacked(stored: torch.Tensor, order: Sequence[int] = ORDER) -> torch.Tensor:
-    """The inverse of `packed`."""
+    """Return the inverse of `packed`."""
     inverse = sorted(range(8), key=order.__getitem__)
     return codes_in(stored, 4, stored.shape[1] * 8).reshape(stored.shape[0], -1, 8)[:, :, inverse].flatten(1)
 
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
-    """The low-bit linears of a file; errors as for `gptq.read`."""
+    """Return the low-bit linears of a file; errors as for `gptq.read`."""
     version, width = str(config.get("version", "gemm")).lower(), config.get("bits", 4)
     if version != "gemm" or width != 4:
         msg = f"AWQ of version {version!r} with {width} bits is not read; nc reads version 'gemm' with 4 bits."

@@ -106,7 +106,7 @@ def _integers(codes: Codes) -> dict[str, torch.Tensor]:
 
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
-    """The low-bit linears of a file; errors as for `gptq.read`."""
+    """Return the low-bit linears of a file; errors as for `gptq.read`."""
     names = [key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")]
     integers = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
     integers = [name for name in integers if name not in names]
@@ -127,7 +127,7 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
 
 
 def _scheme_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of `config_groups` of a module: one that has its name has priority over one that has its class."""
+    """Return the entry of `config_groups` of a module: one that has its name has priority over one that has its class."""
     groups = list(config.get("config_groups", {}).values())
     for scheme in groups:
         for target in scheme.get("targets", []):

@@ -35,7 +35,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: Mapping[str,
 
 
 def alone(folder: Path, *names: str) -> Path:
-    """The folder, if it has no weights but the files of these names, nor settings of such."""
+    """Return the folder, if it has no weights but the files of these names, nor settings of such."""
     kinds = ("*.safetensors*", "*.gguf", "quantize_config.json")
     other = sorted(p.name for kind in kinds for p in folder.glob(kind) if p.name not in names)
     if other:

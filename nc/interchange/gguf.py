@@ -99,7 +99,7 @@ class GGUFFile:
     _data: Bytes = field(repr=False)
 
     def packed(self, name: str) -> PackedWeight:
-        """A quantized matrix as it is stored, shape [N, K].
+        """Return a quantized matrix as it is stored, shape [N, K].
 
         Raises:
             ArtefactError: there is no such tensor.
@@ -114,7 +114,7 @@ class GGUFFile:
         return _packed(self._raw(name), info.type, (info.shape[0], info.shape[1]), f"Tensor {name!r} of {str(self.path)!r}")
 
     def float(self, name: str) -> torch.Tensor:
-        """A tensor of any type that is read here as fp32.
+        """Return a tensor of any type that is read here as fp32.
 
         Raises:
             ArtefactError, UnsupportedError, ArtefactCorruptError: as `packed`.
@@ -215,7 +215,7 @@ class _Reader:
         return list(struct.unpack(f"<{self.bounded(count, size)}{SCALARS[kind]}", self.take(count * size)))
 
     def bounded(self, count: int, size: int) -> int:
-        """A count of things of at least `size` bytes each, if the rest of the file can hold them."""
+        """Return a count of things of at least `size` bytes each, if the rest of the file can hold them."""
         if count * size > len(self.data) - self.at:
             self.fail(f"{count} entries do not fit the rest of the file")
         return count

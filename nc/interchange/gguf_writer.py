@@ -17,7 +17,7 @@ from nc.storage.atomic import replaced
 
 
 def type_of(weight: PackedWeight, where: str) -> str:
-    """The name of the type that stores a weight exactly.
+    """Return the name of the type that stores a weight exactly.
 
     Args:
         weight: any.

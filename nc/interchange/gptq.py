@@ -98,7 +98,7 @@ def _tensors(name: str, codes: Codes, version_1: bool) -> dict[str, torch.Tensor
 
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
-    """The low-bit linears of a file; their tensors are taken out of `tensors`.
+    """Return the low-bit linears of a file; their tensors are taken out of `tensors`.
 
     Bits and groups of a layer are read from the sizes of its tensors where `g_idx` tells the number of input channels.
 

@@ -66,7 +66,7 @@ class Codes:
 
 
 def codes_of(layer: Layer, name: str, format_name: str) -> Codes:
-    """What a file of integer codes holds of a layer.
+    """Return what a file of integer codes holds of a layer.
 
     A group with a negative scale is written with the opposite one, which changes no weight: code' = 2^b - 1 - code, zero' = 2^b - 1 - zero.
 
@@ -122,7 +122,7 @@ def stored_scale(scale: torch.Tensor, dtypes: tuple[torch.dtype, ...], name: str
 
 
 def layer_of(codes: Codes, scale_dtype: torch.dtype, where: str, act_dtype: str = "fp32") -> Layer:
-    """The layer of what a file holds. Zero points that all are 2^(bits - 1) make a symmetric weight.
+    """Return the layer of what a file holds. Zero points that all are 2^(bits - 1) make a symmetric weight.
 
     Raises:
         ArtefactCorruptError: a scale is not finite.
@@ -157,7 +157,7 @@ def words(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def codes_in(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """The inverse of `words`: uint8, shape [rows, count]."""
+    """Return the inverse of `words`: uint8, shape [rows, count]."""
     # a copy, because `contiguous` leaves any stride to a dimension of length 1, and `view` needs 1
     stored = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return bits.unpack(stored, width, count)[:, :count].contiguous()
@@ -199,7 +199,7 @@ def groups_in(scale_groups: int, inputs: int, name: str, size: int = -1) -> None
 
 
 def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
-    """The bits and groups that all layers have, as those of any layer.
+    """Return the bits and groups that all layers have, as those of any layer.
 
     Raises:
         UnsupportedError: they differ, or there is no layer.
@@ -220,13 +220,13 @@ def one_format(found: Mapping[str, Codes], format_name: str) -> Codes:
 
 
 def size_of_groups(found: Mapping[str, Codes]) -> int:
-    """The group size of layers that are alike: -1 where each row is one group and rows have different lengths."""
+    """Return the group size of layers that are alike: -1 where each row is one group and rows have different lengths."""
     sizes = {codes.group for codes in found.values()}
     return sizes.pop() if len(sizes) == 1 else -1
 
 
 def ordered_groups(g_idx: torch.Tensor, scale_groups: int, name: str) -> torch.Tensor:
-    """The group of each block of input channels, shape [G].
+    """Return the group of each block of input channels, shape [G].
 
     Args:
         g_idx: the group of each input channel, shape [K].

@@ -73,7 +73,7 @@ def _refuse_new_biases(model: torch.nn.Module) -> None:
 
 
 def settings_of(model: torch.nn.Module | Mapping[str, PackedWeight], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The JSON files of a folder, by name: transformers' of a model that has them, with the `quantization_config`."""
+    """Return the JSON files of a folder, by name: transformers' of a model that has them, with the `quantization_config`."""
     files: dict[str, dict[str, Any]] = {CONFIG: {}}
     for attribute, name in (("config", CONFIG), ("generation_config", "generation_config.json")):
         as_text = getattr(getattr(model, attribute, None), "to_json_string", None)
@@ -106,7 +106,7 @@ def put(model: torch.nn.Module, layers: Mapping[str, Layer], tensors: Mapping[st
 
 
 def _module(model: torch.nn.Module, name: str, layer: Layer, bias: torch.Tensor | None, path: str) -> torch.nn.Module:
-    """The module that takes the place of the model's."""
+    """Return the module that takes the place of the model's."""
     try:
         old = model.get_submodule(name)
     except AttributeError:

@@ -102,7 +102,7 @@ def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> d
 
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
-    """The low-bit linears of a file; errors as for `gptq.read`."""
+    """Return the low-bit linears of a file; errors as for `gptq.read`."""
     weight, export = dict((config.get("global_quant_config") or {}).get("weight") or {}), dict(config.get("export") or {})
     kind, order = str(weight.get("dtype")), ORDERS.get(str(export.get("pack_method", "reorder")))
     known = kind in ("int4", "uint4", "int8", "uint8") and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
@@ -141,6 +141,6 @@ def _layer(tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any],
 
 
 def _codes(stored: torch.Tensor, width: int, signed: bool, order: Sequence[int]) -> torch.Tensor:  # noqa: FBT001
-    """The inverse of `_stored`."""
+    """Return the inverse of `_stored`."""
     codes = (awq.unpacked(stored, order) if width == 4 else stored.view(torch.uint8)).T
     return codes ^ 2 ** (width - 1) if signed else codes

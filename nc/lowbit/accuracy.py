@@ -33,7 +33,7 @@ class FirstCall:
 
 
 def first_call(sample: Sample, output: Any) -> FirstCall:
-    """What is kept of a call and of its output."""
+    """Return what is kept of a call and of its output."""
     return FirstCall(sample, _values(output, sample.keep))
 
 
@@ -59,13 +59,13 @@ def accuracy_db(model: torch.nn.Module, first: FirstCall) -> float | None:
 
 
 def hopeless_layers(model: torch.nn.Module) -> list[tuple[str, float]]:
-    """The low-bit layers whose own output has less than `HOPELESS_DB` against that of the float layer: (name, dB), the worst first."""
+    """Return the low-bit layers whose output has less than `HOPELESS_DB` against the float layer's: (name, dB), the worst first."""
     found = [(name, module.result.loss) for name, module in model.named_modules() if is_low_bit(module) and module.result is not None]
     return sorted(((name, -10 * math.log10(loss)) for name, loss in found if loss > 10 ** (-HOPELESS_DB / 10)), key=lambda each: each[1])
 
 
 def hopeless_text(decibels: float | None, layers: Sequence[tuple[str, float]]) -> str:
-    """What to say of a model that is far from the float one; "" for one that is not, as far as is known.
+    """Return what to say of a model that is far from the float one; "" for one that is not, as far as is known.
 
     Args:
         decibels: of its outputs in a call; None where they were not compared.

@@ -27,11 +27,11 @@ class Activations(Sequence[Any]):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self._held)
 
     def __getitem__(self, index: Any) -> Any:
-        """The tensor of a sample, None before the first `put`; or those of a slice."""
+        """Return the tensor of a sample, None before the first `put`; or those of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         found = self._held[index]

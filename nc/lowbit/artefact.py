@@ -151,7 +151,7 @@ def _tensors(model: torch.nn.Module, files: Mapping[str, Source]) -> tuple[dict[
 
 
 def _storable(name: str, tensor: torch.Tensor, memory: set[int]) -> torch.Tensor:
-    """The tensor, contiguous and in memory of its own."""
+    """Return the tensor, contiguous and in memory of its own."""
     json_values.dtype_name(tensor.dtype, name)
     tensor = tensor.detach().contiguous()
     storage = tensor.untyped_storage()

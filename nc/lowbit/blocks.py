@@ -51,7 +51,7 @@ class Calls(Sequence[Call]):
         self._recorded, self._hidden = recorded, hidden
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self._recorded)
 
     def __getitem__(self, index: Any) -> Any:
@@ -85,7 +85,7 @@ class Store(Protocol):
         """Keep a quantized block on disk, for later runs and for the result."""
 
     def settle(self) -> None:
-        """What has values outside of finished blocks now has those of the result."""
+        """Give what has values outside of finished blocks those of the result."""
 
 
 class Driver:
@@ -286,7 +286,7 @@ class Driver:
         calls: Calls,
         targets: Sequence[torch.Tensor],
     ) -> dict[str, PackedWeight]:
-        """What block solvers find for the layers of a block that data reaches."""
+        """Return what block solvers find for the layers of a block that data reaches."""
         by_solver: dict[BlockSolver, list[str]] = {}
         for layer in inside:
             solver = self.asked[layer].solver

@@ -121,7 +121,7 @@ def _read_by_others(root: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.M
 
 @contextlib.contextmanager
 def inputs_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """The last input tensor of each layer while a module runs, as it was then: what follows may change it in place."""
+    """Collect the last input tensor of each layer while a module runs, as it was then: what follows may change it in place."""
     found: dict[str, torch.Tensor] = {}
     kept: dict[int, tuple[tuple[torch.Tensor, int], torch.Tensor]] = {}
 

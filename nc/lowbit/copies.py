@@ -45,7 +45,7 @@ def own_tensors(model: torch.nn.Module) -> None:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of anything. `memo` has the copies so far by the id of the original."""
+    """Return a copy of anything. `memo` has the copies so far by the id of the original."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
@@ -81,7 +81,7 @@ def _module(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def _taken_apart(value: Any, memo: dict[int, Any]) -> Any:
-    """An object that refuses to be copied: itself, or a copy if it holds a module of which there is a copy."""
+    """Return an object that refuses to be copied: itself, or a copy if it holds a module of which there is a copy."""
     memo[id(value)] = value
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or not any(isinstance(v, torch.nn.Module) for v in attributes.values()):

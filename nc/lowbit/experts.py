@@ -40,7 +40,7 @@ class Experts(torch.nn.Module):
         return len(self._modules)
 
     def __getitem__(self, index: int | torch.Tensor) -> _Weight:
-        """What stands for the weight of an expert."""
+        """Return what stands for the weight of an expert."""
         return _Weight(self.get_submodule(str(int(index))), self.transposed)
 
 
@@ -54,7 +54,7 @@ class _Weight:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Collection[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The product, by the linear; other functions have no weight to read."""
+        """Return the product, by the linear; other functions have no weight to read."""
         x, weight, *bias = (*args, *(kwargs or {}).values())
         known = function in _PRODUCTS if isinstance(weight, cls) and weight._transposed else function is torch.nn.functional.linear
         if not isinstance(weight, cls) or not known or len(bias) > 1:
@@ -64,7 +64,7 @@ class _Weight:
 
 
 def separated(model: torch.nn.Module, *, inplace: bool = False, names: Collection[str] | None = None) -> torch.nn.Module:
-    """The model with a linear for each expert.
+    """Return the model with a linear for each expert.
 
     Args:
         model: any; without stacked experts it is returned as it is.

@@ -77,7 +77,7 @@ def names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
 
 
 def readable(model: torch.nn.Module) -> torch.nn.Module:
-    """The model; or a copy that shares its tensors, in which the weights that layers compute at each call are parameters."""
+    """Return the model; or a copy that shares its tensors, in which the weights that layers compute at each call are parameters."""
     if not any(is_computed(layer.module) for layer in layers_of(model)):
         return model
     copied = sharing(model)
@@ -174,7 +174,7 @@ def _computes_a_linear(module: torch.nn.Module) -> bool:
 
 
 def _small(module: torch.nn.Module) -> torch.nn.Module:
-    """A linear like another one, whose weight has no values yet, but of 8 x 16 and with values."""
+    """Return a linear like another one, whose weight has no values yet, but of 8 x 16 and with values."""
     small = copy.copy(module)
     values = torch.linspace(-20, 20, 8 * 16 + 8, dtype=torch.float32).cos().to(module.weight.dtype)  # type: ignore[arg-type]
     parts = {"weight": values[8:].view(8, 16), "bias": None if module.bias is None else values[:8]}
@@ -184,6 +184,6 @@ def _small(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _output_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What a transformers model gives as its output head."""
+    """Return what a transformers model gives as its output head."""
     get = getattr(model, "get_output_embeddings", None)
     return get() if callable(get) else None

@@ -30,7 +30,7 @@ class PreparedMixed(FixedModule):
         self._prepare_graph = prepare_graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's outputs. The inputs are kept for `convert`."""
+        """Return the float model's outputs. The inputs are kept for `convert`."""
         return self.low_bit(*args, **kwargs)
 
     @property
@@ -51,12 +51,12 @@ class PreparedMixed(FixedModule):
         return self.low_bit.statistics
 
     def graph_part(self, progress: Progress | None = None) -> PreparedModel:
-        """The captured model with its low-bit layers, to be calibrated."""
+        """Return the captured model with its low-bit layers, to be calibrated."""
         prepared: PreparedModel = self._prepare_graph(self.low_bit.quantized(progress))
         return prepared
 
     def calibrated(self, progress: Progress | None = None) -> PreparedModel:
-        """The same, calibrated with the samples."""
+        """Return the same, calibrated with the samples."""
         prepared = self.graph_part(progress)
         for args, kwargs in (sample.call for sample in self.low_bit.samples):
             prepared(*args, **kwargs)

@@ -69,7 +69,7 @@ class WeightPlan:
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __getitem__(self, operator: str) -> LayerDecision:
-        """The decision for the layer of that name. If there is none, KeyError with the closest names."""
+        """Return the decision for the layer of that name. If there is none, KeyError with the closest names."""
         return named(self.decisions, operator)
 
     @property
@@ -120,7 +120,7 @@ class WeightPlan:
         return {"algorithms": [dataclasses.asdict(step) for step in self.algorithms], "decisions": rows}
 
     def __str__(self) -> str:
-        """A table of all layers with repeated blocks as one, then the algorithms."""
+        """Return a table of all layers with repeated blocks as one, then the algorithms."""
         others = [others_text(self.others)] if self.others else []
         return "\n".join([self.table(WIDTH, fold=True), "", *self.shares.lines(), *others, *algorithm_lines(self.algorithms)])
 
@@ -148,12 +148,12 @@ class WeightPlan:
 
 
 def other_parts(others: Sequence[tuple[str, tuple[int, ...]]]) -> list[Part]:
-    """What weights that are in no linear or embedding contribute to the shares of a model. Their multiply-adds are not known."""
+    """Return what weights that are in no linear or embedding contribute to the shares of a model. Their multiply-adds are not known."""
     return [Part(operator=name, form="float", weights=((name, math.prod(shape)),)) for name, shape in others]
 
 
 def others_text(others: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """A line about the weights that are in no linear or embedding, the largest ones first."""
+    """Return a line about the weights that are in no linear or embedding, the largest ones first."""
     largest = sorted(others, key=lambda other: -math.prod(other[1]))
     shown = ", ".join(f"{name} {list(shape)}" for name, shape in largest[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""

@@ -55,7 +55,7 @@ class PreparedWeights(FixedModule):
         self.first: FirstCall | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
+        """Return the float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
         is_first = self.first is None and not goes_on(args, kwargs)
         wanted = self.plan.needs_data or is_first
         sample = _sample(args, kwargs) if wanted else None  # before the model can change its inputs in place
@@ -80,7 +80,7 @@ class PreparedWeights(FixedModule):
         return {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_floating_point()}
 
     def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
-        """The model with low-bit weights: a copy of the user's, or with `inplace` the user's own; the same one on all ranks of a group.
+        """Return the model with low-bit weights: a copy, or with `inplace` the user's own; the same one on all ranks of a group.
 
         Raises:
             StateError: the configuration needs calibration data, and there is none; another rank has another model, or stopped; or the
@@ -113,7 +113,7 @@ class PreparedWeights(FixedModule):
 
 
 def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
-    """A copy of the inputs of a call, without what only training needs, and without a cache."""
+    """Return a copy of the inputs of a call, without what only training needs, and without a cache."""
 
     def copied(value: Any) -> Any:
         # row-major, as in a file: kernels round differently on another layout
@@ -136,7 +136,7 @@ def _has_data(sample: Sample) -> bool:
 
 @contextlib.contextmanager
 def without_cache(model: torch.nn.Module) -> Iterator[None]:
-    """Transformers' models keep no keys and values of earlier calls: blocks are called several times."""
+    """Let transformers' models keep no keys and values of earlier calls: blocks are called several times."""
     config = getattr(model, "config", None)
     configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]
     for one in configs:

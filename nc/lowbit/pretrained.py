@@ -100,7 +100,7 @@ def quantize_folder(
 
 
 def _empty(source: Path, tensors: int) -> Any:
-    """The model of a folder's config.json, without weights."""
+    """Return the model of a folder's config.json, without weights."""
     path = source / "config.json"
     if not path.is_file():
         msg = f"{source} has no config.json; give a folder that transformers' save_pretrained wrote."

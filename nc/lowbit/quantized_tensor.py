@@ -41,7 +41,7 @@ class QuantizedTensor(torch.Tensor):
     def __new__(
         cls: type[QuantizedTensor], packed: PackedWeight, dtype: torch.dtype = torch.float32, *, transposed: bool = False
     ) -> QuantizedTensor:
-        """A tensor that looks as if it had `dtype`, that of its dequantized values."""
+        """Return a tensor that looks as if it had `dtype`, that of its dequantized values."""
         shape = packed.shape[::-1] if transposed else packed.shape
         result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)
         return result
@@ -52,16 +52,16 @@ class QuantizedTensor(torch.Tensor):
             setattr(self, name, tensor)  # where compilers look for what a tensor consists of
 
     def dequantize(self) -> torch.Tensor:
-        """The values, as a plain tensor of the same shape, dtype and device."""
+        """Return the values, as a plain tensor of the same shape, dtype and device."""
         values = self.packed.dequantize().to(self.dtype)
         return values.t() if self.transposed else values
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The dequantized values as an array of its own."""
+        """Return the dequantized values as an array of its own."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The dequantized values as lists."""
+        """Return the dequantized values as lists."""
         return self.dequantize().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -91,7 +91,7 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
-        """The inverse of `__tensor_flatten__`."""
+        """Return the inverse of `__tensor_flatten__`."""
         form, shape, dtype, transposed = context
         return QuantizedTensor(PackedWeight(form=form, shape=shape, **inner), dtype, transposed=transposed)
 
@@ -101,7 +101,7 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, (dict(packed.tensors()), packed.form.to_dict(), tuple(packed.shape), self.dtype, self.transposed)
 
     def __deepcopy__(self, memo: Any) -> QuantizedTensor:
-        """A copy of what is stored."""
+        """Return a copy of what is stored."""
         copied: QuantizedTensor = _map(self, torch.clone)
         memo[id(self)] = copied
         return copied
@@ -138,7 +138,7 @@ _WRITES = (torch.Tensor.__setitem__, torch.Tensor.data.__set__, torch.Tensor.set
 def rebuild(
     tensors: Mapping[str, torch.Tensor], form: dict[str, Any], shape: Sequence[int], dtype: torch.dtype, transposed: bool
 ) -> QuantizedTensor:
-    """A tensor from plain values.
+    """Return a tensor from plain values.
 
     Raises:
         ConfigError: they are not those of a `QuantizedTensor`, e.g. because parts have other shapes or dtypes than the format says.
@@ -184,7 +184,7 @@ def flatten(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> dict[str, torch.Tensor]:
-    """The inverse of `flatten`.
+    """Return the inverse of `flatten`.
 
     Raises:
         ConfigError: the metadata is not that of `flatten`, or tensors are missing.

@@ -107,7 +107,7 @@ def _all(found: Iterator[tuple[Call, ...] | None], first: Callable[[int, torch.T
 
 
 def _without_copies(calls: tuple[Call, ...], kept: dict[Any, torch.Tensor]) -> tuple[Call, ...]:
-    """Calls in which tensors that equal an earlier one are that one: masks and positions of samples of one size.
+    """Return calls in which tensors that equal an earlier one are that one: masks and positions of samples of one size.
 
     Args:
         calls: of one sample.
@@ -153,7 +153,7 @@ def _calls(
     like: Callable[[torch.Tensor], Any] = lambda hidden: hidden,
     shape: Callable[[Any], None] = lambda _: None,
 ) -> tuple[Call, ...] | None:
-    """The arguments of each block.
+    """Return the arguments of each block.
 
     Args:
         model: as for `record`.
@@ -219,14 +219,14 @@ def is_cache(value: Any) -> bool:
 
 
 def first_tensor(output: Any) -> Any:
-    """A module's output, or the first tensor of at least one dimension in it (a loss has none)."""
+    """Return a module's output, or the first tensor of at least one dimension in it (a loss has none)."""
     if isinstance(output, Mapping):
         return next((v for v in output.values() if isinstance(v, torch.Tensor) and v.dim()), output)
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def filled(call: Call, hidden: torch.Tensor | None) -> Call:
-    """The arguments with the output of the block in front in its place."""
+    """Return the arguments with the output of the block in front in its place."""
     return _replaced(call, HIDDEN, hidden)
 
 
@@ -239,7 +239,7 @@ def _replaced(call: Call, old: Any, new: Any) -> Call:
 
 
 def fresh(call: Call) -> Call:
-    """The arguments as copies: a module may change its own in place (`x += …`), and calls are made several times."""
+    """Return the arguments as copies: a module may change its own in place (`x += …`), and calls are made several times."""
 
     def part(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value

@@ -84,7 +84,7 @@ class RecordedCalls:
             raise InputError(msg)
 
     def of_all(self, ranks: Ranks, configuration: Callable[[], Any]) -> list[Sample]:
-        """The calls of all ranks, in the order of the ranks. Those of this object do not change.
+        """Return the calls of all ranks, in the order of the ranks. Those of this object do not change.
 
         Args:
             ranks: all must call it.

@@ -136,7 +136,7 @@ class WeightReport:
         return dataclasses.asdict(self)
 
     def summary(self) -> str:
-        """The figures, without the table of layers."""
+        """Return the figures, without the table of layers."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.quantized)
         stored = sum(layer.size for layer in self.quantized)
         hopeless = hopeless_text(self.sqnr_db, self.hopeless)
@@ -166,7 +166,7 @@ class WeightReport:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """The layers as a table in which equal blocks stand once, then the figures."""
+        """Return the layers as a table in which equal blocks stand once, then the figures."""
         figures = "\n".join(flowing(self.summary(), WIDTH))
         return f"{self.table(WIDTH, fold=True)}\n\n{figures}"
 
@@ -201,7 +201,7 @@ class WeightReport:
         return format_table(folded(rows, dict.fromkeys(measured, largest)) if fold else rows, width)
 
     def _other_row(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """A row about a weight that is in no layer."""
+        """Return a row about a weight that is in no layer."""
         return name, " x ".join(map(str, shape)), "float", *("-",) * (6 + len(self._speed_head())), str(Cause.NO_LAYER())
 
     def _speed_head(self) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class WeightReport:
 
 
 def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightReport:
-    """The report of a model; see `WeightReport`.
+    """Return the report of a model; see `WeightReport`.
 
     Args:
         model: with low-bit layers.

@@ -33,5 +33,5 @@ class LayerResult:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LayerResult:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         return cls(**data)

@@ -42,7 +42,7 @@ class Computed:
     expert: Callable[[int], torch.Tensor] | None = None
 
     def read(self) -> torch.Tensor:
-        """The values; raises ArtefactCorruptError if the files do not give them, or give another shape."""
+        """Return the values; raises ArtefactCorruptError if the files do not give them, or give another shape."""
         try:
             made = self.make()
         except (RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
@@ -75,7 +75,7 @@ class _Shapes:
         self._empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in wanted.items()}
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """The tensor without values."""
+        """Return the tensor without values."""
         return self._empty[name]
 
 
@@ -116,7 +116,7 @@ def sources_of(model: torch.nn.Module, stored: Mapping[str, Stored]) -> dict[str
 
 
 def experts_of(source: Source, *, transposed: bool) -> list[Source]:
-    """The weights of the experts as linears have them, [N, K].
+    """Return the weights of the experts as linears have them, [N, K].
 
     Args:
         source: of the stack, [E, N, K], or [E, K, N] if it is transposed.
@@ -141,7 +141,7 @@ def experts_of(source: Source, *, transposed: bool) -> list[Source]:
 
 
 def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Source]:
-    """What transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
+    """Return what transformers 4 finds: it renames some, joins none, and of tied ones takes the first."""
     fix = getattr(model, "_fix_state_dict_key_on_load", None)  # no version has public ones, and early ones none at all
     patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
@@ -165,7 +165,7 @@ def _by_older_versions(model: Any, stored: Mapping[str, Stored], wanted: Mapping
 
 
 def _loading(model: torch.nn.Module) -> tuple[Callable[..., tuple[str, str | None]], Callable[[str], Any], list[Any]] | None:
-    """What transformers does to a name, in which order it takes them, and its converters for this model; None for older versions."""
+    """Return what transformers does to a name, in which order it takes them, and its converters for this model; None for older versions."""
     try:
         mapping = importlib.import_module("transformers.conversion_mapping")
         core = importlib.import_module("transformers.core_model_loading")
@@ -191,7 +191,7 @@ def _computed(
     converter: Any,
     parts: Mapping[str, Sequence[tuple[str, Stored]]],
 ) -> Source:
-    """The value of a converter; raises ArtefactCorruptError if an expert is missing."""
+    """Return the value of a converter; raises ArtefactCorruptError if an expert is missing."""
 
     def make() -> torch.Tensor:
         used = copy.deepcopy(converter)

@@ -33,7 +33,7 @@ class LayerSpeed:
 
 
 def layer_speeds(model: torch.nn.Module, call: Call, clock: Callable[[], float] = time.perf_counter) -> dict[str, LayerSpeed]:
-    """Times of the low-bit linears that a call of the model reaches, by name.
+    """Return the times of the low-bit linears that a call of the model reaches, by name.
 
     Args:
         model: called a few times.

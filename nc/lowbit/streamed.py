@@ -142,7 +142,7 @@ class StreamedWeights:
         return found
 
     def _in_files(self, name: str) -> None:
-        """A part is in the folder of finished ones, and has values from there."""
+        """Let a part have its values from the folder of finished ones."""
         self.files = {key: stored for key, stored in self.files.items() if not key.startswith(f"{name}.")}
         self.files |= {f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()}
         empties: dict[int, torch.Tensor] = {}
@@ -166,7 +166,7 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shards(source: Path) -> dict[Path, dict[str, Stored]]:
-    """The tensors of each safetensors file of a folder; as transformers does, those of model.safetensors, or that its index names.
+    """Return the tensors of each safetensors file of a folder; as transformers does, those of model.safetensors, or that its index names.
 
     Raises:
         ArtefactMissingError: it has none, or lacks one that is in the index.
@@ -194,7 +194,7 @@ def shards(source: Path) -> dict[Path, dict[str, Stored]]:
 
 
 def _indexed(path: Path) -> set[str]:
-    """The files that an index names."""
+    """Return the files that an index names."""
     listed = json_object(path).get("weight_map")
     if not isinstance(listed, dict):
         msg = f"{str(path)!r} has no weight_map. Get it again."
@@ -256,7 +256,7 @@ def _is_optional(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _same_values(names: Sequence[str], sources: Mapping[str, Source]) -> list[list[str]]:
-    """The names of a tied tensor, apart where the files have other values for them: transformers 5 does not tie these then."""
+    """Return the names of a tied tensor, apart where the files have other values for them: transformers 5 does not tie these then."""
     given = [name for name in names if name in sources]
     groups = [[name for name in names if name not in given]]
     firsts: list[torch.Tensor] = []

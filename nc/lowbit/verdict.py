@@ -63,7 +63,7 @@ class LayerVerdict:
         return not self.doubt and self.ratio < 1 / _MARGIN
 
     def __str__(self) -> str:
-        """What was found, without the name."""
+        """Return what was found, without the name."""
         spread = f"; in half of the rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}" if self.quartiles else ""
         times = f"{milliseconds(self.low_bit_ms)} against {milliseconds(self.float_ms)}{spread}"
         if self.doubt:
@@ -96,7 +96,7 @@ class LowBitVerdict:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """A line for each number of rows, and one for each format and shape that is slower."""
+        """Return a line for each number of rows, and one for each format and shape that is slower."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         lines = [f"low-bit layers against {self.dtype} ones, called alone, {threads}:"]
         lines += [f"  {_rows(total.rows)}: {total}" for total in self.totals]
@@ -233,7 +233,7 @@ def _call_low_bit(layers: Sequence[QuantLinear], x: torch.Tensor) -> None:
 
 
 def _dtype(model: torch.nn.Module) -> torch.dtype:
-    """That of the weights before they were quantized."""
+    """Return the one of the weights before they were quantized."""
     return next((module.result_dtype for module in model.modules() if isinstance(module, QuantLinear)), torch.float32)
 
 

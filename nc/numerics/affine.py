@@ -65,7 +65,7 @@ def block_range(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tenso
 
 
 def block_rows(x: torch.Tensor, block_size: Sequence[int]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The elements of each block as a row, shape [blocks, elements], and how many blocks there are along each dimension of `x`."""
+    """Return the elements of each block as a row, shape [blocks, elements], and how many blocks there are along each dimension of `x`."""
     values = _split(x, block_size)
     grid, inner = values.shape[::2], list(range(1, values.dim(), 2))
     return values.permute(*range(0, values.dim(), 2), *inner).reshape(math.prod(grid), -1), tuple(grid)

@@ -56,7 +56,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The inverse of `pack`: uint8, shape [rows, count]."""
+    """Return the inverse of `pack`: uint8, shape [rows, count]."""
     if bits == 8:
         return packed
     rows = packed.shape[0]

@@ -35,7 +35,7 @@ class Feed:
     step: int
 
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
-        """A view of some rows, all in one piece, and columns of it."""
+        """Return a view of some rows, all in one piece, and columns of it."""
         piece, first = divmod(rows.start, self.step)
         before = piece * self.step
         found: torch.Tensor = self.pieces[piece][first : rows.stop - before, columns.start - before : columns.stop - before]
@@ -60,7 +60,7 @@ class Factor:
         return self.lower.flip(0, 1)
 
     def feed(self, block: int, group: int) -> Feed:
-        """A; arguments as for `round_columns`."""
+        """Return a; arguments as for `round_columns`."""
         size, step = len(self.lower), _step(block, group)
         diagonal = self.lower.diagonal().flip(0)
         pieces = []
@@ -73,7 +73,7 @@ class Factor:
         return Feed(pieces, step)
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """The x of `damped Hessian @ x = right`, float64, shape [K, N]."""
+        """Return the x of `damped Hessian @ x = right`, float64, shape [K, N]."""
         upper = self.upper
         half = torch.linalg.solve_triangular(upper, right, upper=True)
         solution: torch.Tensor = torch.linalg.solve_triangular(upper.T, half, upper=False)
@@ -81,7 +81,7 @@ class Factor:
 
 
 def factor(sums: torch.Tensor, damp: float, order: torch.Tensor | None = None, tokens: int = 1) -> Factor | None:
-    """The factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`; None if that is not positive definite.
+    """Return the factor of `H + damp * mean(diag(H)) * I`, H being `sums / tokens`; None if that is not positive definite.
 
     Args:
         sums: sums of x x^T, float64, shape [K, K]. A channel that is always zero gets the mean of the others on its diagonal.
@@ -178,7 +178,7 @@ def _step(block: int, group: int) -> int:
 
 
 def _best_fit(original: torch.Tensor, current: torch.Tensor, feed: Feed, part: slice) -> torch.Tensor:
-    """The columns of a group, as rows, that have the least loss beside columns that are rounded, if nothing more is.
+    """Return the columns of a group, as rows, that have the least loss beside columns that are rounded, if nothing more is.
 
     The errors of earlier columns in `current` are `c = d (I + A)`, d being the change of the columns and A that part of the matrix.
     """

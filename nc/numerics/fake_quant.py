@@ -53,7 +53,7 @@ def choose(
 
 
 def shared_scale(amax: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """The E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """Return the E8M0 scale of each block, 2^(floor(log2 amax) - emax), fp32: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 
     Args:
         amax: largest magnitudes, any shape.
@@ -189,7 +189,7 @@ def _whole(x: torch.Tensor, round_method: str, seed: int) -> torch.Tensor:
 
 
 def _between(x: torch.Tensor, dtype: DType, round_method: str, seed: int) -> torch.Tensor:
-    """The code of one of the two values of a format that are next to each element, uint8."""
+    """Return the code of one of the two values of a format that are next to each element, uint8."""
     values, codes = _table(dtype.name)
     x = x.clamp(float(values[0]), float(values[-1]))
     below = (torch.bucketize(x, values, right=True) - 1).clamp(0, len(values) - 2)

@@ -29,7 +29,7 @@ def choose_scale(low: torch.Tensor, high: torch.Tensor, dtype: DType) -> torch.T
 
 
 def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """The code of the value nearest to each element; of two that are equally near, the even code.
+    """Return the code of the value nearest to each element; of two that are equally near, the even code.
 
     The even code is the one with the even mantissa, as IEEE 754 rounds. What is beyond the largest finite value gets that value's code.
 
@@ -54,14 +54,14 @@ def nearest_codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def nearest_values(x: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """The value nearest to each element, fp32; as `nearest_codes`."""
+    """Return the value nearest to each element, fp32; as `nearest_codes`."""
     if dtype.storage.is_floating_point:
         return x.clamp(-dtype.largest, dtype.largest).to(dtype.storage).float()
     return values(dtype).index_select(0, nearest_codes(x, dtype).flatten().int()).reshape(x.shape)
 
 
 def values(dtype: DType) -> torch.Tensor:
-    """The value of each code, fp32. Not kept: torch.compile would keep a tensor of its own, which nothing else can read."""
+    """Return the value of each code, fp32. Not kept: torch.compile would keep a tensor of its own, which nothing else can read."""
     return torch.tensor(dtype.values, dtype=torch.float32, device="cpu")
 
 

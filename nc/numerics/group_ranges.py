@@ -120,14 +120,14 @@ def covering(weight: torch.Tensor, form: WeightFormat, part: float, outer: Outer
 
 
 def _element(form: WeightFormat) -> DType:
-    """The format whose largest value is that of a group's largest weight."""
+    """Return the format whose largest value is that of a group's largest weight."""
     if form.dtype.kind == "float":
         return form.dtype
     return named(f"{'int' if form.symmetric else 'uint'}{form.bits}")
 
 
 def _largest(form: WeightFormat) -> float:
-    """What the range of a group is divided by."""
+    """Return what the range of a group is divided by."""
     return _element(form).largest
 
 
@@ -185,7 +185,7 @@ def refuse_underflow(weight: torch.Tensor, form: WeightFormat) -> None:
 
 
 def _span_and_scale(weight: torch.Tensor, form: WeightFormat) -> tuple[float, float]:
-    """The range of all weights, and the scale that it needs."""
+    """Return the range of all weights, and the scale that it needs."""
     low, high = torch.aminmax(weight)
     span = torch.maximum(-low, high) if form.symmetric else high.clamp(min=0.0) - low.clamp(max=0.0)
     return span.item(), span.item() / _largest(form)

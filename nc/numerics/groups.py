@@ -31,7 +31,7 @@ class Outer:
     minimum: torch.Tensor | None = None
 
     def of_groups(self, start: int, count: int, groups: int) -> Outer:
-        """That of `count` groups from `start` on, of rows with `groups` groups: [1, 1] or [N, count]."""
+        """Return that of `count` groups from `start` on, of rows with `groups` groups: [1, 1] or [N, count]."""
 
         def of(part: torch.Tensor) -> torch.Tensor:
             return part if part.numel() == 1 else spread(part, groups)[:, start : start + count]
@@ -72,7 +72,7 @@ class GroupParams:
         )
 
     def where(self, mask: torch.Tensor, other: GroupParams) -> GroupParams:
-        """These where `mask`, [N, G], holds, else the other ones."""
+        """Return these where `mask`, [N, G], holds, else the other ones."""
 
         def of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
             return None if a is None or b is None else torch.where(mask, a, b)
@@ -105,7 +105,7 @@ def chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def encode(weight: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
-    """The code nearest to each weight.
+    """Return the code nearest to each weight.
 
     Args:
         weight: fp32, shape [N, K].
@@ -158,7 +158,7 @@ def about_middle(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -
 
 
 def decode(codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> torch.Tensor:
-    """The fp32 weights of codes; arguments as for `encode`."""
+    """Return the fp32 weights of codes; arguments as for `encode`."""
     weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in chunks(*codes.shape):
         part, scale = codes[rows].reshape(-1, params.scale.shape[1], codes.shape[1] // params.scale.shape[1]), params.scale[rows, :, None]

@@ -18,7 +18,7 @@ MIN_EXPONENT = -126
 
 
 def exponent_for(largest: float) -> int:
-    """The finest grid that holds magnitudes up to `largest`: the least k with `largest < 2048 * 2^k`."""
+    """Return the finest grid that holds magnitudes up to `largest`: the least k with `largest < 2048 * 2^k`."""
     return max(math.frexp(largest)[1] - (SIDE + 1).bit_length() + 1, MIN_EXPONENT) if largest else MIN_EXPONENT
 
 
@@ -37,7 +37,7 @@ def count(x: torch.Tensor, exponent: int) -> torch.Tensor:
 
 
 def coarsen(counts: torch.Tensor, by: int) -> torch.Tensor:
-    """The counts of the same values on a grid that is 2^by times as wide."""
+    """Return the counts of the same values on a grid that is 2^by times as wide."""
     if by == 0:
         return counts
     bins = torch.arange(-SIDE, SIDE + 1)
@@ -46,20 +46,20 @@ def coarsen(counts: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def edges(exponent: int) -> torch.Tensor:
-    """The BINS + 1 borders of the bins, ascending, float64."""
+    """Return the BINS + 1 borders of the bins, ascending, float64."""
     bins = torch.arange(-SIDE, SIDE + 1, dtype=torch.float64)
     return torch.cat([torch.where(bins <= 0, bins - 1, bins), bins[-1:] + 1]) * 2.0**exponent
 
 
 def centres(exponent: int, low: float, high: float) -> torch.Tensor:
-    """A value that stands for each bin, float64: its middle, within the range [low, high] of the data; 0 for bin 0 where it is inside."""
+    """Return a value for each bin, float64: its middle, within the range [low, high] of the data; 0 for bin 0 where that is inside."""
     borders = edges(exponent)
     middle = (borders[:-1] + borders[1:]) / 2
     return middle.clamp(low, high)
 
 
 def quantile(counts: torch.Tensor, exponent: int, low: float, high: float, share: float) -> float:
-    """The value below which `share` of the counted values lie, interpolated inside its bin.
+    """Return the value below which `share` of the counted values lie, interpolated inside its bin.
 
     Args:
         counts: shape [BINS], not all zero.
@@ -80,7 +80,7 @@ def quantile(counts: torch.Tensor, exponent: int, low: float, high: float, share
 
 
 def magnitudes(counts: torch.Tensor) -> torch.Tensor:
-    """Counts of absolute values, shape [SIDE + 1]: bin i holds [i, i + 1) widths."""
+    """Return counts of absolute values, shape [SIDE + 1]: bin i holds [i, i + 1) widths."""
     folded = counts[SIDE:].clone()
     folded[1:] += counts[:SIDE].flip(0)
     return folded

@@ -20,7 +20,7 @@ _STRETCH = tuple(1 + i / 8 for i in range(9))
 
 
 def largest_pair(codes: torch.Tensor) -> int:
-    """The largest sum, without its sign, of those codes of a pair that have one sign.
+    """Return the largest sum, without its sign, of those codes of a pair that have one sign.
 
     Of two codes with different signs that is the larger one, which is larger than their sum. So it is the largest code or sum of a pair.
 
@@ -40,7 +40,7 @@ def fit(codes: torch.Tensor, limit: int) -> bool:
 
 
 def _largest_sum(codes: torch.Tensor) -> int:
-    """The largest sum of a pair, without its sign."""
+    """Return the largest sum of a pair, without its sign."""
     even = torch.nn.functional.pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes
     if even.dtype is torch.int8:
         return max(map(abs, _extremes_of_int8(even.flatten())))
@@ -48,7 +48,7 @@ def _largest_sum(codes: torch.Tensor) -> int:
 
 
 def _extremes_of_int8(codes: torch.Tensor) -> Iterator[int]:
-    """The least and the largest sums of parts of the pairs, which stay in the cache: `load` looks at all weights of a model."""
+    """Yield the least and the largest sums of parts of the pairs, which stay in the cache: `load` looks at all weights of a model."""
     pairs = (codes.clone() if codes.storage_offset() % 2 else codes).view(torch.int16)
     for part in torch.split(pairs, _PART):
         second = part >> 8

@@ -39,7 +39,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def fit(weight: torch.Tensor, form: WeightFormat, start: GroupParams, h: torch.Tensor | None, *, positive: bool) -> GroupParams:
-    """The best params of each group.
+    """Return the best params of each group.
 
     Args:
         weight: fp32, shape [n, G, group].
@@ -86,7 +86,7 @@ class _Work:
         return torch.mul(weight, (1 / scale).unsqueeze(2), out=self.q)
 
     def sums(self, weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, linear: bool) -> tuple[torch.Tensor, ...]:
-        """Sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`; if asked also of h r and h q. `q` is lost."""
+        """Return sums of h r^2, h r q and h q^2 of each group, where `r = weight - q scale`; if asked also of h r and h q. `q` is lost."""
         rest = torch.addcmul(weight, q, scale.unsqueeze(2), value=-1, out=self.rest)
         hr = torch.mul(rest, self.h, out=self.product)
         more = [hr.sum(2)] if linear else []
@@ -206,7 +206,7 @@ class _Sums:
         return self.rr - 2 * linear + scale * (scale * self.qq + 2 * minimum * self.q) + minimum * minimum * self.one
 
     def free(self, scale: torch.Tensor, minimum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best scale and minimum; the old ones where all codes are equal."""
+        """Return the best scale and minimum; the old ones where all codes are equal."""
         det = self.qq * self.one - self.q * self.q
         usable = det > 1e-6 * self.qq * self.one
         det = torch.where(usable, det, 1.0)
@@ -215,11 +215,11 @@ class _Sums:
         return torch.where(usable, found[0], scale), torch.where(usable, found[1], minimum)
 
     def scale_for(self, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
-        """The best scale if the minimum changes by this much."""
+        """Return the best scale if the minimum changes by this much."""
         return scale + (self.rq - minimum * self.q) / self.qq.clamp(min=_TINY)
 
     def scale_with_zero(self, scale: torch.Tensor, minimum: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """The best scale s if the minimum becomes `-zero * s`."""
+        """Return the best scale s if the minimum becomes `-zero * s`."""
         change = -zero * scale - minimum  # of the minimum, with the old scale
         square = self.qq - 2 * zero * self.q + zero * zero * self.one
         part = self.rq - zero * self.r - change * (self.q - zero * self.one)
@@ -227,7 +227,7 @@ class _Sums:
 
 
 def _rounding(form: WeightFormat) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What rounds a tensor to the values of a format, with scale 1; it may do so in place."""
+    """Return what rounds a tensor to the values of a format, with scale 1; it may do so in place."""
     if form.dtype.kind == "integer":
         return lambda x: x.round_().clamp_(-form.middle, form.middle - 1)
     return lambda x: formats.nearest_values(x, form.dtype)

@@ -89,7 +89,7 @@ def linear_gradient(
     dtype: str,
     in_features: int,
 ) -> torch.Tensor:
-    """The gradient of the input of `linear`, fp32: `gradient @ W`; the rounding of activations counts as the identity.
+    """Return the gradient of the input of `linear`, fp32: `gradient @ W`; the rounding of activations counts as the identity.
 
     Args:
         gradient: of the result, shape [..., N].
@@ -158,7 +158,7 @@ def stored_weight(
     dtype: str,
     features: int,
 ) -> PackedWeight:
-    """The weight whose tensors an operator takes; its `form` has what kernels choose by, not how the scales are stored.
+    """Return the weight whose tensors an operator takes; its `form` has what kernels choose by, not how the scales are stored.
 
     Args:
         codes: as for `linear`, and so are the next five.

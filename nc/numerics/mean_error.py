@@ -36,7 +36,7 @@ class MeanError:
 
 
 def mean_error(expected: torch.Tensor, got: torch.Tensor, samples: torch.Tensor) -> MeanError:
-    """The weighted mean error, judged by leaving out one sample at a time.
+    """Return the weighted mean error, judged by leaving out one sample at a time.
 
     Args:
         expected: fp32 [rows, channels].
@@ -59,7 +59,7 @@ def mean_error(expected: torch.Tensor, got: torch.Tensor, samples: torch.Tensor)
 
 
 def equal_rows(values: torch.Tensor) -> torch.Tensor:
-    """A number for each row, the same for rows that are equal but for rounding, int64 [rows].
+    """Return a number for each row, the same for rows that are equal but for rounding, int64 [rows].
 
     Args:
         values: fp32 [rows, channels].
@@ -120,6 +120,6 @@ def _groups(classes: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """The rank of each value among those that differ, int64."""
+    """Return the rank of each value among those that differ, int64."""
     inverse: torch.Tensor = torch.unique(values, return_inverse=True)[1]
     return inverse

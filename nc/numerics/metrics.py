@@ -27,7 +27,7 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 
 def worst_sqnr_db(expected: Sequence[Any], got: Sequence[Any]) -> float:
-    """The smallest `sqnr_db` over the float tensors of two flat output lists; +inf when there are none."""
+    """Return the smallest `sqnr_db` over the float tensors of two flat output lists; +inf when there are none."""
     pairs = [(e, g) for e, g in zip(expected, got, strict=True) if isinstance(e, torch.Tensor) and e.is_floating_point() and e.numel()]
     return min((sqnr_db(e, g) for e, g in pairs), default=math.inf)
 

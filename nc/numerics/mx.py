@@ -27,7 +27,7 @@ _MANTISSA = 23  # bits of fp32
 
 
 def shared_codes(amax: torch.Tensor, dtype: DType, mode: str = "floor") -> torch.Tensor:
-    """The E8M0 codes of the scales of blocks.
+    """Return the E8M0 codes of the scales of blocks.
 
     Args:
         amax: the largest magnitude of each block, any shape; compared as fp32.
@@ -55,7 +55,7 @@ def shared_codes(amax: torch.Tensor, dtype: DType, mode: str = "floor") -> torch
 
 
 def scales(codes: torch.Tensor) -> torch.Tensor:
-    """The fp32 scales of E8M0 codes: 2^(code - 127), NaN for 255."""
+    """Return the fp32 scales of E8M0 codes: 2^(code - 127), NaN for 255."""
     return codes.view(torch.float8_e8m0fnu).float()
 
 

@@ -45,11 +45,11 @@ class PackedWeight:
         return params(self.form, self.scale, self.zero, self.minimum, self.outer_scale, self.outer_minimum)
 
     def unpacked(self) -> torch.Tensor:
-        """The codes, uint8, shape [N, K]."""
+        """Return the codes, uint8, shape [N, K]."""
         return bits.unpack(self.codes, self.form.bits, self.shape[1])
 
     def dequantize(self) -> torch.Tensor:
-        """The weight, fp32, shape [N, K]."""
+        """Return the weight, fp32, shape [N, K]."""
         return decode(self.unpacked(), self.params, self.form)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ def _layers(
     quant_max: int,
     per_token: bool,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """The output, and the last state of each layer and direction; options as in ATen's operators."""
+    """Return the output, and the last state of each layer and direction; options as in ATen's operators."""
 
     def quantized(values: torch.Tensor) -> torch.Tensor:
         return quantize_dequantize_dynamic(values, per_token, quant_min, quant_max, False)

@@ -24,7 +24,7 @@ _LEAST_OUTER = 2.0**-100  # its products with scales are not subnormal
 
 
 def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
-    """The values of a storage format that are nearest to scales, as fp32, within its limits. E8M0 takes the nearest power of two.
+    """Return the values of a storage format that are nearest to scales, as fp32, within its limits. E8M0 takes the nearest power of two.
 
     Args:
         scale: fp32, any shape; negative ones stay so, but in E8M0, which has no sign.
@@ -39,7 +39,7 @@ def round_scale(scale: torch.Tensor, scale_dtype: str) -> torch.Tensor:
 
 
 def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest scales that a format can hold, fp32.
+    """Return the nearest scales that a format can hold, fp32.
 
     Args:
         scale: fp32, any shape.
@@ -54,7 +54,7 @@ def stored(scale: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None =
 
 
 def stored_minimum(minimum: torch.Tensor, form: WeightFormat, outer: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest minima that a format can hold, fp32; arguments as for `stored`. With an outer minimum they are at most 0."""
+    """Return the nearest minima that a format can hold, fp32; arguments as for `stored`. With an outer minimum they are at most 0."""
     if outer is not None and form.double_quant is not None:
         return (minimum / outer).round_().clamp_(0, 2**form.double_quant.bits - 1).mul_(outer)
     most = LIMITS[form.scale_dtype][1]
@@ -83,7 +83,7 @@ def second_level(params: GroupParams, form: WeightFormat) -> GroupParams:
 
 
 def outer_of(params: GroupParams, form: WeightFormat) -> Outer | None:
-    """The outer scales of a format with two levels, from scales in full precision; None for one level. Arguments as for `second_level`."""
+    """Return the outer scales of a format with two levels, from scales in full precision; None for one level. See `second_level`."""
     if form.tensor_scale:
         return tensor_outer(params.scale.abs().max() / LIMITS["e4m3"][1])
     if form.double_quant is None:
@@ -93,7 +93,7 @@ def outer_of(params: GroupParams, form: WeightFormat) -> Outer | None:
 
 
 def tensor_outer(scale: torch.Tensor) -> Outer:
-    """The outer scale of a whole tensor, from the wanted number; 1 for a tensor of zeros.
+    """Return the outer scale of a whole tensor, from the wanted number; 1 for a tensor of zeros.
 
     Args:
         scale: fp32, one element, at least 0.

@@ -51,7 +51,7 @@ def _codes(
 
 
 def _values(codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, block: Sequence[int]) -> torch.Tensor:
-    """What codes of a weight stand for."""
+    """Return what codes of a weight stand for."""
     if spec.dtype.kind == "float":
         return formats.dequantize(codes, scale, spec.dtype, block)
     return affine.dequantize(codes, scale, 0, block)
@@ -70,7 +70,7 @@ def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:
-    """The input channels of each group as the last dimension."""
+    """Return the input channels of each group as the last dimension."""
     # transposed: [inputs, outputs, ...], the inputs of all groups behind each other
     split = weight.reshape(groups, -1, *weight.shape[1:]) if axis != 0 else weight
     return split.movedim(1, -1)

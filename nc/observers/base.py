@@ -53,7 +53,7 @@ class RangeAlgorithm:
 
 
 def merge_each(**combine: Combine) -> Callable[[State, State], State]:
-    """A `merge` that combines each named tensor on its own."""
+    """Return a `merge` that combines each named tensor on its own."""
 
     def merge(state: State, other: State) -> State:
         return {name: how(state[name], other[name]) for name, how in combine.items()}
@@ -87,7 +87,7 @@ class Seen:
         return Seen(total, tuple(growth))
 
     def stretched(self, low: float, high: float) -> Seen:
-        """The same history of a tensor whose extremes are these at its end."""
+        """Return the same history of a tensor whose extremes are these at its end."""
         if not self.growth:
             return self
         _, last_low, last_high = self.growth[-1]

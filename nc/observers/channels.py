@@ -24,7 +24,7 @@ CHANNEL_EXTREMES = Statistic(
 
 
 def extremes_along(axis: int) -> Statistic:
-    """The same statistic of another dimension: each state tensor has its size."""
+    """Return the same statistic of another dimension: each state tensor has its size."""
 
     def update_along(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:
         return update(state, x.movedim(axis, -1), low, high)

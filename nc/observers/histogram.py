@@ -28,7 +28,7 @@ def merge(state: State, other: State) -> State:
 
 
 def occupied(state: State) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values that stand for the bins that hold any, and their counts, both float64."""
+    """Return the values that stand for the bins that hold any, and their counts, both float64."""
     some = state["counts"] > 0
     values = centres(int(state["exponent"]), float(state["low"]), float(state["high"]))
     return values[some], state["counts"][some].double()

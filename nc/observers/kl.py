@@ -49,7 +49,7 @@ def divergence(counts: torch.Tensor, first: int, last: int, levels: int) -> floa
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidate that diverges least; the whole range where the histogram has no more bins than there are codes."""
+    """Return the candidate that diverges least; the whole range where the histogram has no more bins than there are codes."""
     low, high, exponent = float(state["low"]), float(state["high"]), int(state["exponent"])
     counts = state["counts"].double()
     codes = spec.quant_max - spec.quant_min + 1

@@ -14,7 +14,7 @@ def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor)
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range itself."""
+    """Return the range itself."""
     return state["low"], state["high"]
 
 

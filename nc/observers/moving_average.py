@@ -29,7 +29,7 @@ def merge(state: State, other: State) -> State:
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The averages."""
+    """Return the averages."""
     return state["low"].float(), state["high"].float()
 
 

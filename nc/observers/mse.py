@@ -40,7 +40,7 @@ def squared_errors(values: torch.Tensor, counts: torch.Tensor, low: torch.Tensor
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best candidate."""
+    """Return the best candidate."""
     values, counts = occupied(state)
     low, high = state["low"].double().clamp(max=0.0), state["high"].double().clamp(min=0.0)
     if spec.symmetric:

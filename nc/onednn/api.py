@@ -124,7 +124,7 @@ class Library:
         return name in self._functions
 
     def function(self, name: str) -> Callable[..., Any]:
-        """A function itself."""
+        """Return a function itself."""
         return self._functions[name]
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -145,11 +145,11 @@ class Library:
         return not self._functions["primitive_desc_next_impl"](desc)
 
     def query(self, name: str, *arguments: Any) -> Any:
-        """The result of a function that returns no status."""
+        """Return the result of a function that returns no status."""
         return self._functions[name](*arguments)
 
     def create(self, name: str, *arguments: Any, destroy: str) -> Handle:
-        """A new object.
+        """Return a new object.
 
         Args:
             name: the function that makes it and writes its address to its first argument.

@@ -52,7 +52,7 @@ class Desc:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Desc:
-        """The layout of a tensor."""
+        """Return the layout of a tensor."""
         return Desc(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @staticmethod
@@ -61,7 +61,7 @@ class Desc:
         return Desc(tuple(sizes), contiguous_strides(sizes), dtype)
 
     def plain(self, *, channels_last: bool = False) -> Desc:
-        """The same memory as oneDNN is told of it: the stride of a size of 1, which moves nothing, is that of a tensor without gaps.
+        """Return the same memory as oneDNN is told of it: the stride of a size of 1, which moves nothing, is that of a tensor without gaps.
 
         oneDNN's kernels compute addresses and choose broadcasts from all strides. Torch leaves any stride to a size of 1: that of a slice,
         or 0 behind `expand`.

@@ -43,7 +43,7 @@ class Image:
 
 
 def loaded(name: str) -> Image | None:
-    """A library that this process has loaded; None where it has none of that file name."""
+    """Return a library that this process has loaded; None where it has none of that file name."""
     found: Image | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
         if not line.endswith(f"/{name}"):
@@ -89,7 +89,7 @@ def functions(library: Image, prefix: str) -> Mapping[str, int]:
 
 
 def _outside(library: Image, code: Sequence[range], found: Mapping[str, int]) -> str:
-    """The first function that lies in none of the sections with instructions, or in memory that can't be executed; "" for none."""
+    """Return the first function that lies in none of the sections with instructions, or in memory that can't be executed; "" for none."""
     return next((name for name, at in found.items() if not (any(at in section for section in code) and library.executes(at))), "")
 
 
@@ -139,7 +139,7 @@ def _names(text: bytes, prefix: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _read(path: Path, identity: str) -> dict[str, int] | None:
-    """What `functions` wrote; None where there is nothing, or nothing that can be trusted."""
+    """Return what `functions` wrote; None where there is nothing, or nothing that can be trusted."""
     try:
         content = json.loads(cache.read(path))
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ class Argument(ctypes.Structure):
 
 
 def arguments(memories: Mapping[int, Handle]) -> ctypes.Array[Argument]:
-    """The argument list of a call; it does not keep the memories alive."""
+    """Return the argument list of a call; it does not keep the memories alive."""
     return (Argument * len(memories))(*(Argument(key, value.pointer) for key, value in memories.items()))
 
 
@@ -50,7 +50,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size: int) -> torch.Tensor:
-        """That many bytes."""
+        """Return that many bytes."""
         if size > self._memory.numel():
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._memory[:size]

@@ -121,21 +121,21 @@ class Maker:
         self.verdicts: dict[object, bool] = {}
 
     def keeping(self) -> Maker:
-        """A maker for one plan, made on one number of threads. It makes equal primitives once: layers of a model are often alike."""
+        """Return a maker for one plan, made on one number of threads. It makes equal primitives once: layers of a model are often alike."""
         maker = copy.copy(self)
         maker.kept = {}
         return maker
 
     def stream(self) -> Handle:
-        """A queue of calls; one per thread."""
+        """Return a queue of calls; one per thread."""
         return self.library.create("stream_create", self.engine, 1, destroy="stream_destroy")
 
     def memory(self, layout: Layout, address: int) -> Handle:
-        """A tensor argument: memory at an address."""
+        """Return a tensor argument: memory at an address."""
         return self.library.create("memory_create", layout.handle, self.engine, address, destroy="memory_destroy")
 
     def layout(self, desc: Desc, *, channels_last: bool = False) -> Layout:
-        """The descriptor of a tensor: `desc.plain(channels_last=...)`."""
+        """Return the descriptor of a tensor: `desc.plain(channels_last=...)`."""
         desc = desc.plain(channels_last=channels_last)
         found = self._layouts.get(desc)
         if found is None:
@@ -185,7 +185,7 @@ class Maker:
         avoid: frozenset[str] = frozenset(),
         amx: bool = True,
     ) -> Primitive:
-        """A convolution, or a transposed one; plans ask `nc.onednn.trials` for one, because some kernels give wrong sums.
+        """Return a convolution, or a transposed one; plans ask `nc.onednn.trials` for one, because some kernels give wrong sums.
 
         Args:
             source: [N, C, ...].
@@ -252,7 +252,7 @@ class Maker:
 
     @_shared
     def eltwise(self, operation: Eltwise, source: Desc, target: Desc, attributes: Attributes) -> Primitive:
-        """A function of each element."""
+        """Return a function of each element."""
         tensors = {SRC: self.layout(source), DST: self.layout(target)}
         handles = tensors[SRC].handle, tensors[DST].handle
         numbers = operation.alpha, operation.beta, self._attributes(attributes)
@@ -261,7 +261,7 @@ class Maker:
 
     @_shared
     def binary(self, name: str, first: Desc, second: Desc, target: Desc, attributes: Attributes) -> Primitive:
-        """An operation of two tensors, the second of which may have size 1 where the first has more; `name` is one of `BINARY`."""
+        """Return an operation of two tensors, the second of which may have size 1 where the first has more; `name` is one of `BINARY`."""
         tensors = {SRC: self.layout(first), SRC_1: self.layout(second), DST: self.layout(target)}
         handles = tensors[SRC].handle, tensors[SRC_1].handle, tensors[DST].handle
         arguments = (self.engine, BINARY[name], *handles, self._attributes(attributes))
@@ -320,7 +320,7 @@ class Maker:
         avoid: frozenset[str] = frozenset(),
         amx: bool = True,
     ) -> Primitive:
-        """A primitive of the library's first choice of a kernel.
+        """Return a primitive of the library's first choice of a kernel.
 
         Args:
             create: the function that makes its descriptor.
@@ -370,7 +370,7 @@ class Maker:
         return (name.value or b"").decode()
 
     def _queried(self, desc: Handle, query: int, dtype: torch.dtype | None) -> Layout:
-        """A layout that belongs to a primitive descriptor, which is kept as long as it."""
+        """Return a layout that belongs to a primitive descriptor, which is kept as long as it."""
         pointer = self.library.query("primitive_desc_query_md", desc, query, 0)
         return self._sized(Handle(pointer, lambda _, owner=desc: None), dtype)  # type: ignore[misc] # the default keeps the owner
 

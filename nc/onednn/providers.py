@@ -49,7 +49,7 @@ class Provider:
 
 
 def provider() -> Provider:
-    """The first library that passes the test; looked for once in a process for each value of `NC_ONEDNN`.
+    """Return the first library that passes the test; looked for once in a process for each value of `NC_ONEDNN`.
 
     Raises:
         BackendUnavailableError: there is none, with the reasons.
@@ -62,7 +62,7 @@ def provider() -> Provider:
 
 @functools.cache
 def _find(named: str) -> Provider | str:
-    """The provider, or why there is none."""
+    """Return the provider, or why there is none."""
     if named == "none":
         return f"{VARIABLE} is 'none'"
     sources = dict(_SOURCES)
@@ -83,7 +83,7 @@ def _find(named: str) -> Provider | str:
 
 
 def _hidden() -> Mapping[str, int]:
-    """The functions inside torch's own library."""
+    """Return the functions inside torch's own library."""
     try:
         library = elf.loaded("libtorch_cpu.so")
         if library is None:
@@ -100,7 +100,7 @@ def _hidden() -> Mapping[str, int]:
 
 
 def _package() -> Mapping[str, int]:
-    """The functions of a library that a Python package has put beside this interpreter."""
+    """Return the functions of a library that a Python package has put beside this interpreter."""
     for path in _candidates():
         if path.exists():
             return _exported(str(path))
@@ -114,7 +114,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _exported(path: str) -> Mapping[str, int]:
-    """The functions that a library exports."""
+    """Return the functions that a library exports."""
     try:
         library = ctypes.CDLL(path)
     except OSError as error:

@@ -90,7 +90,7 @@ class Runner(Protocol):
         """How the report calls it."""
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
-        """What runs a list on a stream; it may be called by one thread at a time."""
+        """Return what runs a list on a stream; it may be called by one thread at a time."""
 
 
 class _Call(ctypes.Structure):
@@ -165,7 +165,7 @@ def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def failure(index: int, status: int) -> int:
-    """What a run returns where the call with this index returned a status: see runner.c."""
+    """Return what a run returns where the call with this index returned a status: see runner.c."""
     return status << 32 | 1 + index
 
 
@@ -175,7 +175,7 @@ def failed_call(failed: int) -> tuple[int, int]:
 
 
 def function_error(function: Function, status: int, operator: str = "") -> Exception:
-    """What to raise where a function in C returned a status.
+    """Return what to raise where a function in C returned a status.
 
     Args:
         function: which.
@@ -202,7 +202,7 @@ def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torc
 
 
 def runner(library: Library) -> tuple[Runner, str]:
-    """The fastest runner that there is here, and why it is not the compiled one ("" when it is)."""
+    """Return the fastest runner that there is here, and why it is not the compiled one ("" when it is)."""
     try:
         function = load("runner").nc_run
     except BackendUnavailableError as error:

@@ -14,7 +14,7 @@ _INPUTS, _OUTPUTS, _ROWS, _SIZE = 48, 32, 5, 6
 
 
 def why_wrong(maker: Maker) -> str:
-    """What is wrong with a library; "" when it computes the same numbers with int8 kernels.
+    """Return what is wrong with a library; "" when it computes the same numbers with int8 kernels.
 
     Raises:
         BackendError: a call failed.

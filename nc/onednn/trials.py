@@ -73,7 +73,7 @@ class Convolution:
 
 
 def convolution(maker: Maker, wanted: Convolution, weights: Desc | Layout) -> tuple[Primitive, tuple[str, ...]]:
-    """A primitive whose sums are right, and the names of the kernels that were passed over because theirs are not.
+    """Return a primitive whose sums are right, and the names of the kernels that were passed over because theirs are not.
 
     Raises:
         Unimplemented: there is none.
@@ -178,14 +178,14 @@ def _pattern(low: int, high: int) -> torch.Tensor:
 
 
 def _noise(desc: Desc, low: int, high: int) -> torch.Tensor:
-    """A tensor of random codes, also between its elements."""
+    """Return a tensor of random codes, also between its elements."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(desc.sizes, desc.strides, strict=True))
     codes = _pattern(low, high).to(desc.dtype)
     return codes.repeat(-(-size // codes.numel()))[:size].as_strided(desc.sizes, desc.strides)
 
 
 def _range(dtype: torch.dtype) -> tuple[int, int]:
-    """What codes of a dtype may be; of a float, what is no code is as good."""
+    """Return what codes of a dtype may be; of a float, what is no code is as good."""
     return (-128, 127) if dtype is torch.int8 else (0, 255)
 
 
@@ -227,7 +227,7 @@ def _places(size: int, most: int) -> torch.Tensor:
 
 
 def _at(tensor: torch.Tensor, grid: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first and the last image of a tensor [N, C, ...] at some places."""
+    """Return the first and the last image of a tensor [N, C, ...] at some places."""
     tensor = tensor[:: max(len(tensor) - 1, 1)]
     for dim, places in enumerate(grid, 2):
         tensor = tensor.index_select(dim, places)
@@ -242,7 +242,7 @@ def _values(
     numbers: Mapping[int, torch.Tensor],
     grid: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """What the result is at some places, before it is rounded to codes."""
+    """Return what the result is at some places, before it is rounded to codes."""
     zero = float(numbers[ZERO_POINTS | SRC]) if ZERO_POINTS | SRC in numbers else 0.0
     sums = _sums(wanted, x[:: max(len(x) - 1, 1)].float() - zero, weight, grid)
     shape = -1, *[1] * len(grid)
@@ -257,7 +257,7 @@ def _values(
 
 
 def _sums(wanted: Convolution, x: torch.Tensor, weight: torch.Tensor, grid: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of products at some places: what each reads is gathered dimension by dimension, with zeros for what lies outside.
+    """Return sums of products at some places: what each reads is gathered dimension by dimension, with zeros for what lies outside.
 
     Products of codes are whole numbers below 2 ** 14, so fp32 is as good as exact.
     """

@@ -46,7 +46,7 @@ class Converted:
 
 
 def of_graph(graph: QDQGraph) -> Converted:
-    """The model of a quantized graph: free sizes stay free, inputs are named after the arguments.
+    """Return the model of a quantized graph: free sizes stay free, inputs are named after the arguments.
 
     Raises:
         BackendError: an operator has no translation.
@@ -59,7 +59,7 @@ def of_graph(graph: QDQGraph) -> Converted:
 def convert(
     source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None, names: Sequence[str] | None = None
 ) -> Converted:
-    """The model of a program.
+    """Return the model of a program.
 
     Args:
         source: the program.
@@ -180,7 +180,7 @@ def _forget_origin(model: Any) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of an error that names what failed, from the innermost cause that has one."""
+    """Return the line of an error that names what failed, from the innermost cause that has one."""
     told = []
     cause: BaseException | None = error
     while cause is not None:

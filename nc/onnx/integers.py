@@ -94,7 +94,7 @@ def _make_int32(model: Any, node: Any, input_scale: Any, weight_scale: Any) -> N
 
 
 def _constant(model: Any, name: str, array: Any) -> Any:
-    """A new constant of the model."""
+    """Return a new constant of the model."""
     import onnx_ir
 
     value = onnx_ir.Value(name=name, const_value=onnx_ir.tensor(array, name=name))

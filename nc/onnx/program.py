@@ -24,7 +24,7 @@ _WEIGHTS = (dequantize_per_tensor, dequantize_per_channel, dequantize_per_group)
 
 
 def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
-    """The program for a QDQ graph, which stays as it is, and flat inputs of it."""
+    """Return the program for a QDQ graph, which stays as it is, and flat inputs of it."""
     return built(part, example, lambda module: run_passes(module, _PASSES))
 
 
@@ -53,7 +53,7 @@ def _spell_linears(module: fx.GraphModule) -> None:
 
 
 def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Linear) -> fx.Node:
-    """The product and the bias of a linear."""
+    """Return the product and the bias of a linear."""
     bias = view.bias
     assert bias is not None
     if _becomes_gemm(view.input) and bias.op == "get_attr":
@@ -72,7 +72,7 @@ def _becomes_gemm(x: fx.Node) -> bool:
 
 
 def _transposed(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
-    """The dequantize node of the same weight with its last axis first; codes and scales are constants."""
+    """Return the dequantize node of the same weight with its last axis first; codes and scales are constants."""
 
     def turned(node: object) -> object:
         if not isinstance(node, fx.Node):
@@ -91,7 +91,7 @@ def _transposed(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
 
 
 def _in_groups(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
-    """A low-bit weight as codes with scales and zero points for each group."""
+    """Return a low-bit weight as codes with scales and zero points for each group."""
     size = weight.shape[1] // weight.params.scale.shape[1]
     parts = {"codes": weight.unpacked(), "scales": weight.params.scale, "zeros": zero_codes(weight)}
     bits = 4 if weight.form.bits <= 4 else 8

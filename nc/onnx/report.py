@@ -61,7 +61,7 @@ class OnnxReport:
         return sum(op.int8 for op in self.operators)
 
     def __str__(self) -> str:
-        """A sentence, a line for each reason why operators did not run in int8, and one for those that can saturate."""
+        """Return a sentence, a line for each reason why operators did not run in int8, and one for those that can saturate."""
         lines = self._ran()
         if self.saturating:
             db = self.saturated_db
@@ -99,7 +99,7 @@ def operators(plan: Plan, kernels: Sequence[Kernel], nodes: Mapping[str, str]) -
 
 
 def _operator_of(name: str, nodes: Mapping[str, str]) -> str:
-    """The operator of a kernel: ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote."""
+    """Return the operator of a kernel: ONNX Runtime puts `_token_5`, `_2` or `/…` behind the name of a node that it rewrote."""
     fits = [node for node in nodes if name.startswith(node) and not name[len(node) :][:1].isalnum()]
     return nodes[max(fits, key=len)] if fits else ""
 

@@ -41,7 +41,7 @@ def version() -> str:
 def run(
     path: Path, inputs: Sequence[torch.Tensor], *, optimize: bool = True, exact: bool = False
 ) -> tuple[list[torch.Tensor], tuple[Kernel, ...]]:
-    """Outputs of a file, and the kernels that computed them, in the order in which they ran.
+    """Return outputs of a file, and the kernels that computed them, in the order in which they ran.
 
     Args:
         path: the file.

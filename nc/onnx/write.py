@@ -77,7 +77,7 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
 
 
 def _advice(report: OnnxReport, required: float, without_vnni: bool) -> str:
-    """What to do about operators that can saturate, and what they do on this CPU where that is seen."""
+    """Return what to do about operators that can saturate, and what they do on this CPU where that is seen."""
     db = report.saturated_db
     seen = db is not None and db < required
     here = f" On this CPU they do: the outputs for the example agree with the quantized graph to {db:.1f} dB only." if seen else ""
@@ -109,7 +109,7 @@ def _check_inputs(graph: QDQGraph) -> None:
 
 @contextlib.contextmanager
 def _saved(converted: Converted, name: str) -> Iterator[Path]:
-    """The file in a temporary folder, alone with what belongs to it."""
+    """Save the file in a temporary folder, alone with what belongs to it."""
     with tempfile.TemporaryDirectory(prefix="nc-") as folder:
         file = Path(folder) / name
         converted.save(str(file))
@@ -130,7 +130,7 @@ def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> 
 
 
 def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
-    """What ONNX Runtime gives for a part of a graph."""
+    """Return what ONNX Runtime gives for a part of a graph."""
     source = program(part, inputs)
     with _saved(convert(source, inputs), f"part{SUFFIX}") as file:
         return source.together(_run(file, inputs, exact=True)[0], inputs)

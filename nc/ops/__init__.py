@@ -35,7 +35,7 @@ def _operator(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for tensors of one device. Torch calls it for CPU tensors too if one is on `meta`, and the result would have any values."""
+    """Return the same for tensors of one device. Torch calls it for CPU tensors too if one is on `meta`; the result would be random."""
 
     @functools.wraps(fake)
     def checked(*arguments: Any) -> Any:
@@ -130,7 +130,7 @@ def _dequantize_float(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> t
 
 
 def _block_size(x: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...] | None:
-    """The size of the block in `x` that each element of a scale is for."""
+    """Return the size of the block in `x` that each element of a scale is for."""
     return tuple(size // count for size, count in zip(x.shape, scale.shape, strict=True)) if scale.dim() else None
 
 

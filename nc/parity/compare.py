@@ -105,7 +105,7 @@ class Comparison:
         return next(iter(self.disagreements), None)
 
     def counts(self) -> dict[str, int]:
-        """Number of tensors with each verdict."""
+        """Return the number of tensors with each verdict."""
         found = Counter(t.verdict for t in self.tensors)
         return {verdict: found[verdict] for verdict in VERDICTS}
 
@@ -114,7 +114,7 @@ class Comparison:
         return {**dataclasses.asdict(self), "counts": self.counts()}
 
     def __str__(self) -> str:
-        """The tensors that differ, then a summary."""
+        """Return the tensors that differ, then a summary."""
         rows: list[tuple[str, ...]] = [("tensor", "made by", "verdict", "different", "quanta", "since")]
         rows += [_row(t) for t in self.tensors if t.verdict != "equal"]
         lines = [format_table(rows), ""] if len(rows) > 1 else []
@@ -196,7 +196,7 @@ class _Engine:
 
 
 def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
-    """The graph and both engines."""
+    """Return the graph and both engines."""
     graph = checked(q_a, "compare").graph
     a = _Engine(q_a.backend, q_a.engine.run)
     if isinstance(q_b, str) and q_b != REFERENCE:
@@ -215,7 +215,7 @@ def _checked(q_a: Any, q_b: Any) -> tuple[QDQGraph, tuple[_Engine, _Engine]]:
 
 
 def _bind(graph: QDQGraph, inputs: Any) -> Sequence[torch.Tensor]:
-    """The flat inputs."""
+    """Return the flat inputs."""
     if inputs is None:
         return graph.example
     if isinstance(inputs, Mapping):
@@ -233,7 +233,7 @@ def _judged(
     tolerances: Sequence[float],
     done: Sequence[TensorComparison],
 ) -> TensorComparison:
-    """The verdict on one tensor, given those above."""
+    """Return the verdict on one tensor, given those above."""
     distance, different = _distances(*values)
     quanta = _largest(distance) / (1.0 if point.how in ("codes", "exact") else _quantum(values[1]))
     first, second = (_side(point, v, should, tolerance) for v, should, tolerance in zip(values, local, tolerances, strict=True))
@@ -279,7 +279,7 @@ def _largest(distances: torch.Tensor) -> float:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """|a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is; and how many elements differ."""
+    """Return |a - b| as float64, 0 where both are the same infinity or NaN, infinity where one is; and how many elements differ."""
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
@@ -287,7 +287,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _quantum(value: torch.Tensor) -> float:
-    """That of a fp32 tensor."""
+    """Return that of a fp32 tensor."""
     finite = value[torch.isfinite(value)].double().abs()
     largest = finite.max().item() if finite.numel() else 0.0
     return largest / _STEPS or 1.0

@@ -59,7 +59,7 @@ def read(
 
 
 def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
-    """Groups without equal quantize nodes: to compilers those are one tensor, and IPEX hangs on a graph that returns one tensor twice."""
+    """Return groups without equal quantize nodes, which are one tensor to compilers: IPEX hangs on a graph that returns one twice."""
     groups: list[dict[object, fx.Node]] = []
     for place in places:
         key = place.args if place.target is quantize_per_tensor else place
@@ -72,7 +72,7 @@ def _apart(places: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _outputs(graph: QDQGraph, backend: Backend, inputs: Sequence[torch.Tensor], isolate: str) -> list[Any]:
-    """What an engine gives for a graph; nothing where it fails on it: to a compiler, reading may be too much."""
+    """Return what an engine gives for a graph; nothing where it fails on it: to a compiler, reading may be too much."""
     try:
         return list(backend.lower(graph, verify="off", **engine_options(backend, isolate=isolate)).run(inputs))
     except BackendUnavailableError:

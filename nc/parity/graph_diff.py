@@ -9,7 +9,7 @@ from torch import fx
 
 
 def difference(a: fx.GraphModule, b: fx.GraphModule) -> str:
-    """What first differs between two graphs, in words; "" when they have the same operators, quantization parameters and constants."""
+    """Tell what first differs between two graphs, in words; "" for the same operators, quantization parameters and constants."""
     left, right = list(a.graph.nodes), list(b.graph.nodes)
     places = [{node: i for i, node in enumerate(nodes)} for nodes in (left, right)]
     for m, n in zip(left, right, strict=False):

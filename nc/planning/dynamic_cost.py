@@ -41,7 +41,7 @@ class Sizes:
         return tuple(Weighted.of(self.node(op)).weight.meta["val"].shape)
 
     def node(self, op: Operator) -> fx.Node:
-        """The node of an operator."""
+        """Return the node of an operator."""
         return self._nodes[op.node]
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from nc.spec.fake_spec import ROLES
 
 
 def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:
-    """The resolved specs of the roles that an operator has.
+    """Return the resolved specs of the roles that an operator has.
 
     Args:
         values: role → spec, or None or "fp32" where the role stays fp32.

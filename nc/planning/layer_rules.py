@@ -38,12 +38,12 @@ class Modules:
 
 
 def named_layers(model: torch.nn.Module) -> Modules:
-    """A model's layers as operators that rules can match."""
+    """Return a model's layers as operators that rules can match."""
     return Modules(tuple(map(_operator, layers_of(model))), frozenset(name for name, _ in model.named_modules()))
 
 
 def with_low_bit(graph: Named, model: torch.nn.Module) -> Named:
-    """What rules can match in a captured model: its operators, and the modules whose weights are in few bits already."""
+    """Return what rules can match in a captured model: its operators, and the modules whose weights are in few bits already."""
     found = {name: module for name, module in model.named_modules() if is_low_bit(module)}
     if not found:
         return graph
@@ -53,7 +53,7 @@ def with_low_bit(graph: Named, model: torch.nn.Module) -> Named:
 
 
 def name_low_bit(plan: Plan, layers: WeightPlan) -> Plan:
-    """The plan of a captured float model, in which layers that will get low-bit weights say so."""
+    """Return the plan of a captured float model, in which layers that will get low-bit weights say so."""
     forms = {d.operator: str(d.form) for d in layers.quantized}
     named = tuple(
         dataclasses.replace(d, spec=FLOAT, why=Cause.LOW_BIT(dtype=forms[d.operator])) if d.operator in forms else d for d in plan.decisions
@@ -144,7 +144,7 @@ def _decide(layer: Layer, op: Operator, config: AnyConfig, modules: frozenset[st
 
 
 def _own_dtype(layer: Layer, config: AnyConfig, *, named: bool) -> tuple[str | None, Reason | None]:
-    """The dtype that `lm_head` or `embedding` gives a layer, and why it stays float if they give none; a rule that names it wins."""
+    """Return the dtype that `lm_head` or `embedding` gives a layer, and why it stays float if they give none; a rule that names it wins."""
     field = "lm_head" if layer.head else "embedding" if layer.kind == "embedding" else None
     if field is None or named:
         return None, None

@@ -97,7 +97,7 @@ def has_kernel(config: QuantConfig, row: OpSupport | None) -> bool:
 
 
 def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The value of each field, and the text of the rule that sets it."""
+    """Return the value of each field, and the text of the rule that sets it."""
     first = matches[0].config
     # a rule that asks for fp32 does not say how to quantize
     levels = [m for m in matches if m.config.family == first.family and not m.config.is_float]
@@ -114,7 +114,7 @@ def merged(matches: list[Match]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def match_level(key: Key, op: Operator, modules: Collection[str] = ()) -> Level | None:
-    """The level at which a key matches an operator; None if it does not match.
+    """Return the level at which a key matches an operator; None if it does not match.
 
     A string that is the name of one of the model's `modules` means this module, also if it is spelled like a type ("linear").
     """

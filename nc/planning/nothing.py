@@ -29,7 +29,7 @@ class Nothing:
 
 
 def nothing_quantized(plan: Plan, config: AnyConfig) -> Nothing | None:
-    """What to say of a plan; None if an operator is quantized, computes in bf16 or has a low-bit weight."""
+    """Return what to say of a plan; None if an operator is quantized, computes in bf16 or has a low-bit weight."""
     if any(d.spec.quantized or d.spec.bf16 or d.stays_for(Cause.LOW_BIT) for d in plan.decisions):
         return None
     products = [d for d in plan.decisions if d.multiply_adds != 0]
@@ -56,7 +56,7 @@ def _has_other_dtype(decision: Decision) -> bool:
 
 
 def _reasons(decisions: list[Decision]) -> str:
-    """The most frequent reasons with the operators that they are for."""
+    """Return the most frequent reasons with the operators that they are for."""
     names: dict[str, list[str]] = {}
     for decision in decisions:
         names.setdefault(decision.reason, []).append(decision.operator)

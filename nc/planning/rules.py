@@ -79,7 +79,7 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placemen
 
 
 def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement: str = INPUTS) -> Plan:
-    """The plan with these decisions on a backend.
+    """Return the plan with these decisions on a backend.
 
     Raises:
         UnsupportedError: an operator should compute in bf16, and the backend cannot.
@@ -96,7 +96,7 @@ def plan_of(decisions: Iterable[Decision], capabilities: Capabilities, placement
 
 
 def _with_size(decision: Decision, op: Operator, sizes: Sizes) -> Decision:
-    """The decision with the weights and the multiply-adds of its operator."""
+    """Return the decision with the weights and the multiply-adds of its operator."""
     weights = tuple((weight.name, weight.shape) for weight in op.weights)
     return dataclasses.replace(decision, weights=weights, multiply_adds=sizes.multiply_adds(op))
 
@@ -146,7 +146,7 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
 def _simulated(
     base: Mapping[str, Any], op: Operator, values: Mapping[str, Any], row: OpSupport | None, sizes: Sizes, capabilities: Capabilities
 ) -> Decision:
-    """The decision for an operator whose formats are simulated.
+    """Return the decision for an operator whose formats are simulated.
 
     Raises:
         UnsupportedError: the backend simulates nothing.
@@ -168,7 +168,7 @@ def _simulated(
 
 
 def _float(base: Mapping[str, Any], dtype: str, why: Reason, excluded: Collection[str] = ()) -> Decision:
-    """The decision for an operator that is not quantized.
+    """Return the decision for an operator that is not quantized.
 
     Raises:
         ConfigError: a rule asks for a precision that another one excludes.
@@ -195,7 +195,7 @@ def _take_granularity_of_kernel(values: dict[str, Any], sources: dict[str, str],
 
 
 def _with_granularity_of_kernel(decision: Decision, row: OpSupport) -> Decision:
-    """The decision with a granularity that the kernel has for ranges found in each call, if no rule sets another one."""
+    """Return the decision with a granularity that the kernel has for ranges found in each call, if no rule sets another one."""
     activation = decision.spec.activation
     fields = {name: (value, source) for name, value, source in decision.fields}
     values, sources = ({name: field[i] for name, field in fields.items()} for i in (0, 1))
@@ -220,7 +220,7 @@ def _are_codes_of_kernel(spec: OpSpec, row: OpSupport) -> bool:
 
 
 def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
-    """The spec of an operator of some kind, for a strategy and the values of its fields."""
+    """Return the spec of an operator of some kind, for a strategy and the values of its fields."""
     weight = TensorSpec(
         dtype=dtype(values["w_dtype"]),
         symmetric=values["w_sym"],
@@ -243,7 +243,7 @@ def spec_of(algorithm: str, values: Mapping[str, Any], kind: str) -> OpSpec:
 
 
 def fit(plan: Plan, capabilities: Capabilities) -> Plan:
-    """A plan adapted to another backend. The calibration stays valid.
+    """Return a plan adapted to another backend. The calibration stays valid.
 
     Raises:
         UnsupportedError: that backend has no kernel for an operator's dtype, or cannot compute in bf16.
@@ -276,7 +276,7 @@ def _why_no_kernel(op: Operator, spec: OpSpec, row: OpSupport | None, match: Mat
 
 
 def _not_simulated(operator: str, kind: str, rule: Rule, capabilities: Capabilities) -> UnsupportedError:
-    """The error for a backend that would compute an operator in fp32 though formats were to be simulated."""
+    """Return the error for a backend that would compute an operator in fp32 though formats were to be simulated."""
     return UnsupportedError(
         f"Operator {operator!r} ({kind}, rule: {rule}): backend {capabilities.backend!r} simulates no number formats. Leave backend out, "
         'or say backend="reference", which does.'
@@ -316,7 +316,7 @@ def _check_dtypes(operator: str, spec: OpSpec, row: OpSupport, rule: Rule, capab
 
 
 def _unsmoothed(decision: Decision) -> Decision:
-    """The decision without SmoothQuant, unless a rule names the operator: a multiplication there splits the int8 group of attention."""
+    """Return the decision without SmoothQuant, unless a rule names it: a multiplication there splits the int8 group of attention."""
     if decision.spec.smooth is None or decision.decided.level in (Level.NAME, Level.PATTERN):
         return decision
     fields = tuple(("alpha", "none", "reads a matmul's result") if field[0] == "alpha" else field for field in decision.fields)
@@ -324,7 +324,7 @@ def _unsmoothed(decision: Decision) -> Decision:
 
 
 def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
-    """The granularity that the kernel has for a weight without an axis of output channels."""
+    """Return the granularity that the kernel has for a weight without an axis of output channels."""
     weight = decision.spec.weight
     if weight is None or row is None or str(weight.granularity) in row.grouped_weights:
         return decision
@@ -335,5 +335,5 @@ def _with_grouped_weight(decision: Decision, row: OpSupport | None) -> Decision:
 
 
 def _reduced(spec: OpSpec, kind: str, capabilities: Capabilities) -> OpSpec:
-    """The spec with codes whose 16-bit sums cannot overflow, where the kernel needs it on this CPU."""
+    """Return the spec with codes whose 16-bit sums cannot overflow, where the kernel needs it on this CPU."""
     return spec.narrow() if capabilities.sums_narrow(kind, spec) else spec

@@ -44,7 +44,7 @@ class Point:
 
 
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """The computed tensors that a graph returns, each once, in the order of its outputs."""
+    """Return the computed tensors that a graph returns, each once, in the order of its outputs."""
     leaves = dict.fromkeys(leaf for leaf in returned(module) if isinstance(leaf, fx.Node))
     return tuple(n for n in leaves if n.op == "call_function" and isinstance(n.meta.get("val"), TENSORS))
 
@@ -88,7 +88,7 @@ def name_of(place: fx.Node) -> str:
 
 
 def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphModule:
-    """A copy of a QDQ graph that also returns the values of nodes, behind its own outputs; of codes the fp32 values that they stand for."""
+    """Return a copy of a QDQ graph that also returns the values of nodes, behind its outputs; of codes the fp32 values behind them."""
     copy, mapping = copy_module(module)
     output = next(iter(reversed(copy.graph.nodes)))
     values = []
@@ -107,7 +107,7 @@ def with_outputs(module: fx.GraphModule, places: Sequence[fx.Node]) -> fx.GraphM
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The fp32 tensors in which the result of an int8 operator is first kept in memory; none where it is kept as codes."""
+    """Return the fp32 tensors in which the result of an int8 operator is first kept in memory; none where it is kept as codes."""
     if node.target in _RECURRENT:
         return list(node.users)
     source = first_input(node)
@@ -134,7 +134,7 @@ def _how(node: fx.Node) -> str:
 
 
 def _segment(node: fx.Node, index: dict[fx.Node, int]) -> tuple[set[fx.Node], set[int]]:
-    """The nodes between a point and the points above it, itself included, and the indices of those points."""
+    """Return the nodes between a point and the points above it, itself included, and the indices of those points."""
     between, above, stack = {node}, set(), [node]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -77,7 +77,7 @@ class KernelCheck:
     outputs_only: bool = False
 
     def __str__(self) -> str:
-        """A line of a report."""
+        """Return a line of a report."""
         if self.outputs_only:
             return f"none, because the outputs agree to {self.db:.0f} dB"
         if self.faults:
@@ -88,7 +88,7 @@ class KernelCheck:
 
 
 def compared_names(module: fx.GraphModule, quantized: frozenset[str]) -> frozenset[str]:
-    """The names of the nodes of a QDQ graph whose values `check_kernels` can use, without outputs."""
+    """Return the names of the nodes of a QDQ graph whose values `check_kernels` can use, without outputs."""
     return frozenset(node.name for node in places_of(module, quantized))
 
 
@@ -139,7 +139,7 @@ class _Error:
 
 
 def _as_in_graph(node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
-    """An engine's value in the form that the graph has it in; None where it is rounded otherwise, for example to bf16."""
+    """Return an engine's value in the form that the graph has it in; None where it is rounded otherwise, for example to bf16."""
     if node.target is not quantize_per_tensor:
         return value if value.dtype is torch.float32 else None
     dtype = Quantize.of(node).dtype
@@ -164,7 +164,7 @@ def _error(point: Point, value: torch.Tensor, local: Local) -> _Error:
 
 
 def _of_codes(codes: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> _Error:
-    """The distance of codes from real numbers, beyond that of the nearest code. A code of NaN is no error: there is none that is right."""
+    """Return the distance of codes from real numbers, beyond that of the nearest code. A code of NaN is no error: none is right."""
     beyond = ((codes.double() - exact).abs() - (exact.round() - exact).abs() - slack).clamp_min(0).nan_to_num(nan=0.0)
     if not beyond.numel():
         return _Error()
@@ -178,7 +178,7 @@ def _of_codes(codes: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> 
 
 
 def _of_values(value: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> _Error:
-    """The SQNR of fp32 values, without what ties above may have done to them."""
+    """Return the SQNR of fp32 values, without what ties above may have done to them."""
     error = (_difference(value, exact) - slack).clamp_min(0)
     db = _db(exact, error)
     return _Error(db=db, wrong="" if db >= LEAST_DB else f"fp32 values have {db:.1f} dB, expected at least {LEAST_DB:.0f}")
@@ -191,7 +191,7 @@ def _whole(point: Point, value: torch.Tensor, exact: torch.Tensor) -> _Error:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """|a - b| as float64: 0 where both are NaN or the same infinity, infinity where one is."""
+    """Return |a - b| as float64: 0 where both are NaN or the same infinity, infinity where one is."""
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)

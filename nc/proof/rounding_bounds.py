@@ -48,7 +48,7 @@ def slack_of(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
 
 
 def position(x: torch.Tensor, codes: Quantize) -> torch.Tensor:
-    """The real number that a quantize node rounds, clamped to the codes, as float64."""
+    """Return the real number that a quantize node rounds, clamped to the codes, as float64."""
     scale, zero_point = codes.numbers
     return (x.double() / scale + zero_point).clamp_(codes.quant_min, codes.quant_max)
 

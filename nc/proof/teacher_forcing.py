@@ -55,7 +55,7 @@ class _Forced:
         self.slacks: dict[fx.Node, Any] = {}
 
     def see(self, node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:
-        """The engine's value at a point, the graph's own elsewhere."""
+        """Return the engine's value at a point, the graph's own elsewhere."""
         if node.op == "output":
             self.locals |= {leaf: Local(env[leaf], self.slacks.get(leaf)) for leaf in node.all_input_nodes if leaf in self.late}
         if node not in self.values:

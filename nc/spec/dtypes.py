@@ -73,7 +73,7 @@ def _table(name: str, values: tuple[float, ...], storage: torch.dtype = torch.ui
 
 
 def _float(exponent: int, mantissa: int, storage: torch.dtype = torch.uint8, special: tuple[float, ...] = ()) -> DType:
-    """A format of one sign bit, then the bits of the exponent, then those of the mantissa.
+    """Return a format of one sign bit, then the bits of the exponent, then those of the mantissa.
 
     Args:
         exponent: number of its bits.
@@ -134,7 +134,7 @@ INT8, UINT8 = DTYPES["int8"], DTYPES["uint8"]
 
 
 def dtype(name: str) -> DType:
-    """The dtype of that name.
+    """Return the dtype of that name.
 
     Raises:
         ConfigError: there is none; names the nearest ones.

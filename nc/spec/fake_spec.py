@@ -89,11 +89,11 @@ class FakeTensorSpec:
             _refuse("block_size", "whole numbers from 1", self.block_size)
 
     def over(self, below: FakeTensorSpec) -> FakeTensorSpec:
-        """This spec, with the values of a less specific one where it has none."""
+        """Return this spec, with the values of a less specific one where it has none."""
         return replace(below, **self.to_dict())
 
     def resolved(self, role: str, kind: str) -> FakeTensorSpec:
-        """The spec with all defaults filled in, for one tensor of an operator.
+        """Return the spec with all defaults filled in, for one tensor of an operator.
 
         Args:
             role: one of `ROLES`.
@@ -150,7 +150,7 @@ class FakeTensorSpec:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values that are not None, plain."""
+        """Return the values that are not None, plain."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
 
@@ -180,7 +180,7 @@ class FakeSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> FakeSpec:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         return cls(**{role: FakeTensorSpec(**values) for role, values in data.items()})
 
 
@@ -197,7 +197,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _default_axis(role: str, kind: str, grouped: bool) -> int:
-    """The axis of channels, or of the input channels where a weight is `grouped`."""
+    """Return the axis of channels, or of the input channels where a weight is `grouped`."""
     if role == "bias":
         return 0
     if role != "weight":
@@ -207,7 +207,7 @@ def _default_axis(role: str, kind: str, grouped: bool) -> int:
 
 
 def _contradiction(spec: FakeTensorSpec, role: str) -> str:
-    """What is wrong with a spec whose defaults are filled in; "" if nothing is."""
+    """Return what is wrong with a spec whose defaults are filled in; "" if nothing is."""
     constant, is_float = role in ("weight", "bias"), spec.dtype is not None and spec.format.kind == "float"
     one_range = spec.granularity == "per_tensor"
     rules = (

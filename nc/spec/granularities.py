@@ -24,7 +24,7 @@ class Granularity:
     shape: tuple[int, ...] = ()
 
     def block_size(self, shape: Sequence[int], channels: int | None = None) -> tuple[int, ...]:
-        """The size of one block in each dimension of a tensor.
+        """Return the size of one block in each dimension of a tensor.
 
         Args:
             shape: of the tensor.
@@ -46,7 +46,7 @@ class Granularity:
         return whole
 
     def __str__(self) -> str:
-        """The text that `granularity` reads, e.g. "per_channel" or "per_group 32"."""
+        """Return the text that `granularity` reads, e.g. "per_channel" or "per_group 32"."""
         parts = [self.name, *(["x".join(map(str, self.shape))] if self.shape else [])]
         if self.axis is not None and (self.name, self.axis) != ("per_group", -1):
             parts.append(f"axis {self.axis}")
@@ -80,7 +80,7 @@ _BLOCK = re.compile(r"per_block ([1-9]\d*(?:x[1-9]\d*)*)")
 
 
 def granularity(text: str) -> Granularity:
-    """The inverse of `str`.
+    """Return the inverse of `str`.
 
     Raises:
         ConfigError: it is not the text of one.
@@ -116,7 +116,7 @@ def _checked(block: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _nearest(size: int, part: int) -> str:
-    """The largest divisor below and the smallest above, as text."""
+    """Return the largest divisor below and the smallest above, as text."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     found = [max(d for d in divisors if d <= part), *[d for d in divisors if d > part][:1]]
     return " and ".join(map(str, found))

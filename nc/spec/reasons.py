@@ -62,7 +62,7 @@ class Cause(enum.Enum):
     NEVER_RAN = "never executed during calibration"
 
     def __call__(self, **arguments: object) -> Reason:
-        """The reason with its arguments."""
+        """Return the reason with its arguments."""
         return Reason(self, tuple((name, str(value)) for name, value in arguments.items()))
 
 
@@ -79,7 +79,7 @@ class Reason:
     arguments: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.cause.value.format(**dict(self.arguments))
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Reason:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Reason:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         return Cause[data["cause"]](**data["arguments"])
 
 
@@ -125,7 +125,7 @@ class Rule:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rule:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         return cls(None if data["level"] is None else Level[data["level"]], data["key"])
 
 

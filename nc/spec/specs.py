@@ -92,7 +92,7 @@ class TensorSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TensorSpec:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         return cls(**{**data, "dtype": dtype(data["dtype"]), "granularity": granularity(data["granularity"])})
 
 
@@ -188,7 +188,7 @@ class OpSpec:
         return spec
 
     def narrow(self) -> OpSpec:
-        """The same for a kernel that adds pairs of products in 16 bits, none of which can then saturate; see `Capabilities.narrow_sums`."""
+        """Return the same for a kernel that adds pairs of products in 16 bits without saturation; see `Capabilities.narrow_sums`."""
         if self.weight is not None:
             return replace(self, weight=replace(self.weight, paired=True))
         return replace(self, right=replace(self.input(1), reduce_range=True))
@@ -202,7 +202,7 @@ class OpSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> OpSpec:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
         smooth = data["smooth"]
         fake = FakeSpec.from_dict(data["fake"]) if data.get("fake") is not None else None
@@ -334,7 +334,7 @@ class Capabilities:
                 dtype(name)
 
     def row(self, kind: str) -> OpSupport | None:
-        """The row of one kind, or None when the backend has no integer kernel for it."""
+        """Return the row of one kind, or None when the backend has no integer kernel for it."""
         return next((row for row in self.ops if row.kind == kind), None)
 
     def sums_narrow(self, kind: str, spec: OpSpec) -> bool:

@@ -40,7 +40,7 @@ class DoubleQuant:
     outer_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what can't be."""
+        """Raise ConfigError for what can't be."""
         if self.bits not in range(1, 9) or not (self.group_size == -1 or (isinstance(self.group_size, int) and self.group_size > 0)):
             msg = f"DoubleQuant(bits={self.bits}, group_size={self.group_size}): bits is 1 to 8, group_size at least 1, or -1 for a row."
             raise ConfigError(msg)
@@ -49,7 +49,7 @@ class DoubleQuant:
             raise ConfigError(msg)
 
     def outer_count(self, scales: int) -> int:
-        """The number of outer scales of a row with so many scales."""
+        """Return the number of outer scales of a row with so many scales."""
         return 1 if self.group_size == -1 else -(-scales // self.group_size)
 
 
@@ -124,7 +124,7 @@ class WeightFormat:
         return self.tensor_scale or self.double_quant is not None
 
     def group(self, inputs: int) -> int:
-        """The number of elements of a group in a row of `inputs`.
+        """Return the number of elements of a group in a row of `inputs`.
 
         Raises:
             ConfigError: groups do not cover the row; names the nearest sizes that do.
@@ -137,7 +137,7 @@ class WeightFormat:
         return self.group_size
 
     def bits_per_weight(self, inputs: int, outputs: int = 0) -> float:
-        """Stored bits per weight, scales and zero points included, of a weight with `inputs` input channels.
+        """Return the stored bits per weight, scales and zero points included, of a weight with `inputs` input channels.
 
         Args:
             inputs: K.
@@ -182,7 +182,7 @@ class WeightFormat:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> WeightFormat:
-        """The inverse of `to_dict`."""
+        """Return the inverse of `to_dict`."""
         double = data["double_quant"]
         return cls(**{**data, "dtype": dtype(data["dtype"]), "double_quant": None if double is None else DoubleQuant(**double)})
 
@@ -204,7 +204,7 @@ PRESETS: dict[str, WeightFormat] = {
 
 
 def nearest_text(size: int, part: int) -> str:
-    """The nearest divisors of `size` around `part`, as text."""
+    """Return the nearest divisors of `size` around `part`, as text."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     found = [*[d for d in divisors if d < part][-2:], *[d for d in divisors if d > part][:2]]
     return f"the nearest sizes that do: {', '.join(map(str, found))}"

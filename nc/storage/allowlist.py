@@ -255,7 +255,7 @@ OPERATORS = frozenset((*_PYTHON, *(f"aten.{name}" for name in _ATEN), *map(str, 
 
 
 def name_of(target: Callable[..., object], node: str) -> str:
-    """The listed name of what a node calls.
+    """Return the listed name of what a node calls.
 
     Args:
         target: the operator.
@@ -279,7 +279,7 @@ def check(name: str, node: str) -> None:
 
 
 def resolve(name: str, node: str) -> Callable[..., object]:
-    """What a listed name calls.
+    """Return what a listed name calls.
 
     Raises:
         ArtefactOperatorError: the name is not on the list, or this version of torch has no such operator.

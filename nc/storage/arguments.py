@@ -123,7 +123,7 @@ def check_codes(module: fx.GraphModule) -> None:
 
 
 def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
-    """The dtype of a constant, or of what is rounded to bf16."""
+    """Return the dtype of a constant, or of what is rounded to bf16."""
     if node.op == "get_attr":
         return constant_of(module, node).dtype
     return torch.bfloat16 if node.target is to_bf16 else None
@@ -214,7 +214,7 @@ def _fits(expected: str, value: Any, length: int | None = None) -> bool:
 
 
 def _yields(node: fx.Node) -> str:
-    """What a node gives: "tensor", "number", "list" (several values), or "any" where only running it would tell."""
+    """Return what a node gives: "tensor", "number", "list" (several values), or "any" where only running it would tell."""
     if node.op in ("placeholder", "get_attr"):
         return "tensor"
     if node.op != "call_function":

@@ -12,13 +12,13 @@ from nc.errors import ArtefactError
 
 
 def staging_path(target: Path) -> Path:
-    """A new hidden name beside a path, for what gets that path when it is complete."""
+    """Return a new hidden name beside a path, for what gets that path when it is complete."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
+    """Yield a path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
 
     Parents are created. A link stays a link, to the new file.
 

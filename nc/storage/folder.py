@@ -69,7 +69,7 @@ class Content:
         return str(self.document["format"])
 
     def tensors(self, in_file: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False) -> dict[str, torch.Tensor]:
-        """The tensors by name.
+        """Return the tensors by name.
 
         Args:
             in_file: (name, tensor) → whether it may stay in the memory of the file; see `nc.storage.mapped` for what that means.
@@ -83,7 +83,7 @@ class Content:
 
 
 def replaceable(directory: str | os.PathLike[str]) -> Path:
-    """The directory to write, before any work is done for it.
+    """Return the directory to write, before any work is done for it.
 
     Raises:
         ArtefactError: something else than an artefact is there.
@@ -162,7 +162,7 @@ def read(directory: str | os.PathLike[str], formats: Collection[str] = tuple(FOR
 
 
 def _weights(folder: Path, sums: dict[str, Any]) -> tuple[MappedFile, Callable[[], None]]:
-    """The weights, and what raises ArtefactCorruptError when they are altered; a thread computes their checksum."""
+    """Return the weights, and what raises ArtefactCorruptError when they are altered; a thread computes their checksum."""
     path = folder / WEIGHTS
     _check_is_there(path)
     weights = MappedFile.of(path)
@@ -203,7 +203,7 @@ def _document(folder: Path, sums: dict[str, Any], formats: Collection[str]) -> d
 
 
 def _checked(folder: Path, name: str, sums: dict[str, Any]) -> bytes:
-    """A file's bytes, read once: what was checked is what is used."""
+    """Return a file's bytes, read once: what was checked is what is used."""
     raw = _bytes(folder / name)
     _compare(folder / name, sums[name], _checksum(raw))
     return raw

@@ -37,7 +37,7 @@ _STORABLE = frozenset(json_values.DTYPES.values()) - {torch.complex128}
 
 
 def encode(graph: QDQGraph) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A graph as JSON and tensors.
+    """Return a graph as JSON and tensors.
 
     Returns:
         Plain values with the keys signature, plan, notes, float_bytes, sqnr_vs_fp32_db, algorithms, changes, health, nodes,
@@ -82,7 +82,7 @@ def check_operators(document: Mapping[str, Any]) -> None:
 
 
 def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> QDQGraph:
-    """The inverse of `encode`; takes the tensors as they are.
+    """Return the inverse of `encode`; takes the tensors as they are.
 
     Raises:
         ArtefactOperatorError: an operator is not on the allow-list, or not in this version of torch.
@@ -115,13 +115,13 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _storable(outputs: tuple[Any, ...] | None) -> dict[int, torch.Tensor]:
-    """The outputs that are tensors, by number; nothing where one of them can't be stored."""
+    """Return the outputs that are tensors, by number; nothing where one of them can't be stored."""
     tensors = {i: value for i, value in enumerate(outputs or ()) if isinstance(value, torch.Tensor)}
     return {} if any(_is_unstorable(tensor) for tensor in tensors.values()) else tensors
 
 
 def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...] | None:
-    """What the graph gives for its example; None where nobody stored it."""
+    """Return what the graph gives for its example; None where nobody stored it."""
     outputs = {int(name.removeprefix("expected.")): tensor for name, tensor in tensors.items() if name.startswith("expected.")}
     count = len(returned(module))
     if any(i >= count for i in outputs):
@@ -131,7 +131,7 @@ def _expected(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> tu
 
 
 def _applied(document: Mapping[str, Any]) -> tuple[Applied, ...]:
-    """What each algorithm did."""
+    """Return what each algorithm did."""
     return tuple(Applied(str(a["algorithm"]), tuple(map(str, a["operators"])), str(a["text"])) for a in document["algorithms"])
 
 
@@ -186,7 +186,7 @@ def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan
 
 
 def _flat(name: str, tensor: torch.Tensor, order: dict[str, list[int]]) -> torch.Tensor:
-    """A tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
+    """Return a tensor whose memory can be written as it lies; `order` notes the order of dimensions, if another."""
     if _is_unstorable(tensor):
         msg = (
             f"Tensor {name!r} ({tensor.dtype}, {tensor.layout}) can't be stored: artefacts hold plain dense "
@@ -243,11 +243,11 @@ class _Sizes:
                     self._alias[_key(size)] = dim
 
     def of_dim(self, dim: int | str) -> int | str:
-        """A dimension of the signature."""
+        """Return a dimension of the signature."""
         return dim if isinstance(dim, int) else self._name(dim)
 
     def of_value(self, size: int | torch.SymInt | Size) -> int | str:
-        """A size of a traced value; an expression of sizes is a size of its own."""
+        """Return a size of a traced value; an expression of sizes is a size of its own."""
         if isinstance(size, int):
             return size
         fixed: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
@@ -269,12 +269,12 @@ class _Sizes:
 
 
 def _key(size: torch.SymInt | Size) -> object:
-    """What equal sizes have in common; of a symbol, an expression that is compared as it is: to print the long ones takes seconds."""
+    """Return what equal sizes have in common; of a symbol an expression, compared as it is: to print long ones takes seconds."""
     return size if isinstance(size, Size) else size.node.expr
 
 
 def _decode_value(data: Any, sizes: Mapping[str, Size]) -> Any:
-    """The inverse of `_Sizes.encode`."""
+    """Return the inverse of `_Sizes.encode`."""
     if data is None:
         return None
     if isinstance(data, list):

@@ -10,7 +10,7 @@ from nc.errors import ArtefactCorruptError
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; raises ArtefactCorruptError if it holds none."""
+    """Return the object in a file; raises ArtefactCorruptError if it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

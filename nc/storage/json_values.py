@@ -53,7 +53,7 @@ _NO_NODES: Mapping[str, fx.Node] = {}
 
 
 def encode(value: object, where: str) -> Json:
-    """A value as JSON.
+    """Return a value as JSON.
 
     Args:
         value: see the module text.
@@ -87,7 +87,7 @@ def encode(value: object, where: str) -> Json:
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """The name that `DTYPES` has for a dtype; ArtefactError where it has none."""
+    """Return the name that `DTYPES` has for a dtype; ArtefactError where it has none."""
     for name, known in DTYPES.items():
         if dtype is known:
             return name
@@ -99,7 +99,7 @@ def _unstorable(value: object, where: str) -> str:
 
 
 def decode(data: Json, nodes: Mapping[str, fx.Node] = _NO_NODES) -> Any:
-    """The inverse of `encode`.
+    """Return the inverse of `encode`.
 
     Args:
         data: parsed JSON.

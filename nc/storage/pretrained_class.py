@@ -34,7 +34,7 @@ _MOST = 1_000_000
 
 
 def description(model: torch.nn.Module) -> dict[str, Any] | None:
-    """What `build` needs for a model: class, configuration, generation configuration, attention; None if it is not a listed class."""
+    """Return what `build` needs for a model: class, configuration, generation configuration, attention; None for unlisted classes."""
     cls = type(model)
     config: Any = getattr(model, "config", None)
     if type(config) is not _config_class(cls) or _fetches(config):
@@ -54,7 +54,7 @@ def description(model: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def build(data: dict[str, Any], tensors: int) -> torch.nn.Module:
-    """The model of a description, in eval mode. Its parameters are on the meta device or hold first values; nothing is read or fetched.
+    """Return the model of a description, in eval mode. Its parameters are on the meta device or hold first values; nothing is read.
 
     Args:
         data: a result of `description`.
@@ -127,7 +127,7 @@ def _listed() -> frozenset[str]:
 
 
 def _class_named(name: object, file: object) -> Any:
-    """The class of a description; None if this version of transformers has none.
+    """Return the class of a description; None if this version of transformers has none.
 
     Raises:
         ImportError: transformers, or something that its file needs, is not installed.
@@ -179,7 +179,7 @@ def _description_of(config: Any) -> Any:
 
 
 def _with_names(data: Any) -> Any:
-    """The same with infinite floats and NaN as JSON can hold them."""
+    """Return the same with infinite floats and NaN as JSON can hold them."""
     if isinstance(data, dict):
         return {key: _with_names(value) for key, value in data.items()}
     if isinstance(data, float) and not math.isfinite(data):
@@ -188,7 +188,7 @@ def _with_names(data: Any) -> Any:
 
 
 def _without_code(data: Any) -> Any:
-    """A configuration without private keys and those in `_LEFT_OUT`, at every depth; named floats are floats again."""
+    """Return a configuration without private keys and those in `_LEFT_OUT`, at every depth; named floats are floats again."""
     if isinstance(data, dict) and data.keys() == {_FLOAT} and data[_FLOAT] in list(_FLOATS):
         return _FLOATS[data[_FLOAT]]
     if isinstance(data, dict):

@@ -49,14 +49,14 @@ class OutputDict(collections.OrderedDict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """The member of that name."""
+        """Return the member of that name."""
         if name in self:
             return self[name]
         msg = f"The outputs have no member {name!r}; they have {', '.join(self)}."
         raise AttributeError(msg)
 
     def __getitem__(self, key: Any) -> Any:
-        """The member of that name, or at that position."""
+        """Return the member of that name, or at that position."""
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
     def to_tuple(self) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ pytree.register_pytree_node(ModelOutputs, _flatten_outputs, _unflatten_outputs)
 
 
 def encode(spec: pytree.TreeSpec, where: str) -> json_values.Json:
-    """A structure as JSON.
+    """Return a structure as JSON.
 
     Args:
         spec: the structure.
@@ -165,7 +165,7 @@ def _member_names(context: object, count: int) -> list[str] | None:
 
 
 def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
-    """The inverse of `encode`.
+    """Return the inverse of `encode`.
 
     Args:
         data: parsed JSON.
@@ -212,7 +212,7 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
 
 
 def _class_of(name: str, members: Sequence[str]) -> type | None:
-    """The class of that name, if it is an output of transformers with these members; None for all else."""
+    """Return the class of that name, if it is an output of transformers with these members; None for all else."""
     match = _TRANSFORMERS.fullmatch(name)
     if match is None:
         return None

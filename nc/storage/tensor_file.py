@@ -66,7 +66,7 @@ class Stored:
         return dataclasses.replace(one, start=self.start + index * _size(one))
 
     def read(self) -> torch.Tensor:
-        """The tensor, in memory of its own: nothing is mapped."""
+        """Return the tensor, in memory of its own: nothing is mapped."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with self.path.open("rb") as opened:
             opened.seek(self.start)
@@ -91,7 +91,7 @@ class Source(Protocol):
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name; only the header is read.
+    """Return the tensors of a safetensors file by name; only the header is read.
 
     Raises:
         ArtefactCorruptError: it is not a safetensors file, is cut, or has a tensor of a dtype that torch has not.
@@ -116,7 +116,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 
 def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, in the memory of its content. They may lie at any address.
+    """Return the tensors of a safetensors file by name, in the memory of its content. They may lie at any address.
 
     Raises:
         ValueError, KeyError, TypeError: it is not a safetensors file, or is cut.
@@ -140,7 +140,7 @@ def views(content: mmap.mmap | bytearray) -> dict[str, torch.Tensor]:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in memory of its own, copied by this thread alone: torch's threads would wait for the one that hashes."""
+    """Return a contiguous tensor in memory of its own, copied by this thread alone: torch's threads would wait for the one that hashes."""
     result = torch.empty_like(tensor)
     _bytes(result)[:] = _bytes(tensor)
     return result
@@ -204,6 +204,6 @@ def _size(tensor: torch.Tensor | Source) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

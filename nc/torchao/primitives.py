@@ -166,7 +166,7 @@ def _check(x: torch.Tensor, block_size: Sequence[int]) -> None:
 
 
 def _held(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that holds codes of an integer dtype."""
+    """Return the dtype that holds codes of an integer dtype."""
     match = re.fullmatch(r"torch\.(u?int)[1-7]", str(dtype))
     return dtype if match is None else getattr(torch, f"{match[1]}8")
 

@@ -61,7 +61,7 @@ class IpexBackend:
         return (IPEX_WOQ,)
 
     def why_unavailable(self) -> str:
-        """What is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""
+        """Return what is missing and what to install; "" when it can run. Looks at versions only, imports nothing of IPEX."""
         try:
             ipex = Version(importlib.metadata.version(_PACKAGE))
         except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ class IpexBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the fuser takes, and torch's dynamic kernels."""
+        """Return what the fuser takes, and torch's dynamic kernels."""
         return cpu.capabilities(NAME, OPS, halved=_HALVED)
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ _OWN_BAG = "torch_ipex.embedding_bag.default"
 
 
 def flat_layer_norms(module: fx.GraphModule) -> None:
-    """A layer norm over several dimensions becomes one over their product."""
+    """Make layer norms over several dimensions ones over their product."""
     for node in [n for n in module.graph.nodes if n.target is aten.layer_norm.default]:
         a = schema_arguments(node)
         x, shape = a["input"], list(a["normalized_shape"])
@@ -64,7 +64,7 @@ def embedding_bags_of_torch(module: fx.GraphModule) -> None:
 
 
 def right_layer_norms(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Records gradients while a model with such layer norms runs."""
+    """Record gradients while a model with such layer norms runs."""
     wide = any(isinstance(m, torch.nn.LayerNorm) and len(m.normalized_shape) > 1 for m in model.modules())
     return torch.enable_grad() if wide else contextlib.nullcontext()
 

@@ -21,7 +21,7 @@ _COMPUTE = re.compile(r"linear|conv|matmul|bmm|add|pool|softmax|layer_?norm|relu
 
 
 def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[torch.Tensor]) -> torch._C.Graph:
-    """The optimized graph that `run` executes, in this thread."""
+    """Return the optimized graph that `run` executes, in this thread."""
     run(inputs)
     graph: torch._C.Graph = torch.jit.last_executed_optimized_graph()  # type: ignore[attr-defined] # not in its __all__
     return graph
@@ -112,7 +112,7 @@ def _walk(block: torch._C.Graph | torch._C.Block, inside: bool) -> Iterator[tupl
 
 
 def line_of(node: torch._C.Node) -> int:
-    """The line of the script that a node comes from; 0 where it has none."""
+    """Return the line of the script that a node comes from; 0 where it has none."""
     match = _LINE.search(str(node.sourceRange()))
     return int(match.group(1)) if match else 0
 
@@ -130,7 +130,7 @@ def _from_codes(node: torch._C.Node, depth: int) -> bool:
 
 
 def _is_quantized_kernel(node: torch._C.Node) -> bool:
-    """An ATen kernel that reads quantized tensors itself (`quantized::add`, pooling of codes)."""
+    """Tell whether an ATen kernel reads quantized tensors itself (`quantized::add`, pooling of codes)."""
     if node.kind().startswith(("quantized::", "aten::quantized_")):
         return True
     first = next(iter(node.inputs()), None)

@@ -112,7 +112,7 @@ def _products(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _computed_with(products: set[fx.Node], module: fx.GraphModule) -> set[fx.Node]:
-    """The arithmetic with the results of products."""
+    """Return the arithmetic with the results of products."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
         if op_name(node) in _ARITHMETIC and not (found | products).isdisjoint(node.all_input_nodes):

@@ -33,7 +33,7 @@ _WARM_UP = 3
 
 
 def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, isolate: str = "auto") -> EngineModel:
-    """An engine model of `graph`.
+    """Return an engine model of `graph`.
 
     Args:
         graph: the quantized model.
@@ -91,7 +91,7 @@ class _Runner:
 
 
 def _with_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose low-bit linears are computed by torch's kernels: IPEX's own are refused."""
+    """Return a copy whose low-bit linears are computed by torch's kernels: IPEX's own are refused."""
     engine, _ = copy_module(module)
     replace_low_bit(engine, "native", (IPEX_WOQ,))
     engine.recompile()

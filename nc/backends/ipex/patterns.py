@@ -21,7 +21,7 @@ def patterns(module: fx.GraphModule) -> frozenset[str]:
 
 
 def _read(node: fx.Node) -> tuple[object, ...]:
-    """What an operator that can be int8 reads: two activations, or an activation and a weight."""
+    """Return what an operator that can be int8 reads: two activations, or an activation and a weight."""
     if kind_of_node(node) in BINARY:
         return Binary.of(node).sides
     return (Weighted.of(node).input, Weighted.of(node).weight) if kind_of_node(node) in WEIGHTED else ()
@@ -32,7 +32,7 @@ def _is_dequantize(node: object) -> bool:
 
 
 def _source(node: fx.Node) -> str:
-    """What made a tensor, with "q:" in front when it comes as codes."""
+    """Return what made a tensor, with "q:" in front when it comes as codes."""
     codes = _is_dequantize(node)
     node = climb(node, lambda n: _is_dequantize(n) or n.target is quantize_per_tensor or op_name(n) in MOVES)
     return ("q:" if codes else "") + (op_name(node) or node.op)

@@ -56,7 +56,7 @@ def import_ipex() -> None:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable set inside, and put back afterwards."""
+    """Set an environment variable inside, and put it back afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -58,7 +58,7 @@ def _steps(
     partitions: Sequence[onednn_verbose.Partition],
     operator_at: Mapping[int, str],
 ) -> Iterator[Step]:
-    """What was recorded, with the operators of the nodes that it goes back to."""
+    """Yield what was recorded, with the operators of the nodes that it goes back to."""
     matcher = difflib.SequenceMatcher(None, names, [node.kind() for node in nodes], autojunk=False)
     node_of = {a + i: nodes[b + i] for a, b, size in matcher.get_matching_blocks() for i in range(size)}
     kernels = iter(partitions if len(partitions) == names.count(GROUP) else [onednn_verbose.Partition(())] * names.count(GROUP))
@@ -82,7 +82,7 @@ def _record(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequence[to
 
 
 def _timed_nodes(block: torch._C.Graph | torch._C.Block) -> Iterator[torch._C.Node]:
-    """The nodes that the profiler can record, those of groups aside."""
+    """Yield the nodes that the profiler can record, those of groups aside."""
     for node in block.nodes():
         if not node.kind().startswith("prim::"):
             yield node
@@ -91,6 +91,6 @@ def _timed_nodes(block: torch._C.Graph | torch._C.Block) -> Iterator[torch._C.No
 
 
 def _operators(node: torch._C.Node, operator_at: Mapping[int, str]) -> tuple[str, ...]:
-    """The operators that a node computes, in order."""
+    """Return the operators that a node computes, in order."""
     inside = node.g("Subgraph").nodes() if node.kind() == GROUP else [node]
     return tuple(dict.fromkeys(operator_at[line] for line in map(line_of, inside) if line in operator_at))

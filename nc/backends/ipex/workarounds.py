@@ -103,7 +103,7 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
 
 
 def strided_pointwise(module: fx.GraphModule) -> list[str]:
-    """A 1x1 convolution with a stride, of 8, 24, 40... channels: oneDNN gathers rows in steps of 16, over the rows of another thread.
+    """Rewrite 1x1 convolutions with a stride, of 8, 24, 40... channels: oneDNN gathers rows in steps of 16, over those of another thread.
 
     Slices gather them in front of it instead, in fp32, whose values go back to the same codes.
     """
@@ -134,7 +134,7 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
 
 
 def wrong_window(module: fx.GraphModule) -> list[str]:
-    """A window over few channels, groups or places, see `_is_wrong_window`: oneDNN's AMX kernels sum other values.
+    """Rewrite windows over few channels, groups or places, see `_is_wrong_window`: oneDNN's AMX kernels sum other values.
 
     With one more dimension, in which the window is 1 wide, they sum the right ones. Those kernels do not step over values of other
     dimensions, but end the process or leave their result as it was. There a copy keeps the convolution out of the group, in fp32.
@@ -192,7 +192,7 @@ def _steps_over_values(conv: Conv) -> bool:
 
 
 def _unsqueezed(node: fx.Node) -> fx.Node:
-    """A tensor with one more dimension at its end, of size 1; inserted where the graph inserts."""
+    """Return a tensor with one more dimension at its end, of size 1; inserted where the graph inserts."""
     val = node.meta["val"]
     value = node.graph.call_function(_aten.unsqueeze.default, (node, -1))
     value.meta["val"] = val.unsqueeze(-1) if isinstance(val, torch.Tensor) else Traced(val.dtype, (*val.shape, 1))
@@ -200,7 +200,7 @@ def _unsqueezed(node: fx.Node) -> fx.Node:
 
 
 def _like(node: fx.Node, other: fx.Node) -> fx.Node:
-    """The node, with the shape of another noted on it."""
+    """Return the node, with the shape of another noted on it."""
     node.meta["val"] = other.meta["val"]
     return node
 
@@ -286,7 +286,7 @@ WORKAROUNDS = (
 
 
 def _codes(node: object) -> fx.Node | None:
-    """The quantize node behind a dequantize, through moves that keep the buffer."""
+    """Return the quantize node behind a dequantize, through moves that keep the buffer."""
     if not isinstance(node, fx.Node) or node.target is not dequantize_per_tensor:
         return None
     source = input_node(node)

@@ -17,12 +17,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def computed_as(act_dtype: str, dtype: torch.dtype) -> str:
-    """What activations of a dtype are multiplied as: "fp32", "bf16", "int8" or "int8_block32"."""
+    """Return what activations of a dtype are multiplied as: "fp32", "bf16", "int8" or "int8_block32"."""
     return "bf16" if act_dtype == "fp32" and dtype == torch.bfloat16 else act_dtype
 
 
 def able(kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str) -> tuple[LowBitKernel, ...]:
-    """The kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less is used.
+    """Return the kernels that can compute a layer; for a number of rows the first whose `max_rows` is not less is used.
 
     Args:
         kernels: in the order of preference.
@@ -43,7 +43,7 @@ def used(found: Sequence[LowBitKernel], rows: int | None = None) -> tuple[LowBit
 def choice(
     kernels: Sequence[LowBitKernel], form: WeightFormat, shape: tuple[int, int], activations: str, rows: int | None = None
 ) -> KernelChoice:
-    """The kernels of a layer for reports: those that are used, and why not those in front of them.
+    """Return the kernels of a layer for reports: those that are used, and why not those in front of them.
 
     Args:
         kernels: as for `able`, and so are the next three.

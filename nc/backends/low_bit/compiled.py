@@ -74,7 +74,7 @@ class _Code:
 
 @functools.cache
 def _code() -> _Code | str:
-    """The code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
+    """Return the code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     try:
         library = load("low_bit")
         openmp.connect(library)
@@ -97,12 +97,12 @@ def address() -> int:
 
 
 def block_of(kernel: LowBitKernel) -> int:
-    """The argument `block` of the `linear` of a kernel in C."""
+    """Return the argument `block` of the `linear` of a kernel in C."""
     return int(getattr(kernel.linear, "keywords", {}).get("block", 0))
 
 
 def isa() -> int:
-    """The best instruction set that this CPU has, the user and the operating system allow, and the C code was compiled for."""
+    """Return the best instruction set that this CPU has, the user and the operating system allow, and the C code was compiled for."""
     return NUMBERS[usable()[0]]
 
 

@@ -66,7 +66,7 @@ class _Code:
 
 @functools.cache
 def _code() -> _Code | str:
-    """The code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
+    """Return the code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     library = load_on_threads("low_bit_blocks")
     if isinstance(library, str):
         return f"its C code can't be loaded: {library}"
@@ -86,7 +86,7 @@ def address() -> int:
 
 
 def isa() -> int:
-    """The best instruction set that the code has and may use here, a number of `nc.c_code.isas`; only where it is available."""
+    """Return the best instruction set that the code has and may use here, a number of `nc.c_code.isas`; only where it is available."""
     return isas.NUMBERS[usable()[0]]
 
 
@@ -183,14 +183,14 @@ def _scales(weight: PackedWeight, codes: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _mapped(codes: torch.Tensor, code: Coding) -> torch.Tensor:
-    """Stored bytes of codes, of which none is beyond those of the format."""
+    """Return stored bytes of codes, of which none is beyond those of the format."""
     if torch.equal(code.stored, torch.arange(len(code.stored), dtype=torch.uint8, device="cpu")):
         return codes
     return code.stored[codes.int()]
 
 
 def _of_groups(read: torch.Tensor, codes: torch.Tensor, groups: int) -> torch.Tensor:
-    """The largest magnitude of the values in each group, [N, G]; NaN where one is."""
+    """Return the largest magnitude of the values in each group, [N, G]; NaN where one is."""
     sizes, result = read.abs(), torch.empty(len(codes), groups, dtype=torch.float32, device="cpu")
     for rows in chunks(*codes.shape):
         part = codes[rows].reshape(-1, groups, codes.shape[1] // groups)
@@ -199,7 +199,7 @@ def _of_groups(read: torch.Tensor, codes: torch.Tensor, groups: int) -> torch.Te
 
 
 def _parts(code: Coding, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> int:
-    """The numbers of bf16 whose sum a decoded weight is, `value * scale + offset`; 0 where AMX would lose some of them."""
+    """Return the numbers of bf16 whose sum a decoded weight is, `value * scale + offset`; 0 where AMX would lose some of them."""
     largest = _of_groups(code.read, codes, scale.shape[1]) * scale.abs()
     if offset is not None:
         largest += offset.abs()
@@ -217,7 +217,7 @@ def _significant_bits(numbers: torch.Tensor) -> int:
 
 
 def _smallest(scale: torch.Tensor) -> torch.Tensor:
-    """The same numbers in 16 bits, where they have no more."""
+    """Return the same numbers in 16 bits, where they have no more."""
     found = (scale.to(dtype) for dtype in (torch.bfloat16, torch.float16))
     return next((narrow for narrow in found if torch.equal(narrow.float(), scale)), scale)
 

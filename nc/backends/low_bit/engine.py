@@ -91,7 +91,7 @@ class LowBitEngine:
         return choice(self.kernels, layer.form, (layer.out_features, layer.in_features), computed_as(layer.act_dtype, dtype))
 
     def packed(self, layer: QuantLinear, kernel: LowBitKernel) -> PackedLayout:
-        """What a kernel packed of a layer's weight, packed now if need be; the layer keeps it."""
+        """Return what a kernel packed of a layer's weight, packed now if need be; the layer keeps it."""
         return _layout(kernel, self._ready(layer))
 
     def _ready(self, layer: QuantLinear) -> _Ready:
@@ -109,7 +109,7 @@ class LowBitEngine:
 
 
 def engine(name: str = "auto") -> LowBitEngine | None:
-    """The low-bit engine of a backend; None for the reference.
+    """Return the low-bit engine of a backend; None for the reference.
 
     Args:
         name: of a backend; "auto": for each layer the first kernel of all backends that can run here, registered ones first.
@@ -136,7 +136,7 @@ def engine(name: str = "auto") -> LowBitEngine | None:
 
 
 def rows_of(backend: Backend) -> tuple[LowBitKernel, ...]:
-    """The low-bit kernels that a backend declares by a method `low_bit_kernels`; the preferred ones first."""
+    """Return the low-bit kernels that a backend declares by a method `low_bit_kernels`; the preferred ones first."""
     declared = getattr(backend, "low_bit_kernels", None)
     return () if declared is None else declared()
 
@@ -161,7 +161,7 @@ def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:
 
 
 def _layout(kernel: LowBitKernel, ready: _Ready) -> PackedLayout:
-    """What the kernel packed; it does so once per layer, whatever threads call."""
+    """Return what the kernel packed; it does so once per layer, whatever threads call."""
     layout = ready.packed.get(kernel.name)
     if layout is None:
         with _PACKING:

@@ -49,7 +49,7 @@ def library() -> torch.library.Library:
 
 
 def operator() -> torch._ops.OpOverload:
-    """What a lowered graph calls."""
+    """Return what a lowered graph calls."""
     library()
     found: torch._ops.OpOverload = torch.ops.nc_low_bit.linear.default
     return found
@@ -96,7 +96,7 @@ def replace_low_bit(
 
 
 def kernel_choices(module: fx.GraphModule) -> dict[str, KernelChoice]:
-    """What computes each low-bit linear of a lowered graph, by the name of the operator."""
+    """Return what computes each low-bit linear of a lowered graph, by the name of the operator."""
     nodes = [node for node in module.graph.nodes if op_name(node) in ("quant_linear", NAME) and "operator" in node.meta]
     return {node.meta["operator"]: node.meta.get(_CHOICE, KernelChoice(())) for node in nodes}
 
@@ -124,7 +124,7 @@ class _Layouts:
 
 
 def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
-    """The weight of a call; None where it is computed."""
+    """Return the weight of a call; None where it is computed."""
     parts = {name: arguments[name] for name in PARTS}
     if any(part is not None and part.op != "get_attr" for part in parts.values()):
         return None

@@ -68,7 +68,7 @@ class LowBitKernel:
     adds_bias: bool = False
 
     def __post_init__(self) -> None:
-        """A row either computes or is refused."""
+        """Raise ConfigError for a row that neither computes nor is refused."""
         if (self.linear is None) != bool(self.refused):
             msg = f"Low-bit kernel {self.name!r}: give either `linear`, which computes it, or `refused`, which says why it is never used."
             raise ConfigError(msg)
@@ -105,7 +105,7 @@ class LowBitKernel:
         return activations in self.activations or (activations != "bf16" and "fp32" in self.activations)
 
     def _way_out(self, activations: str) -> str:
-        """What the user can change."""
+        """Return what the user can change."""
         asked = self.activations[0]
         return f'; ask for act_dtype="{asked}" if that precision is enough' if activations == "fp32" and asked != "fp32" else ""
 

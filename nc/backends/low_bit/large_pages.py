@@ -46,13 +46,13 @@ class LargePages:
         return result
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in such memory, contiguous."""
+        """Return the same values in such memory, contiguous."""
         size = tensor.numel() * tensor.element_size()
         return self.empty(size).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _new(size: int) -> tuple[mmap.mmap, int]:
-    """A piece of memory, and the begin of its first large page. What nobody touches takes no memory."""
+    """Return a piece of memory, and the begin of its first large page. What nobody touches takes no memory."""
     piece = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel that was built without large pages
         piece.madvise(mmap.MADV_HUGEPAGE)
@@ -60,5 +60,5 @@ def _new(size: int) -> tuple[mmap.mmap, int]:
 
 
 def _part(piece: mmap.mmap, offset: int, size: int) -> torch.Tensor:
-    """Some bytes of a piece, which lives as long as they do."""
+    """Return some bytes of a piece, which lives as long as they do."""
     return torch.frombuffer(piece, dtype=torch.uint8, count=size, offset=offset)

@@ -57,7 +57,7 @@ class NativeBackend:
     exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
 
     def why_unavailable(self) -> str:
-        """What this torch or CPU lacks; "" when it can run."""
+        """Return what this torch or CPU lacks; "" when it can run."""
         missing = [name for name in _NEEDED if not hasattr(torch.ops.onednn, name)]
         if missing:
             return f"torch {torch.__version__} has no onednn::{missing[0]}: pip install 'torch>=2.8'."
@@ -66,7 +66,7 @@ class NativeBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
+        """Return what the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
         return cpu.capabilities(NAME, OPS, bf16=True)
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:

@@ -63,7 +63,7 @@ def recompose(module: fx.GraphModule) -> None:
 
 
 def attention_of(node: fx.Node) -> Attention | None:
-    """The attention whose last product a node is; None when it is none, or something else reads its scores."""
+    """Return the attention whose last product a node is; None when it is none, or something else reads its scores."""
     if kind_of_node(node) != "matmul" or not _is_4d(node):
         return None
     softmax, value = Binary.of(node).sides

@@ -21,7 +21,7 @@ from nc.ops import dequantize_per_tensor, quantize_per_tensor
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    """A callable that compiles at its first call; sizes stay free, but for 1, which gets code of its own.
+    """Return a callable that compiles at its first call; sizes stay free, but for 1, which gets code of its own.
 
     Args:
         module: lowered graph; changed so that the compiler can read it.

@@ -20,7 +20,7 @@ from nc.onednn.runner import runner
 
 
 def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> PlannedModel:
-    """What runs a graph that may change its inputs in place.
+    """Return what runs a graph that may change its inputs in place.
 
     Args:
         module: flat graph, changed here.

@@ -98,7 +98,7 @@ class Executor(Protocol):
         """Why it can't run this graph here, as far as that is known without building; "" when it may."""
 
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
-        """What runs the graph.
+        """Return what runs the graph.
 
         Args:
             lowered: gives the graph, which stays as it is.
@@ -182,11 +182,11 @@ class PythonExecutor:
     products = False
 
     def why_not(self, module: fx.GraphModule) -> str:
-        """It runs every graph."""
+        """Return "": it runs every graph."""
         return ""
 
     def build(self, lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None) -> Running:
-        """The graph itself."""
+        """Return the graph itself."""
         module = packed(lowered(self.products), example)
         return _of_nodes(module, module)
 
@@ -199,7 +199,7 @@ EXECUTORS: tuple[Executor, ...] = (PlanExecutor(), TorchScriptExecutor())
 def executable(
     lowered: Lowered, example: Sequence[torch.Tensor], judge: Judge | None = None, executors: Sequence[Executor] | None = None
 ) -> tuple[Running, Sequence[Any], str]:
-    """What runs the graph: the first executor whose outputs for the example are right.
+    """Return what runs the graph: the first executor whose outputs for the example are right.
 
     Args:
         lowered: gives the graph.
@@ -231,7 +231,7 @@ def executable(
 
 
 def _judged(running: Running, example: Sequence[torch.Tensor], judge: Judge | None) -> tuple[Running, Sequence[Any]]:
-    """What runs a graph, with a comparison of its kernels for the example; and its outputs for it."""
+    """Return what runs a graph, with a comparison of its kernels for the example; and its outputs for it."""
     outputs = called(running, example)
     if judge is None or running.values is None:
         return running, outputs
@@ -247,7 +247,7 @@ def _why_wrong(running: Running, outputs: Sequence[Any], judge: Judge | None) ->
 
 
 def sizes_compared(checks: PlanChecks) -> dict[str, str]:
-    """What a report says of comparisons for other sizes than the example's; nothing where there were none."""
+    """Return what a report says of comparisons for other sizes than the example's; nothing where there were none."""
     if not checks.others and not checks.why_stopped:
         return {}
     found = f"{checks.wrong} of them wrong: torch's operators compute those" if checks.wrong else "none wrong"
@@ -256,13 +256,13 @@ def sizes_compared(checks: PlanChecks) -> dict[str, str]:
 
 
 def called(running: Running, example: Sequence[torch.Tensor]) -> Sequence[Any]:
-    """The outputs for copies of the inputs, which a graph may work in."""
+    """Return the outputs for copies of the inputs, which a graph may work in."""
     with torch.no_grad():
         return running.call(*(t.clone() for t in example))
 
 
 def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
-    """What is wrong with a call that should compute what Python computes.
+    """Return what is wrong with a call that should compute what Python computes.
 
     TorchScript may read a graph otherwise than Python does: to it `True` as an argument for a number is 1, and `2 ** 2` is 4.0.
     """
@@ -273,7 +273,7 @@ def _why_unlike_python(call: Call, module: fx.GraphModule, example: Sequence[tor
 
 
 def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
-    """A graph of torch's operators, which are profiled one by one."""
+    """Return a graph of torch's operators, which are profiled one by one."""
     return Running(
         call,
         lambda: sum(t.numel() * t.element_size() for t in module.buffers()),
@@ -288,7 +288,7 @@ def _of_nodes(call: Call, module: fx.GraphModule) -> Running:
 def _values(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], names: Collection[str]
 ) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
-    """The outputs of a lowered graph, and copies of those values inside that stand for nodes of these names."""
+    """Return the outputs of a lowered graph, and copies of those values inside that stand for nodes of these names."""
     found: dict[str, torch.Tensor] = {}
 
     def note(node: fx.Node, value: Any, _: Mapping[fx.Node, Any]) -> Any:

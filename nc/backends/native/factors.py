@@ -70,7 +70,7 @@ def sum_first(module: fx.GraphModule) -> None:
 
 
 def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Tensor | None:
-    """What `user` multiplies a product by, in fp64, of shape [] or [channels]; None where it is no such factor."""
+    """Return what `user` multiplies a product by, in fp64, of shape [] or [channels]; None where it is no such factor."""
     if op_name(user) not in ("mul", "div"):
         return None
     view = Binary.of(user)

@@ -131,7 +131,7 @@ def put(module: fx.GraphModule, call: fx.Node, nodes: Sequence[fx.Node], *, conv
 
 
 def _kind(region: Region) -> str:
-    """The kind of the operator that a region begins with."""
+    """Return the kind of the operator that a region begins with."""
     kind = kind_of_node(region.anchor)
     assert kind is not None, f"{region.anchor.name} has no kind"
     return kind
@@ -198,7 +198,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
 
 
 def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
-    """The other side of a region's sum, in a form that the kernel may overwrite, with its scale and zero point."""
+    """Return the other side of a region's sum, in a form that the kernel may overwrite, with its scale and zero point."""
     is_linear = _kind(region) == "linear"
     other, scale, zero_point = side, 1.0, 0
     if region.codes is not None:
@@ -234,7 +234,7 @@ def weight_of(module: fx.GraphModule, node: fx.Node) -> tuple[torch.Tensor, torc
 
 
 def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.Node:
-    """A weight as torch's kernel reads it: a call of the operator that packs it, with these arguments."""
+    """Return a weight as torch's kernel reads it: a call of the operator that packs it, with these arguments."""
     name, operator = region.anchor.name, prepack(_kind(region))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
     return module.graph.call_function(operator, tuple(nodes))
@@ -247,7 +247,7 @@ def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tup
 
 
 def constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
-    """A new constant, inserted where the graph inserts."""
+    """Return a new constant, inserted where the graph inserts."""
     while hasattr(module, name):
         name += "_"
     module.register_buffer(name, value)

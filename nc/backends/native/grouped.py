@@ -84,7 +84,7 @@ def _kernel(
     dilations: tuple[int, ...],
     count: int,
 ) -> str:
-    """The name of oneDNN's kernel where `count` groups are one; "" where there is none, or nobody can be asked."""
+    """Return the name of oneDNN's kernel where `count` groups are one; "" where there is none, or nobody can be asked."""
     try:
         maker = provider().maker
     except BackendUnavailableError:

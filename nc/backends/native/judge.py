@@ -61,7 +61,7 @@ class Judge:
         return self._text(agreement_db(self._graph, outputs, self.expected))
 
     def why_unlike_for(self, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> str:
-        """The same for other inputs than the example."""
+        """Return the same for other inputs than the example."""
         self._graph.intact()
         with torch.no_grad(), torch.device("cpu"):
             expected = self._graph.module(*(tensor.clone() for tensor in inputs))

@@ -42,7 +42,7 @@ def lower(
     verify_kernels: str = ALWAYS,
     compile: bool = False,  # noqa: A002
 ) -> EngineModel:
-    """An engine model of `graph`.
+    """Return an engine model of `graph`.
 
     Args:
         graph: the quantized model.
@@ -116,7 +116,7 @@ def lower(
 
 
 def _lowered(part: fx.GraphModule, example: Sequence[torch.Tensor], products: bool) -> tuple[fx.GraphModule, Outcome]:
-    """The graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
+    """Return the graph of oneDNN calls for a QDQ graph, which stays as it is; see `kernels`."""
     module, _ = copy_module(part, lazy=True)
     note_values(module)
     return module, run_passes(module, (*kernels(example, products=products), *finish()))
@@ -128,7 +128,7 @@ def _running(
     compile: bool,  # noqa: A002
     judge: Judge | None = None,
 ) -> tuple[Running, Sequence[Any], str]:
-    """What runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
+    """Return what runs a lowered graph, its outputs for the example, and what the report says of who runs it."""
     if not compile:
         return executable(lowered, example, judge)
     running = PYTHON.build(lowered, example)

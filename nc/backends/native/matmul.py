@@ -40,7 +40,7 @@ class Region:
 
 
 def signed(module: fx.GraphModule) -> None:
-    """The second input of each product gets its uint8 codes less 128, as int8: kernels take nothing else there.
+    """Give the second input of each product its uint8 codes less 128, as int8: kernels take nothing else there.
 
     Where nothing else computes with the codes they become int8 altogether, so that a graph with more outputs runs the same kernels.
     """
@@ -74,7 +74,7 @@ def _is_only_right(node: fx.Node, value: fx.Node) -> bool:
 
 
 def _shifted(module: fx.GraphModule, codes: fx.Node) -> fx.Node:
-    """The same quantize node with int8 codes."""
+    """Return the same quantize node with int8 codes."""
     old = Quantize.of(codes)
     limits = old.quant_min - _SHIFT, old.quant_max - _SHIFT
     new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8)
@@ -110,7 +110,7 @@ def reads_int8(node: fx.Node) -> bool:
 
 
 def _region_of(node: fx.Node) -> Region:
-    """The longest region that begins with a product."""
+    """Return the longest region that begins with a product."""
     nodes, factor = [node], 1.0
     how: list[str] = []
     others: list[fx.Node] = []

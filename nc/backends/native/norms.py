@@ -72,7 +72,7 @@ def recompose_norms(module: fx.GraphModule) -> None:
 
 
 def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
-    """The norm that divides by a square root, or multiplies by the reciprocal of one; None where there is none.
+    """Return the norm that divides by a square root, or multiplies by the reciprocal of one; None where there is none.
 
     Args:
         module: the graph, for constants.
@@ -103,7 +103,7 @@ def norm_of(module: fx.GraphModule, root: fx.Node, order: dict[fx.Node, int]) ->
 
 
 def _spread(node: fx.Node) -> _Spread | None:
-    """What a node computes, if that is a variance without Bessel's correction, or a mean of squares."""
+    """Return what a node computes, if that is a variance without Bessel's correction, or a mean of squares."""
     dim, source = _kept_dim(node), first_input(node)
     if dim is None or source is None:
         return None
@@ -128,7 +128,7 @@ def _is_square(node: fx.Node) -> bool:
 
 
 def _without_mean(node: fx.Node, dim: int) -> fx.Node | None:
-    """What a node subtracts the mean along a dimension from."""
+    """Return what a node subtracts the mean along a dimension from."""
     if op_name(node) != "sub" or Binary.of(node).alpha != 1:
         return None
     left, mean = Binary.of(node).sides
@@ -138,12 +138,12 @@ def _without_mean(node: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _difference(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """A difference, and the mean that it subtracts."""
+    """Return a difference, and the mean that it subtracts."""
     return node, Binary.of(node).right
 
 
 def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
-    """What is divided by a square root, or multiplied by the reciprocal of one."""
+    """Return what is divided by a square root, or multiplied by the reciprocal of one."""
     if op_name(last) != ("div" if op_name(root) == "sqrt" else "mul") or Binary.of(last).rounding_mode is not None:
         return None
     left, right = Binary.of(last).sides
@@ -152,7 +152,7 @@ def _divided(root: fx.Node, last: fx.Node) -> fx.Node | None:
 
 
 def _constant_behind(module: fx.GraphModule, last: fx.Node, x: fx.Node, dim: int, name: str) -> tuple[fx.Node, torch.Tensor | None]:
-    """The product with, or the sum of, `last` and a constant with one value per place of a dimension, and that constant as [size].
+    """Return the product with, or the sum of, `last` and a constant with one value per place of a dimension, and that constant as [size].
 
     `last` and None where something else follows.
     """
@@ -200,7 +200,7 @@ def _replace(module: fx.GraphModule, norm: Norm) -> None:
 
 
 def _kept_dim(node: fx.Node) -> int | None:
-    """The one dimension along which a node reduces, and which it keeps, counted from 0."""
+    """Return the one dimension along which a node reduces, and which it keeps, counted from 0."""
     a, x = schema_arguments(node) if node.op == "call_function" else {}, first_input(node)
     dims = a.get("dim")
     if x is None or dims is None or not a.get("keepdim") or a.get("dtype") not in (None, torch.float32):
@@ -210,7 +210,7 @@ def _kept_dim(node: fx.Node) -> int | None:
 
 
 def _number_apart(add: fx.Node) -> tuple[fx.Node | None, float]:
-    """A sum's tensor and its number; None and 0 where it has none."""
+    """Return a sum's tensor and its number; None and 0 where it has none."""
     left, right = Binary.of(add).sides
     if isinstance(right, fx.Node):
         left, right = right, left

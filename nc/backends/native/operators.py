@@ -68,7 +68,7 @@ def product() -> torch._ops.OpOverload:
 
 
 def transposed_convolution() -> torch._ops.OpOverload:
-    """A transposed convolution of uint8 codes with int8 codes, and an activation; for plans as well."""
+    """Return a transposed convolution of uint8 codes with int8 codes, and an activation; for plans as well."""
     library()
     return torch.ops.nc_native.qconv_transpose.default
 
@@ -80,7 +80,7 @@ def rotation() -> torch._ops.OpOverload:
 
 
 def prepack(kind: str) -> torch._ops.OpOverload:
-    """What packs the weight of a linear or a convolution; arguments as in oneDNN's."""
+    """Return what packs the weight of a linear or a convolution; arguments as in oneDNN's."""
     library()
     packets = torch.ops.nc_native
     return packets.qlinear_prepack.default if kind == "linear" else packets.qconv_prepack.default

@@ -71,7 +71,7 @@ def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: b
 
 
 def _compile(module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None) -> tuple[bytes, Callable[..., Sequence[Any]]]:
-    """The program that AOTInductor makes of a graph of kernels, which it changes: its file, and a callable."""
+    """Return the program that AOTInductor makes of a graph of kernels, which it changes: its file, and a callable."""
     run_passes(module, finish(program=True))
     with tempfile.TemporaryDirectory(prefix="nc-") as directory, torch.no_grad():
         target = Path(directory) / "model.pt2"
@@ -97,7 +97,7 @@ class _Tensors(torch.nn.Module):
 
 
 def _as_before(graph: QDQGraph, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """A program's outputs where the graph has them."""
+    """Return a program's outputs where the graph has them."""
     left = iter(tensors)
     with torch.no_grad():
         return [next(left) if isinstance(value, torch.Tensor) else value for value in graph.module(*graph.example)]

@@ -51,7 +51,7 @@ def _with_rows_of(self, x: Tensor, result: Tensor) -> Tensor:
 
 
 def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A copy of a lowered graph whose weights are packed constants, for torch's operators.
+    """Return a copy of a lowered graph whose weights are packed constants, for torch's operators.
 
     A convolution takes weights that were packed for another shape too, but lays them out anew at every call where it wants another block
     size, which can take a hundred times as long as it computes (AMX). So they are packed for the shapes that it reads in the example.
@@ -92,7 +92,7 @@ def refused(module: fx.GraphModule) -> dict[str, str]:
 
 
 def refused_sizes(module: fx.GraphModule) -> dict[str, str]:
-    """What a report says of sizes for which a packed graph computes convolutions in fp32; nothing where there are none."""
+    """Return what a report says of sizes for which a packed graph computes convolutions in fp32; nothing where there are none."""
     found = {node: wrong_sizes(module, node) for node in module.graph.nodes if is_guarded(node)}
     texts = [f"{operators_of(node)[0]} ({'; '.join(map(_shape, sizes))})" for node, sizes in found.items() if sizes]
     return {"wrong sums, so in fp32": ", ".join(texts)} if texts else {}

@@ -63,7 +63,7 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
 
 
 def finish(*, program: bool = False) -> tuple[Pass, ...]:
-    """What is left around the kernels becomes what an executor can run, or a `program` that AOTInductor can compile."""
+    """Return what is left around the kernels becomes what an executor can run, or a `program` that AOTInductor can compile."""
     here = (Pass("pools_of_codes", pool_codes), Pass("explicit_clamps", explicit_clamps), Pass("converters", remaining))
     compiled = (Pass("functional_sums", functional), Pass("inductor_names", name_convolutions), Pass("inlined_converters", inline))
     return (*(compiled if program else here), Pass("unused_constants", drop_unused))

@@ -67,13 +67,13 @@ class _Code:
     isas: tuple[str, ...]
 
     def isa(self) -> str:
-        """The best instruction set that this CPU has; "" for none."""
+        """Return the best instruction set that this CPU has; "" for none."""
         return next((name for name in ("avx512_vnni", "avx2") if name in self.isas and not cpu.lacks(ISAS[name])), "")
 
 
 @functools.cache
 def _code() -> _Code | str:
-    """The code, or why there is none."""
+    """Return the code, or why there is none."""
     library = load_on_threads("recurrent")
     if isinstance(library, str):
         return library
@@ -165,7 +165,7 @@ def pack(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 @functools.cache
 def _operator() -> torch._ops.OpOverload:
-    """What a lowered graph calls; registered when it is needed first."""
+    """Return what a lowered graph calls; registered when it is needed first."""
     library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
     options = "str kind, int num_layers, bool bidirectional, bool batch_first, int features"
     library.define(f"layers(Tensor x, Tensor[] hx, Tensor?[] packed, {options}) -> Tensor[]")  # type: ignore[no-untyped-call] # as above
@@ -190,7 +190,7 @@ def _results(
     batch_first: bool,
     features: int,  # noqa: ARG001
 ) -> list[torch.Tensor]:
-    """What `layers` gives, without values."""
+    """Return what `layers` gives, without values."""
     first, second = x.shape[:2]
     elements = (1 + bidirectional) * hx[0].shape[-1]
     output = x.new_empty((second, first, elements) if batch_first else (first, second, elements))

@@ -57,7 +57,7 @@ class Region:
 
 
 def region_of(anchor: fx.Node) -> Region:
-    """The longest region that a kernel can compute from this operator on."""
+    """Return the longest region that a kernel can compute from this operator on."""
     kind = kind_of_node(anchor) or ""
     known = ACTIVATIONS[kind]
     nodes = [anchor]
@@ -86,7 +86,7 @@ def region_of(anchor: fx.Node) -> Region:
 
 
 def activation_of(node: fx.Node) -> Activation | None:
-    """An elementwise operator as a post-operation; None when there is none like it."""
+    """Return an elementwise operator as a post-operation; None when there is none like it."""
     name = op_name(node)
     if name in ("relu", "hardswish", "tanh"):
         return Activation(name)
@@ -109,7 +109,7 @@ def activation_of(node: fx.Node) -> Activation | None:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """What reads a node, where that is one other node."""
+    """Return what reads a node, where that is one other node."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 

@@ -62,7 +62,7 @@ def _is_product(node: object, reader: fx.Node) -> bool:
 
 
 def _turned(node: object, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
-    """The x of `cat((-x[..., n:], x[..., :n]), -1)`, and the nodes that compute this, last first."""
+    """Return the x of `cat((-x[..., n:], x[..., :n]), -1)`, and the nodes that compute this, last first."""
     if not isinstance(node, fx.Node) or op_name(node) != "cat" or only_user(node) is not reader:
         return None
     a, dims = schema_arguments(node), node.meta["val"].dim()
@@ -77,7 +77,7 @@ def _turned(node: object, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]
 
 
 def _half(node: fx.Node, which: int) -> fx.Node | None:
-    """What a node is the first (0) or the second (1) half of, along the last dimension."""
+    """Return what a node is the first (0) or the second (1) half of, along the last dimension."""
     if op_name(node) != "slice":
         return None
     a = schema_arguments(node)

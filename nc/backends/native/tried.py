@@ -86,7 +86,7 @@ class _Asked:
 
     @classmethod
     def of(cls, a: _Arguments, weight: torch.Size) -> _Asked:
-        """What a call asks for; `a` may be of a node, whose tensors are nodes."""
+        """Return what a call asks for; `a` may be of a node, whose tensors are nodes."""
         dims = len(weight) - 2
         stride, padding, dilation = (tuple(a[key]) * (dims if len(a[key]) == 1 else 1) for key in ("stride", "padding", "dilation"))
         prefix = "unary_" if ACCUMULATOR in a else ""
@@ -111,7 +111,7 @@ class _Asked:
             raise ValueError(msg)
 
     def for_sizes(self, sizes: Sequence[int]) -> trials.Convolution:
-        """The convolution that is asked for an input of these sizes."""
+        """Return the convolution that is asked for an input of these sizes."""
         codes = not self.dtype.is_floating_point
         result = sizes[0], self.weight[0], *output_sizes(sizes[2:], self.geometry.window, self.geometry)
         name, numbers, algorithm = self.activation
@@ -215,7 +215,7 @@ def _adds_up(asked: _Asked, wanted: trials.Convolution) -> bool:
 
 @functools.lru_cache(4096)
 def _verdicts(asked: _Asked) -> dict[tuple[int, tuple[int, ...]], bool]:
-    """What trials found, by the number of threads and the sizes of the input."""
+    """Return what trials found, by the number of threads and the sizes of the input."""
     return {}
 
 
@@ -266,7 +266,7 @@ def _sum(*arguments: Any) -> torch.Tensor:
 
 
 def _in_fp32(a: _Arguments, codes: torch.Tensor) -> torch.Tensor:
-    """What a kernel should give, computed by torch's fp32 convolution on the values of the codes."""
+    """Return what a kernel should give, computed by torch's fp32 convolution on the values of the codes."""
     weight = codes.float() * a["w_scale"].view(-1, *[1] * (codes.dim() - 1))
     x = affine.dequantize(a["qx"], a["x_scale"], a["x_zero_point"])
     values = _FP32[codes.dim()](x, weight, a["bias"], a["stride"], a["padding"], a["dilation"], a["groups"])
@@ -288,5 +288,5 @@ def _like(names: Sequence[str], *arguments: Any) -> torch.Tensor:
 
 
 def _channels_last(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A new tensor whose channels lie next to each other, as in results of torch's kernels."""
+    """Return a new tensor whose channels lie next to each other, as in results of torch's kernels."""
     return torch.empty_strided(tuple(sizes), channels_last_strides(sizes), dtype=dtype, device=device)

@@ -41,7 +41,7 @@ class OpenVINOBackend:
     exports: Mapping[str, Exporter] = {"openvino": Exporter(write.files, from_graph=True)}
 
     def why_unavailable(self) -> str:
-        """What is missing and what to install; "" when it can run. Imports nothing of OpenVINO."""
+        """Return what is missing and what to install; "" when it can run. Imports nothing of OpenVINO."""
         if importlib.util.find_spec("openvino") is None:
             return f"openvino is not installed: {_INSTALL}."
         if "avx2" not in cpu.features():
@@ -54,7 +54,7 @@ class OpenVINOBackend:
         return ""
 
     def capabilities(self) -> Capabilities:
-        """What the CPU plugin computes in int8; without VNNI neither products of two activations nor transposed convolutions.
+        """Return what the CPU plugin computes in int8; without VNNI neither products of two activations nor transposed convolutions.
 
         It has no static kernel for ranges that are found in each call.
         """

@@ -33,7 +33,7 @@ class Converted:
 
 
 def of_graph(graph: QDQGraph) -> Converted:
-    """The model of a quantized graph, with its free sizes free and its inputs named after the arguments.
+    """Return the model of a quantized graph, with its free sizes free and its inputs named after the arguments.
 
     Raises:
         BackendError: an operator has no translation.
@@ -48,7 +48,7 @@ def of_graph(graph: QDQGraph) -> Converted:
 
 
 def convert(source: Program, example: tuple[torch.Tensor, ...], free: Sequence[dict[int, Any]] | None = None) -> Converted:
-    """The model of a program.
+    """Return the model of a program.
 
     Args:
         source: the program.
@@ -134,12 +134,12 @@ def _separate_outputs(graph: torch.fx.Graph) -> None:
 
 
 def _operator_of(node: torch.fx.Node, operators: dict[str, str]) -> str:
-    """The operator that an exported node belongs to; "" where it belongs to none."""
+    """Return the operator that an exported node belongs to; "" where it belongs to none."""
     return operator_at((path for path, _ in (node.meta.get("nn_module_stack") or {}).values()), operators)
 
 
 def _reason(error: Exception) -> str:
-    """The line of an error that names what failed."""
+    """Return the line of an error that names what failed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "No conversion rule" in line or "rror message" in line or line.startswith("-- ")]
     return "; ".join(told[:3]) or (lines[0] if lines else type(error).__name__)

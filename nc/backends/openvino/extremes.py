@@ -64,7 +64,7 @@ def keep_unfused(model: Any, *, narrow: bool) -> None:
 
 
 def _kept_apart(node: Any, *, narrow: bool) -> list[int]:
-    """The inputs of an operator that get a maximum in front; none for most."""
+    """Return the inputs of an operator that get a maximum in front; none for most."""
     kind = node.get_type_name()
     if kind == "FakeQuantize" and (_would_split(node) or _is_cut_up(node)):
         return [0]
@@ -130,6 +130,6 @@ def _would_split(quantize: Any) -> bool:
 
 
 def _source(node: Any, index: int) -> Any:
-    """What an input of a node is made by, before conversions."""
+    """Return what an input of a node is made by, before conversions."""
     source = node.input_value(index).get_node()
     return _source(source, 0) if source.get_type_name() == "Convert" else source

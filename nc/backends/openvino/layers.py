@@ -37,7 +37,7 @@ class Layer:
 
 
 def layers_of(compiled: Any) -> tuple[Layer, ...]:
-    """The layers of a compiled model, in the order in which they run."""
+    """Return the layers of a compiled model, in the order in which they run."""
     return tuple(_layer(node.get_rt_info()) for node in compiled.get_runtime_model().get_ordered_ops())
 
 

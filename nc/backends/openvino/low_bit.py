@@ -76,14 +76,14 @@ def is_uniform(weight: PackedWeight) -> bool:
 
 
 def zero_codes(weight: PackedWeight) -> torch.Tensor:
-    """The codes of 0 of a uniform weight, uint8, [N, G]."""
+    """Return the codes of 0 of a uniform weight, uint8, [N, G]."""
     params = weight.params
     zero = torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
     return zero.to(torch.uint8)
 
 
 def _compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
-    """The weight as uint8 codes, minus the code of 0, times scales; fp32, shape [N, K]."""
+    """Return the weight as uint8 codes, minus the code of 0, times scales; fp32, shape [N, K]."""
     graph, params = module.graph, weight.params
     rows, groups = params.scale.shape
     codes = _constant(module, node, "codes", weight.unpacked().reshape(rows, groups, -1))
@@ -104,7 +104,7 @@ def _constant(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Ten
 
 
 def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
-    """The weight of a call; None where it is computed."""
+    """Return the weight of a call; None where it is computed."""
     parts = {name: arguments[name] for name in PARTS}
     if any(part is not None and part.op != "get_attr" for part in parts.values()):
         return None

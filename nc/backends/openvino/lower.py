@@ -20,7 +20,7 @@ from nc.graph.qdq import QDQGraph
 
 
 def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True) -> EngineModel:
-    """An engine model of `graph`.
+    """Return an engine model of `graph`.
 
     Args:
         graph: the quantized model.
@@ -69,7 +69,7 @@ def wants_bf16(graph: QDQGraph) -> bool:
 
 
 def run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...], *, threads: int, bf16: bool) -> Sequence[Any]:
-    """What OpenVINO gives for a part of a graph."""
+    """Return what OpenVINO gives for a part of a graph."""
     source = program(part, inputs)
     converted = convert(source, inputs)
     return source.together(Requests(compiled(converted.model, threads, bf16=bf16)).infer(inputs), inputs)

@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def program(part: fx.GraphModule, example: Sequence[torch.Tensor]) -> Program:
-    """The program for a QDQ graph, which stays as it is, and flat inputs of it.
+    """Return the program for a QDQ graph, which stays as it is, and flat inputs of it.
 
     Raises:
         BackendError: OpenVINO translates an operator to something else.
@@ -54,7 +54,7 @@ def _refuse_wrong(module: fx.GraphModule) -> None:
 
 
 def _whole_windows(module: fx.GraphModule) -> None:
-    """The mean of its input in place of an average pool whose window is larger, as ceil_mode allows in 2-D; OpenVINO refuses such pools.
+    """Take the mean of its input for an average pool whose window is larger, as ceil_mode allows in 2-D; OpenVINO refuses such pools.
 
     Sizes are those of the example. Inputs that are larger than the window have more than one mean; the result is infinite then.
     """
@@ -126,7 +126,7 @@ def _spell_activations(module: fx.GraphModule) -> None:
 
 @functools.cache
 def _pair() -> tuple[Any, Any]:
-    """The two operators that OpenVINO knows; this import registers them."""
+    """Return the two operators that OpenVINO knows; this import registers them."""
     import torch.ao.quantization.fx._decomposed  # noqa: F401
 
     known = torch.ops.quantized_decomposed
@@ -155,7 +155,7 @@ def _spell_weights(module: fx.GraphModule) -> None:
 
 
 def _as_rows(module: fx.GraphModule) -> None:
-    """A linear of one vector as a linear of one row: OpenVINO's int8 kernel adds a dimension to the result of a vector."""
+    """Make a linear of one vector a linear of one row: OpenVINO's int8 kernel adds a dimension to the result of a vector."""
     graph = module.graph
     for node in [n for n in graph.nodes if n.target is _aten.linear.default and n.meta["val"].dim() == 1]:
         x = input_node(node)

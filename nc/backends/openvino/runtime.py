@@ -56,7 +56,7 @@ def version() -> str:
 
 
 def compiled(model: Any, threads: int, *, bf16: bool) -> Any:
-    """An OpenVINO model compiled for this CPU.
+    """Return an OpenVINO model compiled for this CPU.
 
     Args:
         model: it stays as it is.
@@ -83,7 +83,7 @@ class Requests(threading.local):
         self._outputs, self._request = len(model.outputs), model.create_infer_request()
 
     def infer(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs in memory of their own; inputs are read where they lie, if they are contiguous.
+        """Return outputs in memory of their own; inputs are read where they lie, if they are contiguous.
 
         Not `__call__`: on objects of a thread torch.compile fails at that.
         """
@@ -110,7 +110,7 @@ def _shared(tensor: torch.Tensor) -> Any:
 
 
 def _copied(value: Any, request: Any, index: int) -> torch.Tensor:
-    """An output in memory that no later call writes to."""
+    """Return an output in memory that no later call writes to."""
     for dtype, (bits, name) in _BITS.items():
         if request.get_output_tensor(index).element_type.get_type_name() == name:
             return torch.from_numpy(value).view(bits).clone().view(dtype)

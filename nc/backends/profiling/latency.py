@@ -148,7 +148,7 @@ def timed_rounds(
 
 
 def compared(rounds: Sequence[Round], repeats: int, load: Load, slow: str = "slow", fast: str = "fast") -> Comparison:
-    """What some rounds say of two of their candidates."""
+    """Return what some rounds say of two of their candidates."""
     ratios = sorted(times[slow] / max(times[fast], 1e-9) for times in rounds)
     enough = len(rounds) >= LEAST_ROUNDS
     interval = _interval_of_median(ratios) if enough else None
@@ -180,11 +180,11 @@ def doubt(interval: tuple[float, float] | None, quartiles: tuple[float, float] |
 
 
 def _interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """The order statistics between which the median is, with 95 % confidence; sorted values."""
+    """Return the order statistics between which the median is, with 95 % confidence; sorted values."""
     outside = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
     return values[outside], values[-1 - outside]
 
 
 def milliseconds(ms: float) -> str:
-    """A time for people."""
+    """Return a time for people."""
     return f"{ms:.2f} ms" if ms >= 0.1 else f"{1e3 * ms:.1f} us"

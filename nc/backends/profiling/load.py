@@ -35,7 +35,7 @@ class Load:
     cores: int = 1
 
     def disturbed(self) -> str:
-        """What says that other work took time from the measurement; "" if nothing does."""
+        """Return what says that other work took time from the measurement; "" if nothing does."""
         if self.runnable > self.cores:
             return f"this machine is busy: {self.runnable:.0f} threads want its {self.cores} cores"
         if self.share < LEAST_SHARE:
@@ -60,7 +60,7 @@ class Watch:
             self._runnable.append(int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]))
 
     def load(self) -> Load:
-        """What was seen so far."""
+        """Return what was seen so far."""
         seconds = max(time.perf_counter() - self._wall, 1e-9)
         return Load(
             seconds=seconds,

@@ -24,7 +24,7 @@ class _Clock(fx.Interpreter):
         self.ms: list[float] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The only kind of call that these graphs have."""
+        """Return the only kind of call that these graphs have."""
         self.announce(len(self.ms))
         start = time.perf_counter()
         result = target(*args, **kwargs)
@@ -73,7 +73,7 @@ def _steps(module: fx.GraphModule, converters: Set[object], times: Sequence[floa
 
 
 def describe(node: fx.Node, converters: Set[object]) -> Step:
-    """What is known of a node's step before it runs; `converters` as in `profile_nodes`."""
+    """Return what is known of a node's step before it runs; `converters` as in `profile_nodes`."""
     converts = node.target in converters
     return Step(name=_name(node), operators=_operators(node), converts=converts, serves=_served(node, converters) if converts else "")
 
@@ -83,7 +83,7 @@ def _operators(node: fx.Node) -> tuple[str, ...]:
 
 
 def _served(node: fx.Node, converters: Set[object]) -> str:
-    """The operator whose kernel made what a conversion reads; failing that, whose kernel reads what it makes."""
+    """Return the operator whose kernel made what a conversion reads; failing that, whose kernel reads what it makes."""
     source = first_input(node)
     while source is not None and source.op == "call_function" and source.target not in converters and not _operators(source):
         source = first_input(source)  # of a move

@@ -65,7 +65,7 @@ class Partition:
 
 
 def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
-    """The executions and marks of a stream, in order; other lines say nothing.
+    """Return the executions and marks of a stream, in order; other lines say nothing.
 
     A partition's line follows those of its primitives, and of primitives that ran just before it: when they began tells them apart.
     """
@@ -93,7 +93,7 @@ def parse(lines: Sequence[str]) -> list[Kernel | Partition | int]:
 
 
 def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kernel, ...]]:
-    """The kernels that follow each mark."""
+    """Return the kernels that follow each mark."""
     found: dict[int, tuple[Kernel, ...]] = {}
     current = -1
     for entry in stream:
@@ -106,7 +106,7 @@ def by_mark(stream: Sequence[Kernel | Partition | int]) -> dict[int, tuple[Kerne
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """The lines that oneDNN prints inside, complete once the block ends; takes the standard output of the process over."""
+    """Collect the lines that oneDNN prints inside, complete once the block ends; takes the standard output of the process over."""
     lines: list[str] = []
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryFile() as sink:

@@ -30,7 +30,7 @@ class OwnModel:
         self.args, self.kwargs = args, kwargs
 
     def copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The example arguments for calls that may write into them."""
+        """Return the example arguments for calls that may write into them."""
         return _copied(self.args), _copied(self.kwargs)
 
     @property
@@ -40,7 +40,7 @@ class OwnModel:
 
     @contextlib.contextmanager
     def called(self) -> Iterator[tuple[Callable[[], object] | None, str]]:
-        """The call of the module in eval mode, with inputs of its own; else None, and why it can't be timed."""
+        """Yield the call of the module in eval mode, with inputs of its own; else None, and why it can't be timed."""
         model = self._model()
         if model is None:
             yield None, "your model does not exist any more"
@@ -61,7 +61,7 @@ class OwnModel:
 
 
 def _other_value(value: Any) -> str | None:
-    """The class of the first value in nested tuples, lists and dicts that a call could change in another way than a tensor."""
+    """Return the class of the first value in nested tuples, lists and dicts that a call could change in another way than a tensor."""
     if type(value) in (tuple, list, dict):
         parts = value.values() if isinstance(value, dict) else value
         return next((found for part in parts if (found := _other_value(part)) is not None), None)
@@ -69,7 +69,7 @@ def _other_value(value: Any) -> str | None:
 
 
 def _copied(value: Any) -> Any:
-    """The same structure with copies of its tensors: the model may write into them."""
+    """Return the same structure with copies of its tensors: the model may write into them."""
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

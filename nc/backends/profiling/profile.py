@@ -107,7 +107,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
-        """The inverse of `dataclasses.asdict`, through JSON too."""
+        """Return the inverse of `dataclasses.asdict`, through JSON too."""
         steps = [
             Step(
                 **{

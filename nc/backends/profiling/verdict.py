@@ -50,7 +50,7 @@ class OpCost:
     fp32_ms: float
 
     def __str__(self) -> str:
-        """The names and both times."""
+        """Return the names and both times."""
         more = " + …" if len(self.operators) > _NAMES else ""
         times = f"{milliseconds(self.engine_ms)}, fp32 {milliseconds(self.fp32_ms)}"
         return f"{' + '.join(self.operators[:_NAMES])}{more} ({times})"
@@ -105,7 +105,7 @@ class Verdict:
         return {**dataclasses.asdict(self), "ratio": self.ratio, "certain": self.certain}
 
     def __str__(self) -> str:
-        """The verdict in one line, and in two more what costs more than it gains."""
+        """Return the verdict in one line, and in two more what costs more than it gains."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         calls = f"median of {self.calls} calls each" if self.calls > 1 else "only one call each, for lack of time"
         spread = f"; in half of {self.rounds} rounds {self.quartiles[0]:.2f} to {self.quartiles[1]:.2f}" if self.quartiles else ""
@@ -191,7 +191,7 @@ def measure(
 
 
 def verdict_of(found: Comparison, timed: str = "") -> Verdict:
-    """A verdict on whole calls."""
+    """Return a verdict on whole calls."""
     return Verdict(
         fp32_ms=found.times["slow"],
         engine_ms=found.times["fast"],
@@ -212,7 +212,7 @@ def fastest(runs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
 
 
 def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> tuple[OpCost, ...]:
-    """Times of the int8 operators in both, in execution order; operators that one step of either computes together are one entry.
+    """Return times of the int8 operators in both, in execution order; those that one step of either computes together are one entry.
 
     Args:
         fp32: steps of the fp32 graph.
@@ -237,7 +237,7 @@ def operator_costs(fp32: Sequence[Step], engine: Sequence[Step], plan: Plan) -> 
 
 
 def judged(verdict: Verdict, costs: Sequence[OpCost], plan: Plan, runs: Sequence[Sequence[OpCost]] = ()) -> Verdict:
-    """The verdict with what the times of its operators say. In doubt about whole calls nothing is said of their parts.
+    """Return the verdict with what the times of its operators say. In doubt about whole calls nothing is said of their parts.
 
     Args:
         verdict: of whole calls.
@@ -259,7 +259,7 @@ def _loses(cost: OpCost, runs: Sequence[Sequence[OpCost]]) -> bool:
 
 
 def _keys(names: Sequence[str], plan: Plan) -> tuple[str, ...]:
-    """What `config.exclude` takes for these operators: a type where all its operators are meant, else names."""
+    """Return what `config.exclude` takes for these operators: a type where all its operators are meant, else names."""
     kinds: Mapping[str, str] = {d.operator: d.kind for d in plan.quantized}
     keys: list[str] = []
     for name in names:

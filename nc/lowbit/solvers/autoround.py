@@ -181,7 +181,7 @@ class _Rounding(torch.nn.Module):
         return float(self.form.middle) if params.zero is None else params.zero.unsqueeze(-1)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The rounded weight, in the shape and dtype of the module's."""
+        """Return the rounded weight, in the shape and dtype of the module's."""
         params = self.params()
         rounded = self._codes(params) * params.scale.unsqueeze(-1)
         if params.minimum is not None:
@@ -191,7 +191,7 @@ class _Rounding(torch.nn.Module):
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
-        """What was learned, as it is stored."""
+        """Return what was learned, as it is stored."""
         found = self.params()
         units = self._codes(found)
         codes = formats.nearest_codes(units, self.form.dtype) if self.gaps is not None else units + self._zero(found)
@@ -199,12 +199,12 @@ class _Rounding(torch.nn.Module):
 
 
 def _straight(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """`rounded`, with the gradient of `value`."""
+    """Return `rounded`, with the gradient of `value`."""
     return rounded.detach() + (value - value.detach())
 
 
 def _gaps(units: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """The distance of the two values of a floating-point format that each number is between."""
+    """Return the distance of the two values of a floating-point format that each number is between."""
     values = torch.tensor(sorted(set(filter(math.isfinite, problem.form.dtype.values))), dtype=torch.float32)
     above = torch.bucketize(units.contiguous(), values).clamp(1, len(values) - 1)
     return values[above] - values[above - 1]

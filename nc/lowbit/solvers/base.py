@@ -36,7 +36,7 @@ class Needs:
     tokens: int = 0
 
     def __or__(self, other: Needs) -> Needs:
-        """What either wants collected."""
+        """Return what either wants collected."""
         return Needs(
             squares=self.squares or other.squares,
             hessian=self.hessian or other.hessian,

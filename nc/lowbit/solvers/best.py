@@ -30,7 +30,7 @@ def solve_best(problem: Problem, solver: Solver) -> tuple[PackedWeight, LayerRes
 
 
 def keep_best(problem: Problem, solved: PackedWeight | None, solver: Solver) -> tuple[PackedWeight, LayerResult]:
-    """What a solver found, or round to nearest if that loses less.
+    """Return what a solver found, or round to nearest if that loses less.
 
     A solver that corrects what earlier layers did to the inputs is judged by that: the error of its output for the changed inputs alone
     is larger than without a correction, and round to nearest would replace just those layers that were corrected most.
@@ -58,7 +58,7 @@ def keep_best(problem: Problem, solved: PackedWeight | None, solver: Solver) -> 
 
 
 def refuse_not_finite(problem: Problem) -> None:
-    """Raises InputError if the weight holds NaN or infinite values, CalibrationError if the statistics do."""
+    """Raise InputError if the weight holds NaN or infinite values, CalibrationError if the statistics do."""
     bad = ~problem.weight.isfinite()
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()

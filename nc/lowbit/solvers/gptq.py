@@ -128,7 +128,7 @@ class GPTQ:
         return pack(_unordered(codes, perm), join([scales[i] for i in range(groups)], outer=outer), form)
 
     def _factored(self, problem: Problem) -> tuple[Factor, torch.Tensor] | None:
-        """The factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
+        """Return the factor of the Hessian in the order of the columns, and that order; None if it cannot be factored."""
         assert problem.inputs is not None
         sums, tokens = problem.inputs.outer, problem.inputs.tokens
         assert sums is not None
@@ -146,7 +146,7 @@ class GPTQ:
     def _two_sided(
         self, problem: Problem, parts: Factor, perm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The weight to round in the order of its columns; what the first column is rounded from; and what values add to later columns.
+        """Return the weight to round in its columns' order; what the first column is rounded from; and what values add to later columns.
 
         With C = E[(y - x) x^T], y the float model's input: the best weight without rounding is W (I + C H^-1).
         """

@@ -141,7 +141,7 @@ def _stored(weight: torch.Tensor, params: GroupParams, form: WeightFormat, outer
 
 
 def _fitted(weight: torch.Tensor, codes: torch.Tensor, params: GroupParams, form: WeightFormat) -> GroupParams:
-    """The scale with the least squared error for given codes; the old one where that has no value or changes its sign."""
+    """Return the scale with the least squared error for given codes; the old one where that has no value or changes its sign."""
     units = _grouped(decode(codes, GroupParams(torch.ones_like(params.scale), params.zero), form), params)
     squares = units.square().sum(2)
     scale = (_grouped(weight, params) * units).sum(2) / squares

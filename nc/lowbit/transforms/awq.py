@@ -96,7 +96,7 @@ class AWQ:
         return [f"error of the block {', '.join(notes)}"] if notes else [], scales
 
     def _search(self, found: ScaleSet) -> torch.Tensor | None:
-        """The best scale by the error of the layers' outputs; None for none at all."""
+        """Return the best scale by the error of the layers' outputs; None for none at all."""
         one = torch.ones(found.link.size, dtype=torch.float32)
         candidates = [one, *self._candidates(found)]
         parts = [_Part(found, index, target, self.rows) for index, target in found.targets.items()]
@@ -124,7 +124,7 @@ class AWQ:
 
 
 def _relative_weight(target: Target) -> torch.Tensor:
-    """The mean over rows of |w| over the largest of its group, shape [K]."""
+    """Return the mean over rows of |w| over the largest of its group, shape [K]."""
     weight = weight_of(target).abs()
     groups = weight.reshape(weight.shape[0], -1, target.form.group(weight.shape[1]))
     return (groups / groups.amax(2, keepdim=True).clamp(min=1e-12)).reshape(weight.shape).mean(0)
@@ -141,6 +141,6 @@ class _Part:
         self.hessian = target.reached.hessian.float()
 
     def error(self, scale: torch.Tensor, rule: str | None = None) -> float:
-        """The squared error of these rows' outputs."""
+        """Return the squared error of these rows' outputs."""
         error = self.weight - rounded(self.target, self.weight, self.link.spread(scale, self.index), rule)
         return float(((error @ self.hessian) * error).sum(dtype=torch.float64))

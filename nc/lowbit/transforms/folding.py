@@ -97,7 +97,7 @@ class Checked:
         return f"output the same within {self.error:.0e} in {where}"
 
     def worst(self, other: Checked) -> Checked:
-        """The larger error."""
+        """Return the larger error."""
         return self if self.error >= other.error else other
 
 
@@ -157,7 +157,7 @@ def _take_over(module: torch.nn.Module, wide: torch.nn.Module) -> Callable[[], N
 
 
 def smallest(samples: Sequence[Call]) -> Call:
-    """The sample with the fewest elements, of the first `LOOKED_AT`: others may have to be read from a file."""
+    """Return the sample with the fewest elements, of the first `LOOKED_AT`: others may have to be read from a file."""
 
     def elements(call: Call) -> int:
         return sum(v.numel() for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor))

@@ -122,7 +122,7 @@ class _Stream:
 
 
 def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -> torch.Tensor:
-    """A random orthogonal matrix, float64, shape [size, size].
+    """Return a random orthogonal matrix, float64, shape [size, size].
 
     A Hadamard matrix of the largest power of two 2^k that divides the size, its Kronecker product with a random orthogonal matrix of the
     rest, times random signs. 576 = 2^6 * 9: there is no Hadamard matrix of order 9.

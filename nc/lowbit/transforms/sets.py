@@ -36,7 +36,7 @@ class ScaleSet:
         return parts.mean(0) if reduce == "mean" else parts.amax(0)
 
     def rounded(self, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rounded weights by name in the block, if the producer's channels are divided by a scale."""
+        """Return the rounded weights by name in the block, if the producer's channels are divided by a scale."""
         return {
             self.link.consumers[index]: rounded(target, weight_of(target), self.link.spread(scale, index))
             for index, target in self.targets.items()
@@ -44,7 +44,7 @@ class ScaleSet:
 
 
 def sets_of(scope: Scope) -> list[ScaleSet]:
-    """The sets of a block, in the order of `find_links`; layers that calibration did not reach are in none.
+    """Return the sets of a block, in the order of `find_links`; layers that calibration did not reach are in none.
 
     A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its layers, whatever those ask for:
     what a scale costs is measured for all of them.
@@ -115,7 +115,7 @@ class BlockError:
         self.total = sum(float(output.square().sum()) for _, output, _ in self.samples)
 
     def lost(self, index: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The squared error of one sample over the square of all; differentiable."""
+        """Return the squared error of one sample over the square of all; differentiable."""
         call, expected, keep = self.samples[index]
         values = {f"{n}.weight": self._stored(n, w) for n, w in weights.items()}
         output = first_tensor(torch.func.functional_call(self.module, values, *fresh(call)))
@@ -124,7 +124,7 @@ class BlockError:
         return error
 
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """The error with these weights, by name in the block, each of shape [N, K]."""
+        """Return the error with these weights, by name in the block, each of shape [N, K]."""
         with torch.no_grad():
             return sum(float(self.lost(i, weights)) for i in range(len(self.samples)))
 
@@ -163,7 +163,7 @@ class Outcome:
         return True
 
     def applied(self, note: str = "") -> Applied:
-        """A line of the report."""
+        """Return a line of the report."""
         where = self.scope.prefix or "the model"
         if not self.sets:
             text = f"{where}: nothing: no norm or linear feeds only linears that are quantized and reached by calibration"

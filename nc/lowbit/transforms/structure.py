@@ -42,12 +42,12 @@ class Link:
     norm: bool
 
     def spread(self, scale: torch.Tensor, index: int) -> torch.Tensor:
-        """A value per output channel of the producer → one per input channel of a consumer; 1 where there is none."""
+        """Return a value per output channel of the producer → one per input channel of a consumer; 1 where there is none."""
         channels = self.channels[index]
         return torch.where(channels < 0, torch.ones_like(scale[:1]), scale[channels.clamp(min=0)])
 
     def gather(self, values: torch.Tensor, index: int, reduce: str = "mean") -> torch.Tensor:
-        """A value per input channel of a consumer → one per output channel of the producer; 0 where nothing reads it.
+        """Return a value per input channel of a consumer → one per output channel of the producer; 0 where nothing reads it.
 
         Args:
             values: shape [K].
@@ -114,7 +114,7 @@ class _Probe:
         return Link(name, tuple(found), tuple(found.values()), size, norm)
 
     def _first_linear(self, name: str, size: int) -> int | None:
-        """The least channel from which on all reach a reader linearly; None if not even the last does."""
+        """Return the least channel from which on all reach a reader linearly; None if not even the last does."""
         low, high = 1, size - 1
         if not self._exponents(name, _one_factor(size, high)):
             return None
@@ -183,7 +183,7 @@ def same(before: torch.Tensor, after: torch.Tensor, bound: float) -> bool:
 
 
 def difference(before: torch.Tensor, after: torch.Tensor) -> float:
-    """The largest difference of two tensors over the largest magnitude of the first."""
+    """Return the largest difference of two tensors over the largest magnitude of the first."""
     if not torch.equal(before.isnan(), after.isnan()):
         return float("inf")
     before, after = (x.detach().nan_to_num().double() for x in (before, after))

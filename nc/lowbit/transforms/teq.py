@@ -97,7 +97,7 @@ def _all(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def _learnable(found: ScaleSet, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The rounded weights of a set, differentiable with respect to the scale."""
+    """Return the rounded weights of a set, differentiable with respect to the scale."""
     return {
         found.link.consumers[index]: _differentiable(target, found.link.spread(scale, index)) for index, target in found.targets.items()
     }

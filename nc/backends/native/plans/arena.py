@@ -11,12 +11,12 @@ ALIGNMENT = 64
 
 
 def aligned(size: int) -> int:
-    """The size, rounded up."""
+    """Return the size, rounded up."""
     return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def solve(blocks: Iterable[Block]) -> tuple[dict[Block, int], int]:
-    """The offset of each block, and the bytes that all need: the largest first, each at the lowest place that is free while it lives."""
+    """Return the offset of each block, and the bytes of all: the largest first, each at the lowest place that is free while it lives."""
     offsets: dict[Block, int] = {}
     placed: list[tuple[int, Block]] = []  # by offset
     for block in sorted(blocks, key=lambda b: (-b.size, b.first)):

@@ -85,7 +85,7 @@ def _multiply(
     dtype: torch.dtype,
     others: Sequence[Traced],
 ) -> Traced:
-    """The call; raises Unimplemented where there is no fast kernel for it."""
+    """Return the call; raises Unimplemented where there is no fast kernel for it."""
     others = [_for_amx(recorder, other, sizes, node) for other in others]
     others = [in_rows(recorder, other, node) for other in others]  # oneDNN 3.12 reads others as if they lay like this
     post_ops = tuple(BinaryOp(name, other.desc) for name, other in zip(a["how"], others, strict=False))
@@ -118,7 +118,7 @@ def _multiply(
 
 
 def _for_amx(recorder: Recorder, other: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
-    """What follows a product, so that AMX kernels read it right: they take some that all of a batch share as if each had one of its own.
+    """Return what follows a product, so that AMX kernels read it right: they take what a batch shares as if each had one of its own.
 
     With two dimensions of batches, oneDNN 3.12 does so with [1, 1, M, N], and oneDNN 3.7 with [1, B, M, 1].
     """

@@ -78,7 +78,7 @@ class _After:
 
 @functools.cache
 def _functions() -> Mapping[str, Function] | str:
-    """The functions by name, or why there are none."""
+    """Return the functions by name, or why there are none."""
     if why := functions.why_unavailable():
         return why
     library = load_on_threads("products")
@@ -150,7 +150,7 @@ def _function(name: str) -> Function:
 
 
 def _after(post_ops: Sequence[PostOp]) -> _After | None:
-    """What follows a sum; None for what the C code does not know."""
+    """Return what follows a sum; None for what the C code does not know."""
     after, rest = _After(), list(post_ops)
     if rest and isinstance(rest[0], Sum):
         added = _CODES_IN_PLACE if rest[0].dtype is torch.uint8 else _FP32_IN_PLACE
@@ -202,7 +202,7 @@ def _window(product: Product) -> list[int]:
 
 
 def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as `nc_product` reads it, and the sums of its codes for each output."""
+    """Return a weight as `nc_product` reads it, and the sums of its codes for each output."""
     outputs, inputs = codes.shape[:2]
     packed = torch.empty(-(-outputs // _WIDTH) * _WIDTH * inputs, dtype=torch.int8, device="cpu")
     sums = torch.zeros(-(-outputs // _PANEL) * _PANEL, dtype=torch.int32, device="cpu")
@@ -211,7 +211,7 @@ def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_channels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight as `nc_product_depthwise` reads it, and the sums of its codes for each channel."""
+    """Return a weight as `nc_product_depthwise` reads it, and the sums of its codes for each channel."""
     flat = codes.reshape(codes.shape[0], -1).to(torch.int16)
     pairs = torch.nn.functional.pad(flat, (0, flat.shape[1] % 2)).reshape(flat.shape[0], -1, 2)
     begins = [min(begin, flat.shape[0] - _PANEL) for begin in range(0, flat.shape[0], _PANEL)]

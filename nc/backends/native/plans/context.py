@@ -82,7 +82,7 @@ class Context:
         self._slots = [slot.index for slot in plan.inputs]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """The outputs for inputs of the plan's sizes.
+        """Return the outputs for inputs of the plan's sizes.
 
         Raises:
             BackendError: a kernel failed.
@@ -94,7 +94,7 @@ class Context:
         return self._results(tensors)
 
     def _results(self, tensors: Sequence[Any]) -> list[Any]:
-        """The outputs, once all parts have run."""
+        """Return the outputs, once all parts have run."""
         # a caller may change what it gets, but not the plan
         return [v.clone() if own else _filled(v, tensors) for v, own in zip(self._outputs, self._own, strict=True)]
 
@@ -137,7 +137,7 @@ class Context:
         return tensors
 
     def _calls(self, entries: Sequence[Call | FunctionCall]) -> _Run:
-        """Calls of primitives and functions one behind the other."""
+        """Return calls of primitives and functions one behind the other."""
         calls = CallList()
         for entry in entries:
             if isinstance(entry, FunctionCall):
@@ -177,7 +177,7 @@ class Context:
         return None, self._arena.data_ptr() + self._offsets[ref.root] + ref.offset
 
     def _operator(self, entry: AtenCall) -> _Run:
-        """A call of an operator of torch's."""
+        """Return a call of an operator of torch's."""
         target, results = entry.target, entry.results
         args = [self._bound(value) for value in entry.args]
         kwargs = {key: self._bound(value) for key, value in entry.kwargs.items()}
@@ -193,7 +193,7 @@ class Context:
         return execute
 
     def _bound(self, value: Any) -> Any:
-        """An argument with all tensors that are known now."""
+        """Return an argument with all tensors that are known now."""
         return map_refs(value, self._tensor)
 
     def _tensor(self, ref: Ref) -> Any:
@@ -211,7 +211,7 @@ class Context:
 
 
 def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:
-    """What to raise for what a run returned, see runner.c."""
+    """Return what to raise for what a run returned, see runner.c."""
     if failed < 0:
         return BackendError(f"a kernel failed: setting address {-failed}")
     index, status = failed_call(failed)
@@ -235,14 +235,14 @@ def _is_whole(ref: Part) -> bool:
 
 
 def _part(memory: torch.Tensor, desc: Desc, offset: int) -> torch.Tensor:
-    """A tensor that lies `offset` bytes behind the begin of another."""
+    """Return a tensor that lies `offset` bytes behind the begin of another."""
     typed = torch.empty(0, dtype=desc.dtype, device="cpu")
     begin = memory.storage_offset() * memory.element_size() + offset
     return typed.set_(memory.untyped_storage(), begin // desc.dtype.itemsize, desc.sizes, desc.strides)
 
 
 def _filled(value: Any, tensors: Sequence[Any]) -> Any:
-    """An argument with the tensors of this call."""
+    """Return an argument with the tensors of this call."""
     if isinstance(value, _Fill):
         found = tensors[value.index]
         return found if value.part is None else _part(found, value.part, value.offset)

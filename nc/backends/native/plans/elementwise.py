@@ -34,7 +34,7 @@ def _elementwise(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], operat
 
 
 def apply(recorder: Recorder, node: fx.Node, x: Traced, operation: Eltwise) -> Traced:
-    """A function of each element of a dense fp32 tensor."""
+    """Return a function of each element of a dense fp32 tensor."""
     result = recorder.new(x.tensor.shape, x.tensor.stride(), torch.float32)
     source, target = flat(x, result)
     primitive = recorder.maker.eltwise(operation, source, target, Attributes())
@@ -51,7 +51,7 @@ def _binary(name: str) -> Handler:
 
 
 def sides_of(recorder: Recorder, node: fx.Node, name: str, a: Mapping[str, Any]) -> tuple[Traced, Traced] | None:
-    """The sides of an operation of two fp32 tensors, first a dense one, whose shape the result has."""
+    """Return the sides of an operation of two fp32 tensors, first a dense one, whose shape the result has."""
     x, y = recorder.read(a["self"]), recorder.read(a["other"])
     if x is None or y is None or a.get("alpha", 1) != 1 or {x.tensor.dtype, y.tensor.dtype} != {torch.float32}:
         return None
@@ -72,7 +72,7 @@ def combine(
     target: Desc | None = None,
     qparams: tuple[float, int] | None = None,
 ) -> Traced:
-    """A dense fp32 tensor, and one with another that is not larger.
+    """Return a dense fp32 tensor, and one with another that is not larger.
 
     Args:
         recorder: of the plan.
@@ -109,7 +109,7 @@ def copy(recorder: Recorder, source: Traced, target: Traced, node: fx.Node) -> N
 
 
 def _dense(recorder: Recorder, node: fx.Node, x: Traced) -> Traced | None:
-    """The tensor, or a copy of it without gaps that keeps the order of its dimensions; None where it repeats elements, or has none."""
+    """Return the tensor, or a copy without gaps that keeps the order of its dimensions; None where it repeats elements, or has none."""
     if is_dense(x.tensor):
         return x
     if not x.tensor.numel() or any(n > 1 and not stride for n, stride in zip(x.tensor.shape, x.tensor.stride(), strict=True)):

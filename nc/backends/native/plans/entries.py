@@ -175,7 +175,7 @@ def references(entry: Entry) -> list[Ref]:
 
 
 def map_refs(value: Any, change: Any) -> Any:
-    """A nested argument with every reference changed."""
+    """Return a nested argument with every reference changed."""
     if isinstance(value, (Constant, Slot, Part)):
         return change(value)
     if isinstance(value, (list, tuple)):

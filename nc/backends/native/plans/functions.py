@@ -35,7 +35,7 @@ MOST_DIMS = 8
 
 @functools.cache
 def _functions() -> Mapping[str, Function] | str:
-    """The functions in C by name, or why there are none."""
+    """Return the functions in C by name, or why there are none."""
     library = load_on_threads("steps")
     if isinstance(library, str):
         return library
@@ -56,7 +56,7 @@ def why_unavailable() -> str:
 
 
 def remark() -> str:
-    """What a report says where these functions are missing, or slower than they can be; "" else."""
+    """Return what a report says where these functions are missing, or slower than they can be; "" else."""
     if why := why_unavailable():
         return f"operators between products by torch: {why}"
     found = loaded("steps")
@@ -76,7 +76,7 @@ def of_address(name: str, address: int) -> Function:
 
 
 def bits(number: float) -> int:
-    """The bits of a number in fp32, as functions in C take it."""
+    """Return the bits of a number in fp32, as functions in C take it."""
     (found,) = struct.unpack("<i", struct.pack("<f", number))
     return int(found)
 
@@ -93,12 +93,12 @@ def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, *op
 
 
 def as_fp32(recorder: Recorder, node: fx.Node, x: Traced) -> Traced:
-    """The tensor in fp32, without gaps."""
+    """Return the tensor in fp32, without gaps."""
     return x if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() else converted(recorder, node, x, torch.float32)
 
 
 def converted(recorder: Recorder, node: fx.Node, x: Traced, dtype: torch.dtype) -> Traced:
-    """A copy in another dtype, without gaps."""
+    """Return a copy in another dtype, without gaps."""
     result = new(recorder, x.tensor.shape, dtype)
     apply(recorder, node, "copy", result, x)
     return result
@@ -110,7 +110,7 @@ def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> Traced:
 
 
 def merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The same elements with as few dimensions as can be: those that lie one behind the other in all tensors become one."""
+    """Return the same elements with as few dimensions as can be: those that lie one behind the other in all tensors become one."""
     kept: list[tuple[int, tuple[int, ...]]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
         if size == 1:

@@ -73,7 +73,7 @@ class _Attention:
 
 @functools.cache
 def _function() -> Function | str:
-    """The function in C, or why there is none."""
+    """Return the function in C, or why there is none."""
     library = load_on_threads("attention")
     if isinstance(library, str):
         return library
@@ -163,7 +163,7 @@ def _chain(left: Any) -> tuple[Later, Later, Later] | None:
 
 
 def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any]) -> _Attention | None:
-    """What is to be computed; None where the function can't."""
+    """Return what is to be computed; None where the function can't."""
     probabilities, softmax, scores = chain
     first, dims = scores.named, softmax.node.meta["val"].dim()
     probability, zero_point = probabilities.named["1"], probabilities.named["2"]
@@ -199,7 +199,7 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
 
 
 def _followers(how: Sequence[str], others: Sequence[Traced | None], sizes: tuple[int, ...]) -> tuple[tuple[str, Traced], ...] | None:
-    """What follows a product, repeated to its sizes; None where the function can't read one of them."""
+    """Return what follows a product, repeated to its sizes; None where the function can't read one of them."""
     found = []
     for name, other in zip(how, others, strict=True):
         if other is None or other.tensor.dtype is not torch.float32 or other.tensor.is_neg():
@@ -212,7 +212,7 @@ def _followers(how: Sequence[str], others: Sequence[Traced | None], sizes: tuple
 
 
 def _repeated(x: Traced, sizes: tuple[int, ...], *, follows: bool = False) -> Traced | None:
-    """A tensor with these sizes, whose last dimension has no gaps; what follows a product may be repeated there too."""
+    """Return a tensor with these sizes, whose last dimension has no gaps; what follows a product may be repeated there too."""
     if any(a not in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)):
         return None
     whole = x.tensor.expand(sizes)

@@ -55,7 +55,7 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
 
 
 def _kernel(recorder: Recorder, a: Mapping[str, Any], rows: int) -> tuple[LowBitKernel, list[torch.Tensor]] | None:
-    """The kernel for this number of rows, if it is one in C, and what it packed."""
+    """Return the kernel for this number of rows, if it is one in C, and what it packed."""
     start = 0
     for name, count in zip(a["kernels"], a["counts"], strict=True):
         kernel = next((each for each in (*compiled.KERNELS, *compiled_blocks.KERNELS) if each.name == name), None)

@@ -57,7 +57,7 @@ def convert(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced |
 
 
 def both(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """The logical and of two masks."""
+    """Return the logical and of two masks."""
     left, right = (_read(recorder, a[name], torch.bool) for name in ("self", "other"))
     if left is None or right is None:
         return None
@@ -68,12 +68,12 @@ def both(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | No
 
 
 def either(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """The logical or of two masks."""
+    """Return the logical or of two masks."""
     return _elementwise(recorder, node, "add", torch.bool, *(_read(recorder, a[name], torch.bool) for name in ("self", "other")))
 
 
 def inverse(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
-    """The logical not of a mask."""
+    """Return the logical not of a mask."""
     return _elementwise(recorder, node, "not", torch.bool, _read(recorder, a["self"], torch.bool))
 
 
@@ -114,7 +114,7 @@ def any_of_row(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
 
 
 def _constant_like(value: float) -> Handler:
-    """Handler of `aten::zeros_like` and `aten::ones_like`: nothing of the tensor counts but its sizes."""
+    """Handle `aten::zeros_like` and `aten::ones_like`: nothing of the tensor counts but its sizes."""
 
     def handler(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | None:
         x = recorder.read(a["self"])
@@ -164,13 +164,13 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced
 
 
 def _read(recorder: Recorder, value: Any, *dtypes: torch.dtype) -> Traced | None:
-    """A tensor of one of these dtypes that the C code can read."""
+    """Return a tensor of one of these dtypes that the C code can read."""
     x = recorder.read(value)
     return x if x is not None and x.tensor.dtype in dtypes and not x.tensor.is_neg() else None  # what a view negates is not so in memory
 
 
 def _elementwise(recorder: Recorder, node: fx.Node, operation: str, dtype: torch.dtype, *operands: Traced | None) -> Traced | None:
-    """A new tensor; dimensions along which no operand changes stay repeated where that may be."""
+    """Return a new tensor; dimensions along which no operand changes stay repeated where that may be."""
     given = [operand for operand in operands if operand is not None]
     if len(given) < len(operands):
         return None
@@ -208,7 +208,7 @@ def _is_in_order(x: torch.Tensor) -> bool:
 
 
 def _begin(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The first elements of a tensor."""
+    """Return the first elements of a tensor."""
     return x[tuple(slice(n) for n in sizes)]
 
 

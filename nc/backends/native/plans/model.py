@@ -203,7 +203,7 @@ class PlannedModel:
         return tuple(dict.fromkeys(plan for plan in list(self._plans.values()) if isinstance(plan, str)))
 
     def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
-        """The plan for inputs, made if need be, or why there is none."""
+        """Return the plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
         plan = self._plans.get(key)
         if plan is None:
@@ -216,13 +216,13 @@ class PlannedModel:
         return plan
 
     def _separate(self, plan: Plan) -> Context:
-        """A context of its own, which runs entries one by one."""
+        """Return a context of its own, which runs entries one by one."""
         with torch.inference_mode(False):
             arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
             return Context(plan, self._source.maker, self._runner, arena, together=False)
 
     def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
-        """A new plan, or why there is none.
+        """Return a new plan, or why there is none.
 
         Raises:
             VerificationError: neither the plan nor what takes its place computes what the quantized graph computes for these sizes.
@@ -273,7 +273,7 @@ def _timed_steps(plan: Plan, times: Sequence[float]) -> tuple[Step, ...]:
 
 
 def _key(inputs: Sequence[torch.Tensor]) -> _Key:
-    """What a plan is made for. The number of threads, too: kernels divide their work when they are made.
+    """Return what a plan is made for. The number of threads, too: kernels divide their work when they are made.
 
     torch gives a new thread its number of threads when it is asked for it first.
     """
@@ -303,13 +303,13 @@ def why_not(module: fx.GraphModule) -> str:
 
 
 def planned(module: fx.GraphModule, otherwise: Callable[[], Otherwise], judge: PlanJudge | None = None) -> PlannedModel:
-    """What runs a lowered graph by plans; see `PlannedModel`."""
+    """Return what runs a lowered graph by plans; see `PlannedModel`."""
     source = provider()
     return PlannedModel(module, source, runner(source.maker.library)[0], otherwise, judge=judge)
 
 
 def _regular(tensor: torch.Tensor) -> torch.Tensor:
-    """An input that lies without gaps."""
+    """Return an input that lies without gaps."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
         return tensor
     return tensor.contiguous()

@@ -124,7 +124,7 @@ def softmax(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced |
 
 
 def softmax_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
-    """A softmax that writes codes; kernels for that take no zero point."""
+    """Return a softmax that writes codes; kernels for that take no zero point."""
     a = later.named
     x = recorder.read(a.get("self", a.get("input")))
     if x is None or zero_point or not _is_plain(x) or a.get("dtype") not in (None, torch.float32):
@@ -141,7 +141,7 @@ def softmax_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: flo
 def layer_norm_to_codes(
     recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype
 ) -> Traced | None:
-    """A layer norm that writes codes; kernels for that take no zero point, but what the norm adds can have it."""
+    """Return a layer norm that writes codes; kernels for that take no zero point, but what the norm adds can have it."""
     a = later.named
     x, weight, bias = recorder.read(a["input"]), *_factors(recorder, a)
     if x is None or weight is None or bias is None or len(a["normalized_shape"]) != 1 or not _is_plain(x):
@@ -201,7 +201,7 @@ def _pool(
 
 
 def _binary_to_codes(name: str) -> WithCodes:
-    """The same where the result is codes that lie as the larger side does."""
+    """Return the same where the result is codes that lie as the larger side does."""
 
     def handler(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
         sides = sides_of(recorder, later.node, name, later.named)
@@ -275,7 +275,7 @@ def convert(recorder: Recorder, node: fx.Node, x: Traced, result: Traced, codes:
 
 
 def _scaled(recorder: Recorder, node: fx.Node, x: tuple[Traced, Desc], result: tuple[Traced, Desc], scale: float, zero_point: int) -> bool:
-    """True, after a call that quantizes as a product with 1 and what follows it.
+    """Return True after a call that quantizes as a product with 1 and what follows it.
 
     Two to four times as fast as oneDNN's reorder, and ties are rounded as torch rounds them.
     """

@@ -197,7 +197,7 @@ def transposed(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Trace
 
 
 def in_rows(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
-    """A tensor that lies row by row: itself, or a copy."""
+    """Return a tensor that lies row by row: itself, or a copy."""
     if x.tensor.is_contiguous():
         return x
     result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
@@ -206,7 +206,7 @@ def in_rows(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
 
 
 def channels_last(recorder: Recorder, x: Traced, node: fx.Node) -> Traced:
-    """A tensor whose channels lie next to each other: itself, or a copy."""
+    """Return a tensor whose channels lie next to each other: itself, or a copy."""
     if _is_channels_last(x.tensor):
         return x
     result = recorder.new(x.tensor.shape, channels_last_strides(x.tensor.shape), x.tensor.dtype)
@@ -220,7 +220,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _rows(x: Traced) -> Traced | None:
-    """A tensor [..., K] as rows, where that needs no copy."""
+    """Return a tensor [..., K] as rows, where that needs no copy."""
     if x.tensor.dim() == 2 and x.tensor.stride(1) == 1:
         return x
     if x.tensor.shape[-1] == 1 and x.tensor.is_contiguous():  # a stride of one element says nothing
@@ -232,7 +232,7 @@ def _rows(x: Traced) -> Traced | None:
 
 
 def _codes(recorder: Recorder, value: Any) -> Codes | None:
-    """The weight that the graph would pack."""
+    """Return the weight that the graph would pack."""
     if not isinstance(value, Later) or value.node.target not in PREPACKS:
         return None
     codes = recorder.constant(value.named["weight"])
@@ -249,7 +249,7 @@ def _bias(recorder: Recorder, value: Any) -> torch.Tensor | None:
 
 
 def post_ops_of(a: Mapping[str, Any], *names: str) -> tuple[PostOp, ...] | None:
-    """The activation behind the product; None for one that is not known."""
+    """Return the activation behind the product; None for one that is not known."""
     key = next(name for name in names if name in a)
     prefix = key.removesuffix("_name")
     name = a[key] or "none"
@@ -289,7 +289,7 @@ def with_qparams(attributes: Attributes, tensors: dict[int, Any], argument: int,
 
 
 def _unpadded(recorder: Recorder, value: Any, zero_point: int) -> tuple[Traced, list[int] | None, list[int] | None]:
-    """What a convolution reads in front of a pad that it can make itself, and the pad."""
+    """Return what a convolution reads in front of a pad that it can make itself, and the pad."""
     if isinstance(value, Later) and value.node.target in PADS:
         a = value.named
         x, pads = recorder.read(a["self"]), a["pad"]

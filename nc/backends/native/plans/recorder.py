@@ -144,7 +144,7 @@ class Recorder:
         self._results: list[tuple[fx.Node, Any, int]] = []
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Plan:
-        """The plan for inputs of these sizes.
+        """Return the plan for inputs of these sizes.
 
         Raises:
             BackendError: the graph can't be planned.
@@ -181,18 +181,18 @@ class Recorder:
         return Constant(value.tensor) if value.root is None else Part(value.root, self._offset(value), value.desc)
 
     def read(self, value: Any) -> Traced | None:
-        """A tensor argument of a handler, computed if it waits; None where there is none."""
+        """Return a tensor argument of a handler, computed if it waits; None where there is none."""
         if isinstance(value, Later):
             value = self._now(value.node, value.args, value.kwargs)
         return value if isinstance(value, Traced) else None
 
     def constant(self, value: Any) -> torch.Tensor | None:
-        """The tensor of a constant argument; None where there is none, or it is not constant."""
+        """Return the tensor of a constant argument; None where there is none, or it is not constant."""
         traced = self.read(value)
         return traced.tensor if traced is not None and traced.root is None else None
 
     def first_possible(self, *ways: Callable[[], Any]) -> Any:
-        """What the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
+        """Return what the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
         for way in ways:
             before = self._state()
             with contextlib.suppress(Unimplemented):
@@ -221,7 +221,7 @@ class Recorder:
         self.weights.give_up(state.weights)
 
     def expanded(self, x: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
-        """A tensor repeated to these sizes, by torch."""
+        """Return a tensor repeated to these sizes, by torch."""
         self._make_calls(x)
         tensor = x.tensor.expand(tuple(sizes)).contiguous()
         if x.root is None:
@@ -297,7 +297,7 @@ class Recorder:
         self._entries.append(FunctionCall(function, tuple(numbers), references, step))
 
     def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
-        """A primitive whose sums are right; the plan names the kernels whose sums are not."""
+        """Return a primitive whose sums are right; the plan names the kernels whose sums are not."""
         primitive, wrong = trials.convolution(self.maker, wanted, weights)
         if wrong:
             self._wrong[operator_name(node)] = wrong
@@ -306,7 +306,7 @@ class Recorder:
     def packed(
         self, make: Callable[[Desc | Layout], Primitive], weight: Codes, desc: Desc
     ) -> tuple[Primitive, tuple[Layout, torch.Tensor]]:
-        """A primitive with a constant weight, and the weight in its layout.
+        """Return a primitive with a constant weight, and the weight in its layout.
 
         A layout that exists already is taken where a kernel takes it, so that plans share weights.
 
@@ -329,7 +329,7 @@ class Recorder:
         return primitive, (layout, bytes_)
 
     def in_memory(self, weight: Codes) -> torch.Tensor:
-        """The codes of a weight, made again where their memory was given back."""
+        """Return the codes of a weight, made again where their memory was given back."""
         if not weight.tensor.is_meta:
             return weight.tensor
         if self._restored is None:
@@ -349,13 +349,13 @@ class Recorder:
         return self._now(node, args, kwargs)
 
     def _now(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a node, noted for `watched`."""
+        """Return the result of a node, noted for `watched`."""
         result = self._computed_by(node, args, kwargs)
         self._results.append((node, result, len(self._entries)))
         return result
 
     def _computed_by(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a node: of a primitive, or of its own operator."""
+        """Return the result of a node: of a primitive, or of its own operator."""
         handler = self._handlers.get(node.target)
         if handler is not None and (node in self._each_time or reads_inputs((args, kwargs))):
 
@@ -465,7 +465,7 @@ class Recorder:
         self._entries.append(AtenCall(overload or node.target, *references, results, describe(node, CONVERTERS)))
 
     def _described(self, node: fx.Node, primitive: Primitive) -> Step:
-        """What a profile says of a primitive that computes a node, or moves something for it."""
+        """Return what a profile says of a primitive that computes a node, or moves something for it."""
         step = describe(node, CONVERTERS)
         reads = [primitive.layouts[key].dtype for key in (SRC, SRC_1, MULTIPLE_SRC, WEIGHTS) if key in primitive.layouts]
         names = tuple(_SHORT[dtype] for dtype in reads if dtype is not None)
@@ -498,7 +498,7 @@ class Recorder:
         return value
 
     def _ref(self, value: Traced) -> Ref:
-        """The reference to a tensor that the entry about to be appended reads or writes."""
+        """Return the reference to a tensor that the entry about to be appended reads or writes."""
         if value.root is None:
             return Constant(value.tensor)
         if isinstance(value.root, Slot):

@@ -24,7 +24,7 @@ def rotate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced | 
 
 
 def rotate_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
-    """The same as codes."""
+    """Return the same as codes."""
     return _rotated(recorder, later.node, later.named, dtype, scale, zero_point)
 
 

@@ -54,7 +54,7 @@ def image_to_codes(recorder: Recorder, node: fx.Node, x: Traced, scale: float, z
 
 
 def _read(recorder: Recorder, value: Any) -> Traced | None:
-    """A tensor that the C code can read."""
+    """Return a tensor that the C code can read."""
     x = recorder.read(value)
     if x is None or x.tensor.dtype not in FLOATS or x.tensor.is_neg():  # what a view negates is not so in memory
         return None
@@ -94,7 +94,7 @@ def _binary(operation: str) -> Handler:
 
 
 def _operand(recorder: Recorder, value: Any) -> Traced | None:
-    """A tensor, or a number as a tensor."""
+    """Return a tensor, or a number as a tensor."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Traced(torch.tensor(float(value), dtype=torch.float32), None)
     return _read(recorder, value)
@@ -184,7 +184,7 @@ def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Traced 
 
 
 def rms_norm_to_codes(recorder: Recorder, node: fx.Node, later: Later, scale: float, zero_point: int, dtype: torch.dtype) -> Traced | None:
-    """The same in fp32, as codes."""
+    """Return the same in fp32, as codes."""
     x = recorder.read(later.named["input"])
     if why_unavailable() or x is None or x.tensor.dtype is not torch.float32 or x.tensor.is_neg() or not x.tensor.numel():
         return None
@@ -202,7 +202,7 @@ def _norm(
     is_layer_norm: bool,
     codes: tuple[torch.dtype, float, int] | None = None,
 ) -> Traced | None:
-    """A norm of the rows of x; `given` are weight and bias, `codes` what the result is quantized to."""
+    """Return a norm of the rows of x; `given` are weight and bias, `codes` what the result is quantized to."""
     constants = [recorder.constant(value) for value in given]
     if len(a["normalized_shape"]) != 1 or not x.tensor.dim() or not x.tensor.is_contiguous():
         return None

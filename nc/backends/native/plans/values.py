@@ -44,7 +44,7 @@ def check_sizes(fit: bool, node: fx.Node, *shapes: Sequence[int]) -> None:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator of the user's model that a node computes, or its own name."""
+    """Return the operator of the user's model that a node computes, or its own name."""
     return str(next(iter(node.meta.get("operators", ())), node.meta.get("operator", node.name)))
 
 
@@ -93,7 +93,7 @@ class Weights:
         self.again: Callable[[], fx.GraphModule] | None = None
 
     def known(self, weight: Codes, desc: Desc) -> list[tuple[Layout, torch.Tensor]]:
-        """The layouts that there are of a weight."""
+        """Return the layouts that there are of a weight."""
         return list(self._packed.get((weight.name, desc), ()))
 
     def add(self, weight: Codes, desc: Desc, layout: Layout, packed: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class Weights:
         self._undo.append(layouts.pop)
 
     def formed(self, weight: Codes, form: str, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        """What a function in C reads of a weight in this form; made once."""
+        """Return what a function in C reads of a weight in this form; made once."""
         key = weight.name, form
         if key not in self._formed:
             self._formed[key] = make()
@@ -126,7 +126,7 @@ class Weights:
 
 
 def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluated arguments by the names of the operator's schema, with its defaults."""
+    """Return evaluated arguments by the names of the operator's schema, with its defaults."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(i): value for i, value in enumerate(args)} | dict(kwargs)
     schema = schema_of(node.target)
@@ -178,7 +178,7 @@ def is_about_sizes(target: Any) -> bool:
 
 
 def alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
-    """A result as a view of an argument; None when it has memory of its own."""
+    """Return a result as a view of an argument; None when it has memory of its own."""
     if tensor.is_conj() or tensor.is_neg():
         return None  # sizes and strides do not tell that
     address = tensor.untyped_storage().data_ptr()
