@@ -7,18 +7,15 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 from nc.errors import NCWarning
-
-#: Code that is between the user's call and the warning: that of these folders, and of Python's import.
-_BETWEEN = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen importlib")
 
 
 def warn(text: str, category: type[NCWarning] = NCWarning) -> None:
-    """Give a warning whose place is the innermost call that is neither of nc nor of torch."""
+    """Give a warning whose place is the innermost call that is neither of nc nor of torch, nor Python's import."""
+    packages = [sys.modules[name].__file__ for name in ("nc", "torch") if name in sys.modules]
+    between = (*(f"{Path(file).parent}{os.sep}" for file in packages if file), "<frozen importlib")
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
         frame = frame.f_back
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})

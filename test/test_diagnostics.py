@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from nc import ArtefactCorruptError, CalibrationError, StaticQuantConfig, conver
 from nc.algorithms.dead_channels import POSITIONS
 from nc.calibration.diagnostics import GROWTH, KINDS, SATURATION, late_growth, saturation
 from nc.calibration.statistics import decode, encode, read
-from nc.calibration.tensor_file import checksum
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Seen
 from nc.spec import QParams, TensorSpec
@@ -97,24 +95,12 @@ def test_a_batch_that_fails_leaves_no_trace():
     assert [s.batches for s in before.values()] == [1, 1]
 
 
-def test_growth_is_saved_and_older_files_are_read(tmp_path):
+def test_growth_is_saved(tmp_path):
     prepared = prepared_for(MLP(), torch.randn(4, 16), batches=3)
     prepared.statistics.save(tmp_path / "s")
     found = prepared.statistics.collected()
     assert read(tmp_path / "s").seen == decode(encode(found), "").seen == found.seen
     assert all(s.growth for s in found.seen.values())
-
-    tensors = safetensors.torch.load_file(tmp_path / "s")
-    with safetensors.safe_open(tmp_path / "s", "pt") as file:
-        document = json.loads(file.metadata()["nc"])
-    for entry in document["observers"]:
-        del entry["growth"]
-    text = json.dumps(document)
-    safetensors.torch.save_file(tensors, tmp_path / "old", {"nc": text, "sha256": checksum(text, tensors)})
-    prepared.statistics.load(tmp_path / "old")
-    assert [o.seen for o in prepared.observers.values()] == [Seen(3), Seen(3)]
-    prepared(torch.randn(4, 16))
-    assert convert(prepared).report().health == ()
 
 
 # ---- a range that still grew ----
@@ -345,19 +331,14 @@ def test_the_worst_is_shown_and_the_others_are_counted():
     assert lines == ["health: 1: 4 of 8 output channels carry nothing: 4 with all weights 0 (3 more: report.health)"]
 
 
-def test_health_of_older_and_of_damaged_artefacts(tmp_path):
+def test_health_of_damaged_artefacts(tmp_path):
     from test_artefact import forge
 
-    save(sick(), tmp_path / "q")
-    for change in (lambda d: d["health"].append({"kind": "saturation"}), lambda d: d["health"].append(3)):
+    for change in (lambda d: d["health"].append({"kind": "saturation"}), lambda d: d["health"].append(3), lambda d: d.pop("health")):
         save(sick(), tmp_path / "bad")
         forge(tmp_path / "bad", change)
         with pytest.raises(ArtefactCorruptError):
             load(tmp_path / "bad", backend="reference")
-    forge(tmp_path / "q", lambda d: d.pop("health"))
-    report = load(tmp_path / "q", backend="reference").report()
-    assert report.health == ()
-    assert "health" not in report.summary()
 
 
 def test_looking_changes_nothing():

@@ -81,7 +81,7 @@ def test_import_warns_once_at_the_line_that_imports(tmp_path):
 def test_nothing_is_warned_of_in_a_sound_installation():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        installation.warn()
+        installation.warn_of_others()
 
 
 #: As the other project does it: the module is replaced by an object that answers to every name.
