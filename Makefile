@@ -128,7 +128,7 @@ sanitize: setup-native
 	done
 
 # Without clones: the sanitizer does not run yet when they are chosen.
-TSAN = gcc -O1 -g -std=gnu11 -fno-math-errno -fsanitize=thread -DNC_NO_CLONES -I nc/c_code -include nc/c_code/identity.h -DNC_SOURCE_HASH='""'
+TSAN = gcc -O1 -g -std=gnu11 -fno-math-errno -fsanitize=thread -DNC_NO_CLONES -I nc/kernels/c_code -include nc/kernels/c_code/identity.h -DNC_SOURCE_HASH='""'
 
 lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .

@@ -1,8 +1,8 @@
 """Packaging of ``nc`` as ``nc-quant``; tool settings live in pyproject.toml, the development environment in Makefile.
 
-Where there is a C compiler, a wheel contains the compiled C sources of ``nc/c_code`` and is for this platform, whatever the Python:
+Where there is a C compiler, a wheel contains the compiled C sources of ``nc/kernels/c_code`` and is for this platform, whatever the Python:
 they are plain libraries that link to no Python, torch or oneDNN. Without a compiler the wheel is for all platforms; then, and in an
-editable install, ``nc.c_code.build`` compiles at first use, where it can.
+editable install, ``nc.kernels.c_code.build`` compiles at first use, where it can.
 """
 
 import functools
@@ -22,7 +22,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "nc/_version.py").read_text
 README = ROOT / "README.md"
 MODELS = ["torchvision", "transformers>=4.55.4,<6"]
 
-C_CODE = Path("nc/c_code")
+C_CODE = Path("nc/kernels/c_code")
 
 
 @functools.cache

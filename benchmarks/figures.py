@@ -24,11 +24,11 @@ import torch
 
 import nc
 from nc.graph.catalogue import input_node
+from nc.graph.plan import Decision
 from nc.numerics.histogram import edges
 from nc.observers import ALGORITHMS
 from nc.observers.base import State
 from nc.observers.histogram import HISTOGRAM
-from nc.plan import Decision
 
 ALGOS = ("minmax", "percentile", "mse", "kl")
 BARS = 90

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 TINYLLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32000}
-#: Bytes of hidden states that stay in memory; see nc.lowbit.activations.
+#: Bytes of hidden states that stay in memory; see nc.algorithms.inputs.activations.
 _HIDDEN_LIMIT = 2**30
 
 
@@ -82,7 +82,7 @@ def status(name: str) -> float:
 def child(source: str, tiny: str, out: str, solver: str, samples: int, length: int, threads: int) -> None:
     """Quantize; prints one line of JSON."""
     from nc import GPTQ, RTN, WeightOnlyConfig
-    from nc.lowbit.pretrained import quantize_folder
+    from nc.api.pretrained import quantize_folder
 
     torch.set_num_threads(threads)
     config = WeightOnlyConfig("int4", group_size=64, scale_dtype="fp16", solver=GPTQ() if solver == "gptq" else RTN())

@@ -18,7 +18,7 @@ import minilm
 from rich.progress import track
 
 import nc
-from nc.spec import FLOAT
+from nc.formats import FLOAT
 
 
 def losses(evaluate: int) -> dict[str, float]:

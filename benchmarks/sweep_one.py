@@ -82,7 +82,7 @@ def _steps(entry: Entry, backend: str, row: dict[str, Any]) -> None:
     _other_batch(model, quantized, _made(make, 7, OTHER_BATCH), row)
 
 
-def _other_batch(model: torch.nn.Module, quantized: nc.quantized.QuantizedModel, inputs: Any, row: dict[str, Any]) -> None:
+def _other_batch(model: torch.nn.Module, quantized: nc.api.quantized.QuantizedModel, inputs: Any, row: dict[str, Any]) -> None:
     try:
         expected = _floats(call(model, inputs))
     except Exception:  # noqa: BLE001 - nothing to compare with
@@ -95,7 +95,7 @@ def _other_batch(model: torch.nn.Module, quantized: nc.quantized.QuantizedModel,
         row["other"] = f"fixed: {str(error)[:200]}"
 
 
-def _compared(expected: list[torch.Tensor], quantized: nc.quantized.QuantizedModel, inputs: Any, suffix: str) -> dict[str, Any]:
+def _compared(expected: list[torch.Tensor], quantized: nc.api.quantized.QuantizedModel, inputs: Any, suffix: str) -> dict[str, Any]:
     """SQNR of the engine against fp32, and against the reference; in dB, of the worst output."""
     got, reference = _floats(call(quantized, inputs)), _floats(call(quantized.reference, inputs))
     if [t.shape for t in got] != [t.shape for t in expected]:

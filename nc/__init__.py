@@ -1,17 +1,30 @@
 """Post-training quantization for PyTorch models on Intel CPUs."""
 
-from nc import installation as _installation
 from nc._version import __version__ as __version__
 from nc.algorithms.bias_absorption import BiasAbsorption as BiasAbsorption
 from nc.algorithms.bias_correction import BiasCorrection as BiasCorrection
 from nc.algorithms.equalization import Equalization as Equalization
-from nc.artefact import export_model as export_model
-from nc.artefact import export_onnx as export_onnx
-from nc.artefact import export_openvino as export_openvino
-from nc.artefact import export_pt2 as export_pt2
-from nc.artefact import export_torchscript as export_torchscript
-from nc.artefact import load as load
-from nc.artefact import save as save
+from nc.algorithms.solvers import GPTQ as GPTQ
+from nc.algorithms.solvers import HQQ as HQQ
+from nc.algorithms.solvers import RTN as RTN
+from nc.algorithms.solvers import AutoRound as AutoRound
+from nc.algorithms.transforms import AWQ as AWQ
+from nc.algorithms.transforms import TEQ as TEQ
+from nc.algorithms.transforms import Rotation as Rotation
+from nc.algorithms.transforms import Smooth as Smooth
+from nc.api.artefact import export_model as export_model
+from nc.api.artefact import export_onnx as export_onnx
+from nc.api.artefact import export_openvino as export_openvino
+from nc.api.artefact import export_pt2 as export_pt2
+from nc.api.artefact import export_torchscript as export_torchscript
+from nc.api.artefact import load as load
+from nc.api.artefact import save as save
+from nc.api.generation import accelerate_generation as accelerate_generation
+from nc.api.workflow import convert as convert
+from nc.api.workflow import describe as describe
+from nc.api.workflow import prepare as prepare
+from nc.api.workflow import quantize as quantize
+from nc.api.workflow import report as report
 from nc.backends import available_backends as available_backends
 from nc.backends import register_backend as register_backend
 from nc.config import AutoRoundConfig as AutoRoundConfig
@@ -60,25 +73,12 @@ from nc.errors import UnmatchedRuleError as UnmatchedRuleError
 from nc.errors import UnmatchedTypeWarning as UnmatchedTypeWarning
 from nc.errors import UnsupportedError as UnsupportedError
 from nc.errors import VerificationError as VerificationError
-from nc.generation import accelerate_generation as accelerate_generation
+from nc.formats import DoubleQuant as DoubleQuant
+from nc.formats import FakeTensorSpec as FakeTensorSpec
 from nc.interchange import export_weights as export_weights
 from nc.interchange import import_weights as import_weights
-from nc.lowbit.solvers import GPTQ as GPTQ
-from nc.lowbit.solvers import HQQ as HQQ
-from nc.lowbit.solvers import RTN as RTN
-from nc.lowbit.solvers import AutoRound as AutoRound
-from nc.lowbit.transforms import AWQ as AWQ
-from nc.lowbit.transforms import TEQ as TEQ
-from nc.lowbit.transforms import Rotation as Rotation
-from nc.lowbit.transforms import Smooth as Smooth
 from nc.parity.compare import Comparison as Comparison
 from nc.parity.compare import compare as compare
-from nc.spec import DoubleQuant as DoubleQuant
-from nc.spec import FakeTensorSpec as FakeTensorSpec
-from nc.workflow import convert as convert
-from nc.workflow import describe as describe
-from nc.workflow import prepare as prepare
-from nc.workflow import quantize as quantize
-from nc.workflow import report as report
+from nc.process import installation as _installation
 
 _installation.warn_of_others()

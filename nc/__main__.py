@@ -2,7 +2,7 @@
 
 import sys
 
-from nc.installation import why_not_ours
+from nc.process.installation import why_not_ours
 
 
 def run(name: str = "nc-quant") -> None:

@@ -38,10 +38,10 @@ from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.plans import avx2, functions, int8_attention
-from nc.c_code import build, openmp
-from nc.c_code.failures import words
-from nc.c_code.isas import ISAS, NUMBERS
-from nc.onednn.runner import Function, call_once
+from nc.kernels.c_code import build, openmp
+from nc.kernels.c_code.failures import words
+from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.kernels.onednn.runner import Function, call_once
 
 PAGE = mmap.PAGESIZE
 FREE = 0xAB

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from nc import StaticQuantConfig, convert, prepare
 from nc.capture.capture import capture
 from nc.errors import BackendUnavailableError
+from nc.kernels.onednn.providers import provider
 from nc.numerics.metrics import sqnr_db
-from nc.onednn.providers import provider
 
 
 def _why_no_plans():

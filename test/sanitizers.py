@@ -61,7 +61,7 @@ def use() -> None:
         msg = "nc was imported before the sanitizers were asked for"
         raise RuntimeError(msg)
     del os.environ["LD_PRELOAD"]  # neither in the compiler, nor in processes that tests start
-    from nc.c_code import build, flags
+    from nc.kernels.c_code import build, flags
 
     build._compiler = lambda: "gcc"
     build._TIMEOUT_S = 1800
@@ -76,7 +76,7 @@ def environment(cache: str) -> dict[str, str]:
 
 def compile_all(jobs: int) -> None:
     """Compile and load every source, so that no later process has to."""
-    from nc.c_code import build
+    from nc.kernels.c_code import build
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(build.load, build.sources()))

@@ -13,7 +13,7 @@ import nc
 from nc import BiasCorrection, ConfigError, Equalization, SmoothQuantConfig, StaticQuantConfig, convert, describe, load, prepare, save
 from nc.algorithms import POST
 from nc.algorithms.base import Bound, Needs, Stage, Tap
-from nc.plan import Applied, Plan
+from nc.graph.plan import Applied, Plan
 
 
 def add_products(state, x):

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from nc.backends import available_backends, cpu
 from nc.backends.native.plans import avx2, functions
 from nc.backends.native.plans.values import Codes, Traced, Weights
+from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
+from nc.kernels.onednn.runner import call_once
 from nc.numerics import int16_pairs
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
-from nc.onednn.runner import call_once
 from nc.ops import quantize_per_tensor
 
 _WHY = available_backends()["native"] or functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")

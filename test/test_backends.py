@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nc.backends import cpu, get_backend
 from nc.backends.table import support_table
-from nc.config.rule_key import KIND_NAMES
+from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import PRODUCTS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "backends.md"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from nc.formats import DTYPES, WeightFormat, dtype
 from nc.numerics import bits, formats
 from nc.numerics.groups import GroupParams, decode, encode
-from nc.spec import DTYPES, WeightFormat, dtype
 
 ORACLES = {
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,

@@ -16,9 +16,10 @@ import nc
 from nc.backends import cpu
 from nc.backends.low_bit import compiled
 from nc.backends.native.plans import functions, int8_attention
-from nc.c_code import build, cache, flags, isas
 from nc.errors import BackendUnavailableError
-from nc.onednn.runner import PythonRunner, runner
+from nc.kernels.c_code import build, flags, isas
+from nc.kernels.onednn.runner import PythonRunner, runner
+from nc.process import cache
 
 pytestmark = pytest.mark.skipif(not build._compiler(), reason="there is no C compiler")
 

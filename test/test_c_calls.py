@@ -13,9 +13,9 @@ import torch
 from nc.backends import available_backends
 from nc.backends.native import recurrent
 from nc.backends.native.plans import functions
-from nc.c_code import failures
 from nc.errors import BackendError
-from nc.onednn.runner import CallList, call_once, failed_call, failure
+from nc.kernels.c_code import failures
+from nc.kernels.onednn.runner import CallList, call_once, failed_call, failure
 
 _WHY = available_backends()["native"] or functions.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
@@ -244,7 +244,7 @@ def test_which_call_of_a_list_failed_and_how(status):
 def test_lists_tell_which_function_failed(by):
     from models import library
 
-    from nc.onednn.runner import PythonRunner, runner
+    from nc.kernels.onednn.runner import PythonRunner, runner
 
     source = library()
     calls = CallList()

@@ -12,7 +12,7 @@ import nc
 from nc import DynamicQuantConfig, StaticQuantConfig
 from nc.backends.dynamic import replace_dynamic
 from nc.backends.native.recurrent import replace_recurrent
-from nc.config.rule_key import KIND_NAMES
+from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
 from nc.graph.fx_utils import copy_module

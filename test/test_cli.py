@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import nc
 from nc import DynamicQuantConfig, StaticQuantConfig, available_backends
-from nc.artefact import load
+from nc.api.artefact import load
 from nc.backends import cpu
 from nc.backends.profiling import latency
 from nc.cli import inputs
@@ -625,7 +625,7 @@ def test_a_failure_to_write_names_the_folder_of_the_user(run, folder, monkeypatc
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/.out.123.tmp")
 
-    monkeypatch.setattr("nc.artefact.save", full)
+    monkeypatch.setattr("nc.api.artefact.save", full)
     assert refused(quantize(run)).endswith("error: out cannot be written: No space left on device.")
     assert not list(folder.glob(".nc-*"))
 

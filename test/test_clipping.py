@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import nc
-from nc.lowbit.layers import layers_of
-from nc.lowbit.solvers import GPTQ, RTN
-from nc.lowbit.solvers.base import Problem
-from nc.lowbit.statistics import InputStatistics, weighted_loss
-from nc.lowbit.transforms import Scope, Target, sets
+from nc.algorithms.inputs.layers import layers_of
+from nc.algorithms.inputs.statistics import InputStatistics, weighted_loss
+from nc.algorithms.solvers import GPTQ, RTN
+from nc.algorithms.solvers.base import Problem
+from nc.algorithms.transforms import Scope, Target, sets
+from nc.formats.weight_format import WeightFormat
 from nc.numerics import clipping
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
-from nc.spec.weight_format import WeightFormat
 
 PARTS = [1 - i / 20 for i in range(10)]
 
@@ -190,7 +190,7 @@ def test_statistics_follow_the_scales_that_were_folded():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clipping, "search", spied)
-        patch.setattr("nc.lowbit.transforms.clip._QUERIES_AND_KEYS", re.compile("^nothing$"))
+        patch.setattr("nc.algorithms.transforms.clip._QUERIES_AND_KEYS", re.compile("^nothing$"))
         applied = nc.AWQ(grid=6).apply(scope)
     assert "sets scaled" in applied.text
     assert "0 of" not in applied.text

@@ -11,8 +11,8 @@ from torch import nn
 
 import nc
 from nc.backends import available_backends
+from nc.kernels.onednn.descriptions import Desc, channels_last_strides, contiguous_strides
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.descriptions import Desc, channels_last_strides, contiguous_strides
 
 SHAPES = [(1,), (1, 1), (3, 1), (1, 50, 32), (2, 1, 5), (1, 1, 7), (1, 4, 1, 3), (2, 6, 1, 1), (1, 1, 1, 1), (2, 1, 3, 4), (1, 3, 1, 2, 5)]
 

@@ -14,9 +14,9 @@ from nc import ArtefactCorruptError, CalibrationError, StaticQuantConfig, conver
 from nc.algorithms.dead_channels import POSITIONS
 from nc.calibration.diagnostics import GROWTH, KINDS, SATURATION, late_growth, saturation
 from nc.calibration.statistics import decode, encode, read
+from nc.formats import QParams, TensorSpec
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.base import Seen
-from nc.spec import QParams, TensorSpec
 
 AFFINE, SYMMETRIC = TensorSpec(dtype="uint8", symmetric=False), TensorSpec(dtype="int8", symmetric=True)
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nc
+from nc.api.pretrained import quantize_folder
 from nc.errors import CaptureError, UnsupportedError
-from nc.lowbit.experts import Experts, separated, stacked_names
-from nc.lowbit.pretrained import quantize_folder
 from nc.nn import QuantLinear
 from nc.numerics.metrics import sqnr_db
 from nc.storage.tensor_file import Stored
 from nc.torchao import quantize_
+from nc.weights.experts import Experts, separated, stacked_names
 
 transformers = pytest.importorskip("transformers")
 COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}

@@ -19,14 +19,14 @@ from torch import nn
 
 import nc
 from nc import BackendError, BackendUnavailableError, ConfigError, StateError, UnsupportedError, VerificationError, export_onnx
+from nc.backends.onnx import program, sums
+from nc.backends.onnx.runtime import EXACT
 from nc.backends.passes import Pass
 from nc.backends.verify import required_db
 from nc.graph import saturation
 from nc.graph.fx_utils import run_with
 from nc.graph.views import Quantize
 from nc.numerics.int16_pairs import largest_pair
-from nc.onnx import program, sums
-from nc.onnx.runtime import EXACT
 from nc.ops import quantize_per_tensor
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -52,7 +52,7 @@ def bert():
 
 def as_it_is(path, inputs):
     """Outputs without any optimization: each operator as the file has it."""
-    from nc.onnx.runtime import run
+    from nc.backends.onnx.runtime import run
 
     return run(path, inputs, optimize=False)[0]
 
@@ -230,7 +230,7 @@ def test_linears_are_products_in_int8_whatever_their_rank(shape, fixed, tmp_path
 
 @needs_packages
 def test_codes_of_fewer_bits_than_their_type():
-    from nc.onnx.convert import convert
+    from nc.backends.onnx.convert import convert
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -452,7 +452,7 @@ def test_operators_that_can_saturate_are_named_and_can_be_reduced(verify, tmp_pa
 
 @needs_packages
 def test_the_file_is_checked_by_exact_kernels_and_what_the_others_do_here_is_said(tmp_path, monkeypatch):
-    write = importlib.import_module("nc.onnx.write")  # the package has a function of this name
+    write = importlib.import_module("nc.backends.onnx.write")  # the package has a function of this name
 
     def saturated(path, inputs, *, exact):
         outputs, kernels = run(path, inputs, exact=True)

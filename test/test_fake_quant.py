@@ -28,11 +28,11 @@ from nc import (
     prepare,
     quantize,
 )
+from nc.formats import DTYPES, FakeSpec
+from nc.formats.fake_spec import ROUND_METHODS, SCALE_TYPES
 from nc.graph.fake_quant import constant_codes
 from nc.numerics import fake_quant
 from nc.ops import fake_quantize, fake_quantize_dynamic
-from nc.spec import DTYPES, FakeSpec
-from nc.spec.fake_spec import ROUND_METHODS, SCALE_TYPES
 
 ENGINES = [name for name in ("native", "ipex") if not available_backends()[name]]
 X = torch.linspace(-2, 2, 5 * 64).reshape(5, 64).sin()

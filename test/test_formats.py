@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nc import ConfigError, WeightOnlyConfig, load, quantize, report, save
+from nc.formats import DTYPES, PER_CHANNEL, PER_TENSOR, TensorSpec, dtype, per_block, per_group
 from nc.numerics import formats
 from nc.numerics.weights import quantize_weight
 from nc.ops import dequantize_float, quantize_float
-from nc.spec import DTYPES, PER_CHANNEL, PER_TENSOR, TensorSpec, dtype, per_block, per_group
 
 FLOATS = [each for each in DTYPES.values() if each.kind == "float"]
 GRANULARITIES = [PER_TENSOR, PER_CHANNEL, per_group(-1, 16), per_block((4, 8))]

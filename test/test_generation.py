@@ -16,13 +16,13 @@ import torch
 import transformers
 
 import nc
+from nc.api.generation import decoder as decoding
+from nc.api.generation import own_forward, status
+from nc.api.generation.memory import empty_cache
+from nc.api.generation.names import cache_argument, cache_field, cache_of
 from nc.backends import available_backends
 from nc.backends.native.plans import functions
 from nc.errors import InputError, NCWarning, UnsupportedError, VerificationError
-from nc.generation import decoder as decoding
-from nc.generation import own_forward, status
-from nc.generation.memory import empty_cache
-from nc.generation.names import cache_argument, cache_field, cache_of
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [

@@ -7,13 +7,13 @@ import torch
 from test_generation import OLD, by_plan, generated, language_model, same, texts
 
 import nc
+from nc.api.generation import decoder as decoding
+from nc.api.generation import status
+from nc.api.generation.memory import empty_cache
 from nc.backends import available_backends
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native.plans import functions
 from nc.errors import NCWarning
-from nc.generation import decoder as decoding
-from nc.generation import status
-from nc.generation.memory import empty_cache
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
+from nc.formats import TensorSpec
 from nc.numerics import affine, weight_mse
 from nc.numerics.affine import choose_qparams, dequantize, quantize
 from nc.numerics.histogram import BINS, MIN_EXPONENT, SIDE, centres, coarsen, count, edges, exponent_for, magnitudes, quantile
 from nc.observers import ALGORITHMS, Observer
 from nc.observers.histogram import HISTOGRAM
 from nc.observers.kl import divergence
-from nc.spec import TensorSpec
 
 LIMIT = float(torch.finfo(torch.float32).max)
 floats = st.floats(-LIMIT, LIMIT, width=32, allow_subnormal=True)

@@ -10,12 +10,12 @@ from models import Function
 from torch import nn
 
 from nc import StaticQuantConfig, available_backends, convert, prepare
+from nc.formats import PER_CHANNEL, TensorSpec
 from nc.graph import qdq
 from nc.numerics.affine import dequantize
 from nc.numerics.int16_pairs import PAIR_LIMIT, limit_pairs, quantize_pairs
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.weights import quantize_weight
-from nc.spec import PER_CHANNEL, TensorSpec
 
 SPEC = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True, paired=True)
 

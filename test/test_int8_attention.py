@@ -14,9 +14,9 @@ from nc.backends.native.operators import product
 from nc.backends.native.plans import int8_attention, model
 from nc.backends.native.plans.entries import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
-from nc.c_code import openmp
+from nc.kernels.c_code import openmp
+from nc.kernels.onednn.runner import runner
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.runner import runner
 
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")

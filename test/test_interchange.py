@@ -21,12 +21,12 @@ from nc.errors import (
     StateError,
     UnsupportedError,
 )
+from nc.formats.weight_format import DoubleQuant, WeightFormat
 from nc.interchange import export_weights, gguf, gguf_writer, import_weights, read_weights
 from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import PackedWeight, pack
-from nc.spec.weight_format import DoubleQuant, WeightFormat
 
 
 def weights(rows=16, columns=64, seed=0):

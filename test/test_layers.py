@@ -11,25 +11,25 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom; a module imports from levels below its own, and inside its own only where a package is named there
 #: (`nc.observers`: its modules know their base). Entries are modules or whole packages.
 LEVELS = (
-    ("nc._version", "nc.errors", "nc.error_texts", "nc.global_lock", "nc.graph"),
-    ("nc.warn",),
-    ("nc.modes", "nc.settings", "nc.spec", "nc.fixed_module"),
-    ("nc.checks", "nc.numerics", "nc.shares", "nc.table", "nc.installation", "nc.c_code"),
-    ("nc.plan",),
-    ("nc.onednn",),
+    ("nc._version", "nc.errors", "nc.process.error_texts", "nc.process.lock", "nc.graph"),
+    ("nc.process.warn",),
+    ("nc.process.modes", "nc.process.torch_settings", "nc.formats", "nc.graph.fixed_module"),
+    ("nc.formats.checks", "nc.numerics", "nc.graph.shares", "nc.text.table", "nc.process.installation", "nc.kernels.c_code"),
+    ("nc.graph.plan",),
+    ("nc.kernels.onednn",),
     ("nc.ops",),
     (
-        "nc.lowbit",
-        "nc.lowbit.activations",
-        "nc.lowbit.computed",
-        "nc.lowbit.copies",
-        "nc.lowbit.heap",
-        "nc.lowbit.quantized_tensor",
-        "nc.lowbit.record",
-        "nc.lowbit.result",
-        "nc.lowbit.statistics",
+        "nc.weights",
+        "nc.algorithms.inputs.activations",
+        "nc.algorithms.inputs.computed",
+        "nc.algorithms.inputs.copies",
+        "nc.weights.heap",
+        "nc.nn.tensor",
+        "nc.algorithms.inputs.block_calls",
+        "nc.nn.result",
+        "nc.algorithms.inputs.statistics",
     ),
-    ("nc.layer_calls",),
+    ("nc.nn.calls",),
     ("nc.nn",),
     (
         "nc.graph.effects",
@@ -55,32 +55,38 @@ LEVELS = (
     ("nc.storage",),
     ("nc.calibration",),
     ("nc.algorithms",),
-    ("nc.lowbit.layers", "nc.lowbit.collect", "nc.lowbit.solvers", "nc.lowbit.speed", "nc.lowbit.transforms"),
+    (
+        "nc.algorithms.inputs.layers",
+        "nc.algorithms.inputs.collect",
+        "nc.algorithms.solvers",
+        "nc.weights.speed",
+        "nc.algorithms.transforms",
+    ),
     ("nc.config",),
-    ("nc.lowbit.plan",),
+    ("nc.planning.layer_plan",),
     ("nc.planning",),
     ("nc.backends",),
-    ("nc.prepared", "nc.reporting", "nc.onnx", "nc.generation"),
+    ("nc.observed.prepared", "nc.api.report", "nc.backends.onnx", "nc.api.generation"),
     (
-        "nc.lowbit.accuracy",
-        "nc.lowbit.artefact",
-        "nc.lowbit.blocks",
-        "nc.lowbit.encoders",
-        "nc.lowbit.experts",
-        "nc.lowbit.mixed",
-        "nc.lowbit.modules",
-        "nc.lowbit.prepared",
-        "nc.lowbit.pretrained",
-        "nc.lowbit.recorded",
-        "nc.lowbit.report",
-        "nc.lowbit.shared_work",
-        "nc.lowbit.speed",
-        "nc.lowbit.sources",
-        "nc.lowbit.streamed",
-        "nc.lowbit.verdict",
+        "nc.weights.accuracy",
+        "nc.weights.files.artefact",
+        "nc.weights.driver",
+        "nc.weights.encoders",
+        "nc.weights.experts",
+        "nc.api.mixed",
+        "nc.weights.swap",
+        "nc.weights.prepared",
+        "nc.api.pretrained",
+        "nc.weights.saved_calls",
+        "nc.api.weight_report",
+        "nc.weights.shared_work",
+        "nc.weights.speed",
+        "nc.weights.files.sources",
+        "nc.weights.files.streamed",
+        "nc.api.weight_verdict",
     ),
-    ("nc.quantized", "nc.export"),
-    ("nc.workflow", "nc.artefact", "nc.parity", "nc.interchange"),
+    ("nc.api.quantized", "nc.export"),
+    ("nc.api.workflow", "nc.api.artefact", "nc.parity", "nc.interchange"),
     ("nc.torchao",),
     ("nc",),
     ("nc.cli",),
@@ -88,30 +94,30 @@ LEVELS = (
 )
 #: Packages whose own modules have an order among themselves.
 INSIDE = {
-    "nc.c_code": (
-        ("nc.c_code.cache", "nc.c_code.failures", "nc.c_code.flags", "nc.c_code.isas", "nc.c_code.openmp"),
-        ("nc.c_code.build",),
-        ("nc.c_code",),
+    "nc.kernels.c_code": (
+        ("nc.process.cache", "nc.kernels.c_code.failures", "nc.kernels.c_code.flags", "nc.kernels.c_code.isas", "nc.kernels.c_code.openmp"),
+        ("nc.kernels.c_code.build",),
+        ("nc.kernels.c_code",),
     ),
-    "nc.generation": (
-        ("nc.generation.names",),
-        ("nc.generation.memory", "nc.generation.snapshot", "nc.generation.step"),
-        ("nc.generation.decoder",),
-        ("nc.generation",),
+    "nc.api.generation": (
+        ("nc.api.generation.names",),
+        ("nc.api.generation.memory", "nc.api.generation.snapshot", "nc.api.generation.step"),
+        ("nc.api.generation.decoder",),
+        ("nc.api.generation",),
     ),
-    "nc.onednn": (
-        ("nc.onednn.api", "nc.onednn.descriptions", "nc.onednn.elf"),
-        ("nc.onednn.primitives",),
-        ("nc.onednn.execute",),
-        ("nc.onednn.runner", "nc.onednn.self_test", "nc.onednn.trials"),
-        ("nc.onednn.providers",),
-        ("nc.onednn",),
+    "nc.kernels.onednn": (
+        ("nc.kernels.onednn.api", "nc.kernels.onednn.descriptions", "nc.kernels.onednn.elf"),
+        ("nc.kernels.onednn.primitives",),
+        ("nc.kernels.onednn.execute",),
+        ("nc.kernels.onednn.runner", "nc.kernels.onednn.self_test", "nc.kernels.onednn.trials"),
+        ("nc.kernels.onednn.providers",),
+        ("nc.kernels.onednn",),
     ),
-    "nc.spec": (
-        ("nc.spec.dtypes", "nc.spec.granularities", "nc.spec.reasons"),
-        ("nc.spec.fake_spec", "nc.spec.weight_format"),
-        ("nc.spec.specs",),
-        ("nc.spec",),
+    "nc.formats": (
+        ("nc.formats.dtypes", "nc.formats.granularities", "nc.formats.reasons"),
+        ("nc.formats.fake_spec", "nc.formats.weight_format"),
+        ("nc.formats.specs",),
+        ("nc.formats",),
     ),
     "nc.graph": (
         ("nc.graph.caches", "nc.graph.schemas", "nc.graph.size_conditions", "nc.graph.tensor_meta"),
@@ -179,11 +185,11 @@ INSIDE = {
         ("nc.planning.nothing", "nc.planning.rules"),
         ("nc.planning",),
     ),
-    "nc.onnx": (
-        ("nc.onnx.integers", "nc.onnx.program", "nc.onnx.runtime", "nc.onnx.sums"),
-        ("nc.onnx.convert", "nc.onnx.report"),
-        ("nc.onnx.write",),
-        ("nc.onnx",),
+    "nc.backends.onnx": (
+        ("nc.backends.onnx.integers", "nc.backends.onnx.program", "nc.backends.onnx.runtime", "nc.backends.onnx.sums"),
+        ("nc.backends.onnx.convert", "nc.backends.onnx.report"),
+        ("nc.backends.onnx.write",),
+        ("nc.backends.onnx",),
     ),
     "nc.proof": (
         ("nc.proof.intermediates", "nc.proof.rounding_bounds"),
@@ -208,7 +214,7 @@ INSIDE = {
         ("nc.algorithms",),
     ),
     "nc.config": (
-        ("nc.config.rule_key",),
+        ("nc.formats.rule_key",),
         ("nc.config.document", "nc.config.fields"),
         ("nc.config.base",),
         ("nc.config.strategies", "nc.config.fake_quant"),
@@ -235,29 +241,35 @@ INSIDE = {
         ("nc.numerics.clipping",),
         ("nc.numerics",),
     ),
-    "nc.lowbit": (
-        ("nc.lowbit.layers", "nc.lowbit.solvers.base", "nc.lowbit.speed", "nc.lowbit.transforms.wide"),
-        ("nc.lowbit.collect", "nc.lowbit.solvers.autoround", "nc.lowbit.solvers.hqq", "nc.lowbit.solvers.rtn", "nc.lowbit.transforms.base"),
-        ("nc.lowbit.solvers.best", "nc.lowbit.solvers.gptq", "nc.lowbit.transforms.structure"),
-        ("nc.lowbit.solvers", "nc.lowbit.transforms.folding"),
-        ("nc.lowbit.transforms.rotation", "nc.lowbit.transforms.sets"),
-        ("nc.lowbit.transforms.clip",),
-        ("nc.lowbit.transforms.awq", "nc.lowbit.transforms.smooth", "nc.lowbit.transforms.teq"),
-        ("nc.lowbit.transforms",),
+    "nc.weights": (
+        ("nc.algorithms.inputs.layers", "nc.algorithms.solvers.base", "nc.weights.speed", "nc.algorithms.transforms.wide"),
         (
-            "nc.lowbit.accuracy",
-            "nc.lowbit.encoders",
-            "nc.lowbit.modules",
-            "nc.lowbit.recorded",
-            "nc.lowbit.shared_work",
-            "nc.lowbit.verdict",
+            "nc.algorithms.inputs.collect",
+            "nc.algorithms.solvers.autoround",
+            "nc.algorithms.solvers.hqq",
+            "nc.algorithms.solvers.rtn",
+            "nc.algorithms.transforms.base",
         ),
-        ("nc.lowbit.report",),
-        ("nc.lowbit.experts",),
-        ("nc.lowbit.blocks",),
-        ("nc.lowbit.artefact", "nc.lowbit.prepared"),
-        ("nc.lowbit.mixed", "nc.lowbit.sources", "nc.lowbit.streamed"),
-        ("nc.lowbit.pretrained",),
+        ("nc.algorithms.solvers.best", "nc.algorithms.solvers.gptq", "nc.algorithms.transforms.structure"),
+        ("nc.algorithms.solvers", "nc.algorithms.transforms.folding"),
+        ("nc.algorithms.transforms.rotation", "nc.algorithms.transforms.sets"),
+        ("nc.algorithms.transforms.clip",),
+        ("nc.algorithms.transforms.awq", "nc.algorithms.transforms.smooth", "nc.algorithms.transforms.teq"),
+        ("nc.algorithms.transforms",),
+        (
+            "nc.weights.accuracy",
+            "nc.weights.encoders",
+            "nc.weights.swap",
+            "nc.weights.saved_calls",
+            "nc.weights.shared_work",
+            "nc.api.weight_verdict",
+        ),
+        ("nc.api.weight_report",),
+        ("nc.weights.experts",),
+        ("nc.weights.driver",),
+        ("nc.weights.files.artefact", "nc.weights.prepared"),
+        ("nc.api.mixed", "nc.weights.files.sources", "nc.weights.files.streamed"),
+        ("nc.api.pretrained",),
     ),
     "nc.observers": (
         ("nc.observers.base",),
@@ -358,7 +370,7 @@ DEFERRED = {
     "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
-    "nc.generation.decoder": ("nc.backends.native.decode",),  # likewise
+    "nc.api.generation.decoder": ("nc.backends.native.decode",),  # likewise
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
 }
@@ -485,7 +497,7 @@ def names_in(path):
 
 
 def test_the_table_catches_an_import_upward(monkeypatch):
-    fake = {"nc.spec.dtypes": (("nc.planning.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
+    fake = {"nc.formats.dtypes": (("nc.planning.rules", False),), "nc.observers.base": (("nc.observers.minmax", False),)}
     monkeypatch.setattr(f"{__name__}.imports", lambda module: fake.get(module, ()))
     for module in fake:
         with pytest.raises(AssertionError, match=f"{module} imports"):

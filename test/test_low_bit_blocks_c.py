@@ -24,13 +24,13 @@ from nc.backends.low_bit.compiled_blocks import (
     KERNELS,
     coding,
 )
-from nc.c_code.isas import NUMBERS
+from nc.formats import PRESETS, DoubleQuant, WeightFormat
+from nc.formats.dtypes import DTYPES
+from nc.kernels.c_code.isas import NUMBERS
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import pack
-from nc.spec import PRESETS, DoubleQuant, WeightFormat
-from nc.spec.dtypes import DTYPES
 
 pytestmark = pytest.mark.skipif(C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")
 #: Instruction sets → their numbers.
@@ -158,7 +158,7 @@ def test_every_format_has_a_coding():
         values = torch.tensor(DTYPES[name].values)
         assert torch.equal((found.read * found.unit).nan_to_num(), values.nan_to_num())
     with pytest.raises(nc.BackendError, match="neither 16, nor multiples"):
-        coding(nc.spec.DType("odd", 5, "float", 0, 31, torch.uint8, tuple(math.exp(i) for i in range(32))))
+        coding(nc.formats.DType("odd", 5, "float", 0, 31, torch.uint8, tuple(math.exp(i) for i in range(32))))
 
 
 @pytest.mark.parametrize(

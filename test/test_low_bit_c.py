@@ -18,7 +18,7 @@ from nc.backends.low_bit import compiled
 from nc.backends.low_bit.bag import BAG
 from nc.backends.low_bit.compiled import C_BF16, C_BF16_FEW_ROWS, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS, NUMBERS
 from nc.backends.low_bit.engine import LowBitEngine, set_backend
-from nc.c_code import build
+from nc.kernels.c_code import build
 from nc.nn import QuantLinear
 
 pytestmark = pytest.mark.skipif(C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nc
 from nc import GPTQ, CalibrationError, ConfigError, InputError, NCError, StateError, StaticQuantConfig, WeightOnlyConfig
-from nc.lowbit.shared_work import add
-from nc.lowbit.statistics import InputStatistics
+from nc.algorithms.inputs.statistics import InputStatistics
+from nc.weights.shared_work import add
 
 WORLD = 3
 INT4 = {"w_dtype": "int4", "group_size": 32}

@@ -23,15 +23,15 @@ from nc.backends.low_bit.bag import BAG, grid
 from nc.backends.low_bit.blocks import BLOCK, BLOCKS, BLOCKS_BF16
 from nc.backends.low_bit.engine import LowBitEngine, engine, set_backend
 from nc.backends.profiling import bandwidth
-from nc.lowbit.speed import layer_speeds
+from nc.formats import dtype
+from nc.formats.weight_format import WeightFormat
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import GroupParams, encode
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.packed_weight import pack
 from nc.numerics.stored_scales import round_scale
-from nc.spec import dtype
-from nc.spec.weight_format import WeightFormat
+from nc.weights.speed import layer_speeds
 
 native = pytest.mark.skipif(bool(nc.available_backends()["native"]), reason="needs AVX2")
 vector_aten = pytest.mark.skipif("aten_avx2" not in kernel_module.features(), reason="needs ATen's vector code")
@@ -696,7 +696,7 @@ def test_a_state_dict_of_another_format_is_refused():
 
 
 def test_a_layer_that_is_gone_is_an_error():
-    from nc.layer_calls import call_layer
+    from nc.nn.calls import call_layer
 
     with pytest.raises(nc.errors.StateError, match="Compile the model again"):
         call_layer(torch.randn(1, 4), 1 << 40, 4)
@@ -741,7 +741,7 @@ def test_the_report_names_kernels_and_why_not_others():
 
 @native
 def test_the_report_times_layers_on_given_inputs(monkeypatch):
-    monkeypatch.setattr("nc.lowbit.report.read_bandwidth", lambda _: 10.0)
+    monkeypatch.setattr("nc.api.weight_report.read_bandwidth", lambda _: 10.0)
     q = nc.quantize(mlp(), CONFIG, backend="native")
     report = nc.report(q, profile_inputs=torch.randn(3, 64))
     assert [(layer.speed.rows, layer.speed.calls) for layer in report.layers] == [(3, 1)] * 2

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nc import ConfigError
+from nc.formats import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat, dtype
 from nc.numerics import mx
 from nc.numerics.group_ranges import RULES, choose
 from nc.numerics.groups import GroupParams, decode, encode, join
 from nc.numerics.packed_weight import pack
 from nc.numerics.stored_scales import LIMITS, round_scale, second_level
-from nc.spec import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat, dtype
 
 KQUANT = DoubleQuant(6, 8, "fp16")
 FORMS = {

@@ -11,9 +11,9 @@ from torch import nn
 
 import nc
 from nc import NCWarning, WeightOnlyConfig
+from nc.api import weight_verdict as verdict
+from nc.api.weight_verdict import measure
 from nc.backends.profiling.load import Load
-from nc.lowbit import verdict
-from nc.lowbit.verdict import measure
 
 QUIET = Load(seconds=1.0, share=1.0, switches=2.0, runnable=1, cores=2)
 BUSY = dataclasses.replace(QUIET, runnable=9)
@@ -137,7 +137,7 @@ def test_convert_warns(monkeypatch):
     found = Machine(monkeypatch, int8=9.0).measure(
         nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32))
     )
-    monkeypatch.setattr("nc.workflow.low_bit_verdict", lambda _: found)
+    monkeypatch.setattr("nc.api.workflow.low_bit_verdict", lambda _: found)
     with pytest.warns(NCWarning, match="SLOWER"):
         nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32))
 

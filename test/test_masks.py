@@ -13,8 +13,8 @@ from nc.backends.native.plans import functions, int8_attention, masks
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.entries import AtenCall
 from nc.errors import InputError
+from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.runner import PythonRunner, runner
 
 _WHY = available_backends()["native"] or functions.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")

@@ -30,9 +30,9 @@ from nc import (
     prepare,
     quantize,
 )
+from nc.algorithms.solvers import GPTQ, HQQ, RTN, AutoRound
+from nc.algorithms.transforms import AWQ, TEQ
 from nc.config import config_from
-from nc.lowbit.solvers import GPTQ, HQQ, RTN, AutoRound
-from nc.lowbit.transforms import AWQ, TEQ
 
 WEIGHT_ONLY = {"rtn": RTNConfig, "gptq": GPTQConfig, "awq": AWQConfig, "teq": TEQConfig, "hqq": HQQConfig, "autoround": AutoRoundConfig}
 IDS = torch.arange(48).reshape(4, 12) % 50

@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
+from nc.formats import PER_CHANNEL, PER_TENSOR, PER_TOKEN, TensorSpec, dtype, per_block, per_channel, per_group
 from nc.numerics import affine
 from nc.numerics.affine import TINY_AMAX, block_range, choose_qparams, dequantize
 from nc.numerics.metrics import cosine, sqnr_db
 from nc.numerics.weights import quantize_weight
-from nc.spec import PER_CHANNEL, PER_TENSOR, PER_TOKEN, TensorSpec, dtype, per_block, per_channel, per_group
 
 CODES = {"uint8": (0, 255), "int8": (-128, 127), "narrow": (-127, 127), "7-bit": (64, 191), "7-bit signed": (-64, 63)}
 FLOAT_MAX = torch.finfo(torch.float32).max

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import CalibrationError, InputError, StateError, StaticQuantConfig, convert, prepare, quantize
+from nc.formats import TensorSpec
 from nc.observers import ALGORITHMS, Observer
-from nc.spec import TensorSpec
 
 batches = st.lists(
     st_np.arrays(np.float32, st_np.array_shapes(max_dims=3, max_side=4, min_side=0), elements=st.floats(-(2**100), 2**100, width=32)),

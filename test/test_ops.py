@@ -13,8 +13,8 @@ from torch.testing._internal.optests import OpCheckError
 from torch.utils import _pytree as pytree
 
 from nc import ops
+from nc.formats import dtype
 from nc.graph.fx_utils import inline
-from nc.spec import dtype
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 #: What torch has registered, whoever did it.

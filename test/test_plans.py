@@ -33,16 +33,17 @@ from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
 from nc.backends.passes import run_passes
-from nc.c_code import build, cache
 from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
 from nc.graph.schemas import writes_into
+from nc.kernels.c_code import build
+from nc.kernels.onednn import elf, providers
+from nc.kernels.onednn.api import Unimplemented
+from nc.kernels.onednn.descriptions import DST, Desc
+from nc.kernels.onednn.providers import provider
+from nc.kernels.onednn.runner import CompiledRunner, PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn import elf, providers
-from nc.onednn.api import Unimplemented
-from nc.onednn.descriptions import DST, Desc
-from nc.onednn.providers import provider
-from nc.onednn.runner import CompiledRunner, PythonRunner, runner
+from nc.process import cache
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 
@@ -857,7 +858,7 @@ def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
 
 
 def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read(tmp_path, monkeypatch):
-    code = "import torch; from nc.onednn.providers import provider; print(provider())"
+    code = "import torch; from nc.kernels.onednn.providers import provider; print(provider())"
     env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), providers.VARIABLE: "torch"}
 
     def run():

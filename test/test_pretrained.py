@@ -19,11 +19,12 @@ from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, 
 
 import nc
 from nc import GPTQ, ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, Rotation, UnsupportedError, WeightOnlyConfig
+from nc.algorithms.inputs.block_calls import _without_copies
+from nc.api.pretrained import quantize_folder
 from nc.cli.main import main
-from nc.lowbit import blocks, streamed
-from nc.lowbit.pretrained import quantize_folder
-from nc.lowbit.record import _without_copies
-from nc.spec.weight_format import DoubleQuant
+from nc.formats.weight_format import DoubleQuant
+from nc.weights import driver as blocks
+from nc.weights.files import streamed
 
 CONFIG = WeightOnlyConfig("int4", group_size=32, solver=GPTQ())
 
@@ -136,7 +137,7 @@ class TestMemory:
     @pytest.fixture
     def deep(self, tmp_path, monkeypatch):
         monkeypatch.setattr("nc.numerics.groups.CHUNK", 1024)
-        monkeypatch.setattr("nc.lowbit.statistics._ROWS", 16)
+        monkeypatch.setattr("nc.algorithms.inputs.statistics._ROWS", 16)
         sizes = {"hidden_size": self.HIDDEN, "intermediate_size": self.INNER, "num_attention_heads": 4, "num_key_value_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=self.BLOCKS, vocab_size=100))
         model.save_pretrained(tmp_path / "deep", max_shard_size="300KB")
@@ -176,7 +177,7 @@ class TestMemory:
         """In a process of its own: what others leave in the heap changes what is given back."""
         program = """
             from pathlib import Path
-            from nc.lowbit.heap import give_back_small_pieces
+            from nc.weights.heap import give_back_small_pieces
 
             def pages():
                 return int(Path("/proc/self/statm").read_text().split()[1])
@@ -209,7 +210,7 @@ class TestMemory:
         hidden = 64 * 32 * self.HIDDEN * 4
         config = WeightOnlyConfig("int8", group_size=-1, w_algo="minmax", solver=GPTQ())
         inside = self.peak(deep, config, data, tmp_path / "inside")
-        monkeypatch.setattr("nc.lowbit.activations.Activations.__init__.__defaults__", (0,))
+        monkeypatch.setattr("nc.algorithms.inputs.activations.Activations.__init__.__defaults__", (0,))
         outside = self.peak(deep, config, data, tmp_path / "outside")
         assert outside < inside - hidden / 2
         assert files(tmp_path / "inside") == files(tmp_path / "outside")

@@ -8,8 +8,8 @@ from models import MLP
 from torch import nn, randn
 
 from nc import StaticQuantConfig, describe
-from nc.plan import Plan
-from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
+from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
+from nc.graph.plan import Plan
 
 
 def plan():

@@ -15,10 +15,10 @@ from nc import DynamicQuantConfig, StaticQuantConfig, available_backends, conver
 from nc.backends import cpu
 from nc.backends.native import recurrent
 from nc.errors import CaptureError, InputError, NCWarning, UnsupportedError
+from nc.formats.reasons import Cause
 from nc.numerics.metrics import sqnr_db
 from nc.ops import RECURRENT
 from nc.planning.rules import fit
-from nc.spec.reasons import Cause
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
 LAYERS = [

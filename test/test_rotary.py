@@ -15,8 +15,8 @@ from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.rotary import recompose_rotary
+from nc.kernels.onednn.runner import runner
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.runner import runner
 from nc.ops import quantize_per_tensor
 
 _WHY = available_backends()["native"] or functions.why_unavailable()

@@ -26,9 +26,9 @@ from nc import (
     register_backend,
 )
 from nc.backends import get_backend
-from nc.plan import Plan
+from nc.formats import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorSpec
+from nc.graph.plan import Plan
 from nc.planning.rules import fit, resolve
-from nc.spec import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorSpec
 
 SYM = StaticQuantConfig(act_sym=True)
 INT8 = StaticQuantConfig(act_dtype="int8")

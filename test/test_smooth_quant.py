@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from nc import ConfigError, SmoothQuantConfig, StateError, StaticQuantConfig, available_backends, convert, describe, load, prepare
 from nc.algorithms.smooth_quant import smooth
 from nc.calibration.statistics import Samples
+from nc.formats import OpSpec, SmoothSpec, TensorSpec
 from nc.numerics.metrics import sqnr_db
 from nc.numerics.smoothing import scales_for
-from nc.spec import OpSpec, SmoothSpec, TensorSpec
 
 ACTIVATION = TensorSpec(dtype="uint8", symmetric=False)
 WEIGHT = TensorSpec(dtype="int8", symmetric=True, granularity="per_channel", narrow=True)

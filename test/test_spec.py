@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nc import ConfigError
-from nc.spec import (
+from nc.formats import (
     BF16,
     DTYPES,
     FLOAT,

@@ -15,8 +15,8 @@ from nc.backends.native.plans import functions
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
+from nc.kernels.onednn.runner import PythonRunner, call_once, runner
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn.runner import PythonRunner, call_once, runner
 
 pytestmark = pytest.mark.skipif(
     bool(available_backends()["native"] or functions.why_unavailable()),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nc
-from nc.table import WIDTH, flowing, folded, format_table, largest, wrapped
+from nc.text.table import WIDTH, flowing, folded, format_table, largest, wrapped
 
 HEAD = ("operator", "type", "why")
 

@@ -13,7 +13,7 @@ from test_low_bit_engines import form, weight
 from nc.backends import available_backends, cpu
 from nc.backends.low_bit import compiled
 from nc.backends.native.plans import functions, int8_attention
-from nc.onednn.runner import call_once
+from nc.kernels.onednn.runner import call_once
 
 THREADS = 6
 _WHY = available_backends()["native"] or functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")

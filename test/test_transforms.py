@@ -8,18 +8,18 @@ import transformers
 from torch import nn
 
 import nc
-from nc.lowbit.collect import Collector
-from nc.lowbit.layers import layers_of
-from nc.lowbit.record import Sample, record
-from nc.lowbit.solvers import RTN, Needs
-from nc.lowbit.transforms import TRANSFORMS, Scope, Target, folding, sets
-from nc.lowbit.transforms.folding import NotEquivalentError, fold, rewrite
-from nc.lowbit.transforms.rotation import orthogonal
-from nc.lowbit.transforms.structure import Link, difference, find_links
-from nc.lowbit.transforms.wide import Float64, WideCopy
+from nc.algorithms.inputs.block_calls import Sample, record
+from nc.algorithms.inputs.collect import Collector
+from nc.algorithms.inputs.layers import layers_of
+from nc.algorithms.solvers import RTN, Needs
+from nc.algorithms.transforms import TRANSFORMS, Scope, Target, folding, sets
+from nc.algorithms.transforms.folding import NotEquivalentError, fold, rewrite
+from nc.algorithms.transforms.rotation import orthogonal
+from nc.algorithms.transforms.structure import Link, difference, find_links
+from nc.algorithms.transforms.wide import Float64, WideCopy
+from nc.formats.weight_format import WeightFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
-from nc.spec.weight_format import WeightFormat
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

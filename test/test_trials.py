@@ -10,10 +10,10 @@ from torch import nn
 
 from nc.backends import available_backends
 from nc.backends.native.plans import products
+from nc.kernels.onednn import trials
+from nc.kernels.onednn.api import Unimplemented
+from nc.kernels.onednn.descriptions import DST, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Eltwise, Geometry, Sum, channels_last_strides
 from nc.numerics.metrics import worst_sqnr_db
-from nc.onednn import trials
-from nc.onednn.api import Unimplemented
-from nc.onednn.descriptions import DST, SRC, WEIGHTS, ZERO_POINTS, Attributes, Desc, Eltwise, Geometry, Sum, channels_last_strides
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 CONVOLUTIONS = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}

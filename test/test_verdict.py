@@ -22,7 +22,7 @@ from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.profile import Step
 from nc.backends.profiling.verdict import OpCost, Verdict, fastest, judged, measure, operator_costs
 from nc.backends.reference import ReferenceBackend
-from nc.plan import Decision, Plan
+from nc.graph.plan import Decision, Plan
 from nc.planning.rules import spec_of
 
 native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")

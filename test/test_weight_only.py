@@ -29,10 +29,10 @@ from nc import (
     prepare,
     quantize,
 )
-from nc.lowbit.record import Sample, record
-from nc.lowbit.solvers import solve_best
-from nc.lowbit.solvers.base import Problem, needing_gradients
-from nc.lowbit.statistics import InputStatistics
+from nc.algorithms.inputs.block_calls import Sample, record
+from nc.algorithms.inputs.statistics import InputStatistics
+from nc.algorithms.solvers import solve_best
+from nc.algorithms.solvers.base import Problem, needing_gradients
 from nc.nn import QuantEmbedding, QuantLinear
 
 ENGINES = ["reference", *(name for name in ("native", "ipex") if not available_backends()[name])]

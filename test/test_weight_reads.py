@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nc
 from nc.capture.capture import capture
-from nc.shares import Part, shares_of
+from nc.graph.shares import Part, shares_of
 
 ROWS, STEPS = torch.randn(6, 32), torch.randn(6, 5, 32)
 

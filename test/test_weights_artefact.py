@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 import nc
-from nc.spec import WeightFormat
+from nc.formats import WeightFormat
 
 COUNT = int(os.environ.get("NC_MUTATIONS", "75"))
 FILES = ("model.json", "weights.safetensors")
@@ -315,7 +315,7 @@ def test_foreign_folders_are_not_replaced_and_artefacts_of_both_kinds_are(tmp_pa
     assert (foreign / "notes.txt").read_text() == "mine"
     x = torch.randn(2, 8)
     graph = nc.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), nc.DynamicQuantConfig(), example_inputs=x, backend="reference")
-    for model, loaded in ((graph, nc.quantized.QuantizedModel), (q, Net), (graph, nc.quantized.QuantizedModel)):
+    for model, loaded in ((graph, nc.api.quantized.QuantizedModel), (q, Net), (graph, nc.api.quantized.QuantizedModel)):
         nc.save(model, tmp_path / "a")
         assert isinstance(nc.load(tmp_path / "a", model=net(), backend="reference"), loaded)
 

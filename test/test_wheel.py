@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nc.c_code import build
+from nc.kernels.c_code import build
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"
 RUNNER = """
-from nc.c_code.build import load
-from nc.onednn.providers import provider
-from nc.onednn.runner import runner
+from nc.kernels.c_code.build import load
+from nc.kernels.onednn.providers import provider
+from nc.kernels.onednn.runner import runner
 import nc
 print(nc.__file__, load("runner")._name, runner(provider().maker.library)[0].name, sep="\\n")
 """
@@ -51,7 +51,7 @@ def compiled_in(path):
 def test_a_wheel_has_the_compiled_code_and_serves_every_python(wheel, tmp_path):
     path = wheel()
     assert re.search(r"-py3-none-(many)?linux_(\d+_\d+_)?x86_64\.whl$", path.name)
-    assert sorted(compiled_in(path)) == sorted(f"nc/c_code/{source.stem}.so" for source in Path(build.__file__).parent.glob("*.c"))
+    assert sorted(compiled_in(path)) == sorted(f"nc/kernels/c_code/{source.stem}.so" for source in Path(build.__file__).parent.glob("*.c"))
     zipfile.ZipFile(path).extractall(tmp_path / "site")
     variables = {"PYTHONPATH": str(tmp_path / "site"), "CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
@@ -67,7 +67,7 @@ def test_without_a_compiler_the_wheel_is_for_all_platforms(wheel):
     path = wheel(CC="/nonexistent")
     assert path.name.endswith("-py3-none-any.whl")
     assert not compiled_in(path)
-    assert {"nc/c_code/runner.c", "nc/c_code/openmp.h"} < set(zipfile.ZipFile(path).namelist())
+    assert {"nc/kernels/c_code/runner.c", "nc/kernels/c_code/openmp.h"} < set(zipfile.ZipFile(path).namelist())
 
 
 def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ from nc.algorithms.dead_channels import DeadChannels
 from nc.algorithms.equalization import Equalization
 from nc.algorithms.range_search import RangeSearch
 from nc.algorithms.smoothing import SmoothQuant
+from nc.graph.plan import Plan, Step
 from nc.observers.auto import AUTO
-from nc.plan import Plan, Step
 
 PRE: dict[str, type] = {cls.name: cls for cls in (Equalization, BiasAbsorption)}
 POST: dict[str, type] = {cls.name: cls for cls in (BiasCorrection,)}

@@ -17,15 +17,15 @@ from torch import fx
 
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
+from nc.formats import QParams, TensorSpec
 from nc.graph.catalogue import WEIGHTED, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import constant_of
 from nc.graph.placement import Edge
+from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import Finding
 from nc.graph.views import Dequantize, Weighted
 from nc.numerics.weights import pairs_fit
 from nc.ops import DEQUANTIZE
-from nc.plan import Applied, Plan
-from nc.spec import QParams, TensorSpec
 
 Batch = Sequence[torch.Tensor]
 State = dict[str, torch.Tensor]

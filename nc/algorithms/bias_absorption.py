@@ -14,11 +14,11 @@ from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
 from nc.algorithms.equalization import Pair, grouped, pairs
-from nc.checks import is_number, require
+from nc.formats.checks import is_number, require
 from nc.graph.catalogue import is_transposed, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, replace_constant
+from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
-from nc.plan import Applied, Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

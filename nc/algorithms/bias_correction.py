@@ -28,9 +28,9 @@ from nc.algorithms.replay import channel_axis
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import WEIGHTED, is_float_tensor, kind_of_node
 from nc.graph.fx_utils import add_constant, constant_of, replace_constant
+from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
 from nc.numerics.mean_error import mean_error, square_errors
-from nc.plan import Applied, Plan
 
 #: Multiply-adds of fp32 compute after which no further batch is taken: seconds on two cores, 140 MiniLM samples or 50 of ResNet-50.
 MAC_BUDGET = 2e11

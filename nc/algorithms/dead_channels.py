@@ -16,9 +16,9 @@ from nc.algorithms.base import Bound, Context, Needs, Stage, State, Tap, codes_o
 from nc.algorithms.bias_correction import MAC_BUDGET
 from nc.graph.catalogue import WEIGHTED, kind_of_node, op_name, schema_arguments, weight_axis
 from nc.graph.fx_utils import constant_of
+from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import Finding
 from nc.graph.views import Weighted
-from nc.plan import Applied, Plan
 
 #: Minimum positions before a channel that was never above 0 is reported.
 POSITIONS = 32

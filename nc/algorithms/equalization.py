@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from nc.algorithms.base import NOTHING, Context, Needs, Stage
-from nc.checks import is_number, require
+from nc.formats.checks import is_number, require
 from nc.graph.catalogue import POOLS, WEIGHTED, first_input, groups_of, input_node, is_transposed, kind_of_node, op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, replace_constant
+from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
-from nc.plan import Applied, Plan
 
 #: Elementwise operators with `f(s x) = s f(x)` for s > 0.
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "prelu", "clone", "contiguous"})

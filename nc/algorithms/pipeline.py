@@ -11,9 +11,9 @@ from torch import fx
 from nc.algorithms.base import Algorithm, Batch, Bound, Context, Needs, Stage
 from nc.algorithms.replay import collect
 from nc.calibration.statistics import Samples
+from nc.graph.plan import Applied, Plan
 from nc.numerics.metrics import worst_sqnr_db
-from nc.plan import Applied, Plan
-from nc.warn import warn
+from nc.process.warn import warn
 
 #: An algorithm in front of quantization that changes outputs by more than eight bits do needs a warning.
 LEAST_AGREEMENT_DB = 30.0

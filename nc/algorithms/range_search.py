@@ -18,12 +18,12 @@ from torch import fx
 from nc.algorithms.base import Batch, Bound, Context, Needs, Stage
 from nc.calibration.qparams import Key, qparams_of
 from nc.errors import StateError
+from nc.formats import QParams
 from nc.graph.fx_utils import run_with
 from nc.graph.placement import Edge, edge_key
+from nc.graph.plan import Applied, Plan
 from nc.numerics.affine import dequantize, quantize
 from nc.observers.auto import AUTO, CANDIDATES
-from nc.plan import Applied, Plan
-from nc.spec import QParams
 
 #: Samples after which no further batch is run: ranges are told apart by far fewer than they are found from.
 _ROWS = 32

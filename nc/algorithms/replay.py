@@ -12,8 +12,8 @@ from torch import fx
 from nc.algorithms.base import Batch, Bound, State, Tap
 from nc.graph.catalogue import WEIGHTED, input_node, kind_of_node
 from nc.graph.fx_utils import run_with
+from nc.graph.plan import Plan
 from nc.graph.views import Weighted
-from nc.plan import Plan
 
 Observed = dict[tuple[str, str], State]
 

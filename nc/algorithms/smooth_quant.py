@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas, worse_than_without
+from nc.formats import OpSpec
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_of, copy_module, replace_constant
 from nc.graph.placement import works_in_place
 from nc.graph.views import Weighted, set_argument
-from nc.spec import OpSpec
 
 #: Operators whose result scales with constants of theirs, per channel of the last dimension.
 _TAKERS = frozenset({"layer_norm", "rms_norm", "linear"})

@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from nc.algorithms.replay import inputs_of
+from nc.formats import PER_CHANNEL, OpSpec, SmoothSpec, TensorSpec
 from nc.graph.catalogue import input_node
 from nc.graph.views import Weighted
 from nc.numerics.affine import dequantize
 from nc.numerics.smoothing import COMBINE, fake_quantize, scales_for
 from nc.numerics.weights import quantize_weight
-from nc.spec import PER_CHANNEL, OpSpec, SmoothSpec, TensorSpec
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Batch = Sequence[torch.Tensor]

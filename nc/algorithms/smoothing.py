@@ -13,12 +13,12 @@ from nc.algorithms.base import Bound, Context, Needs, Stage
 from nc.algorithms.smooth_quant import Smoothed, smooth
 from nc.calibration.observe import Watch, observed_module
 from nc.errors import StateError
+from nc.formats import OpSpec
+from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
 from nc.observers import ALGORITHMS
 from nc.observers.channels import CHANNEL_EXTREMES
 from nc.observers.minmax import EXTREMES
-from nc.plan import Applied, Plan
-from nc.spec import OpSpec
 
 #: Samples after which no further batch is looked at, to see where smoothing harms.
 _ROWS = 32

@@ -16,9 +16,9 @@ from nc.backends.passes import Rewrite
 from nc.backends.profiling.profile import Profile, Step
 from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, NCError, UnsupportedError
+from nc.formats import Capabilities
 from nc.graph.qdq import QDQGraph
 from nc.nn import KernelChoice
-from nc.spec import Capabilities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

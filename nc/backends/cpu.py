@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nc.spec import Capabilities, DynamicCost, OpSupport
+from nc.formats import Capabilities, DynamicCost, OpSupport
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
 _FLAGS = {

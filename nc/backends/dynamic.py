@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from nc.global_lock import LOCK
 from nc.graph.catalogue import first_input, kind_of_node, op_name
 from nc.graph.fx_utils import constant_of, take_over
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
 from nc.numerics.recurrent import has_projections
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
+from nc.process.lock import LOCK
 
 #: Keeps a row of zeros from dividing by zero; its codes are those of 0 whatever the scale.
 _LEAST_SCALE = 2.0**-100

@@ -13,7 +13,7 @@ import torch
 from nc.backends.verify import CHANCE_DB, FLOOR_DB, required_db, shapes
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
-from nc.warn import warn
+from nc.process.warn import warn
 
 #: Sizes that are known at a time.
 _MOST_KEPT = 4096

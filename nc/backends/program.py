@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.error_texts import is_of_grouped_experts
 from nc.graph.fx_utils import add_constant, constant_value, copy_module
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import Leaf, at_least_two
+from nc.process.error_texts import is_of_grouped_experts
 
 
 def advice(error: Exception) -> str:

@@ -11,15 +11,15 @@ import torch
 from nc.backends import cpu
 from nc.backends.base import EngineModel, EngineReport, Exporter, OpRun, Option
 from nc.backends.profiling.nodes import profile_nodes
-from nc.config.rule_key import KIND_NAMES
+from nc.formats import DTYPES, Capabilities, OpSupport
+from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import RECURRENT, WEIGHTED
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.fx_utils import call_graph
+from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.nn import KernelChoice
 from nc.ops import CONVERTERS
-from nc.plan import Decision
-from nc.spec import DTYPES, Capabilities, OpSupport
 
 NAME = "reference"
 _DYNAMIC = ("per_token", "per_tensor")

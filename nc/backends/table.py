@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nc.backends.base import Backend
-from nc.config.rule_key import KIND_NAMES
+from nc.formats import Capabilities
+from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import PRODUCTS
-from nc.spec import Capabilities
 
 
 def support_table(backends: Sequence[Backend]) -> str:

@@ -15,8 +15,8 @@ from nc.graph.catalogue import ACTIVATIONS, MOVES, op_name
 from nc.graph.qdq import QDQGraph
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
+from nc.process.warn import warn
 from nc.proof.kernels import KernelCheck
-from nc.warn import warn
 
 #: Engine against reference on the example inputs. Healthy fusions of one block give 30 dB and more, the known faults less than 15. Deep
 #: models amplify every rounding: where quantization itself costs more than this, the engine's error is another one of the same size, and

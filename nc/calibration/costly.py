@@ -11,9 +11,9 @@ from torch import fx
 
 from nc.graph.fx_utils import Hook, run_with
 from nc.graph.placement import works_in_place
+from nc.graph.plan import Plan
 from nc.graph.qdq import Finding
 from nc.numerics.metrics import sqnr_db, worst_sqnr_db
-from nc.plan import Plan
 
 #: Below this SQNR of the quantized graph against fp32, in dB, a model is called hopeless: the error is a third of the signal.
 HOPELESS_DB = 10.0

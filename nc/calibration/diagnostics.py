@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from nc.calibration.costly import COSTLY
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
+from nc.formats import PER_TENSOR, OpSpec, QParams, TensorSpec
+from nc.formats.reasons import Cause
 from nc.graph.placement import Edge, edge_key
+from nc.graph.plan import Plan
 from nc.graph.qdq import Finding
 from nc.observers.base import Seen, State
 from nc.observers.histogram import HISTOGRAM, occupied
-from nc.plan import Plan
-from nc.spec import PER_TENSOR, OpSpec, QParams, TensorSpec
-from nc.spec.reasons import Cause
 
 #: Kinds of findings, in the order of the report: an earlier one can be the cause of a later one.
 KINDS = (COSTLY, "never_ran", "still_growing", "saturation", "dead_channels", "inaccurate", "shared_range")

@@ -9,12 +9,12 @@ import torch
 from nc.calibration.observe import Watch
 from nc.calibration.statistics import Collected
 from nc.errors import ConfigError
+from nc.formats import FakeTensorSpec, TensorSpec, per_group
 from nc.graph.fake_quant import Site
 from nc.numerics import affine, fake_quant
 from nc.observers import ALGORITHMS, Statistic
 from nc.observers.base import Key
 from nc.observers.channels import extremes_along
-from nc.spec import FakeTensorSpec, TensorSpec, per_group
 
 
 def statistic_for(spec: FakeTensorSpec) -> Statistic:

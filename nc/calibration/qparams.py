@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from nc.calibration.observe import observer_key
 from nc.calibration.statistics import Collected
+from nc.formats import QParams, TensorSpec
 from nc.graph.placement import Edge, edge_key
 from nc.numerics.affine import choose_qparams
 from nc.observers import ALGORITHMS
-from nc.spec import QParams, TensorSpec
 
 Key = tuple[str, TensorSpec]
 

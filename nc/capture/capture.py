@@ -30,15 +30,15 @@ from nc.capture.same_outputs import LostEffectError, OtherOutputError, picks_of
 from nc.capture.size_paths import Guards, Outcome, guards_of, those_that_matter
 from nc.capture.state import State, changed, changes_of, state_of
 from nc.capture.value_reads import UnfitReadError, check_reads, depends_on_values, keep_reads, reading, reads_of
-from nc.error_texts import is_of_unknown_output
 from nc.errors import CaptureError, InputError
-from nc.global_lock import LOCK
 from nc.graph import caches
 from nc.graph.effects import Effects, children
 from nc.graph.signature import Leaf, Signature, ValueRead, parameters_of
 from nc.graph.tensor_meta import dim_of
-from nc.settings import without_autocast
-from nc.warn import warn
+from nc.process.error_texts import is_of_unknown_output
+from nc.process.lock import LOCK
+from nc.process.torch_settings import without_autocast
+from nc.process.warn import warn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Process-wide settings for the export of a model. They are restored afterwards. Callers hold `nc.global_lock.LOCK`."""
+"""Process-wide settings for the export of a model. They are restored afterwards. Callers hold `nc.process.lock.LOCK`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from nc.capture.recurrent import AnyNumberOfSteps
 from nc.capture.state import put_back
-from nc.modes import PlainPath, evaluating
+from nc.process.modes import PlainPath, evaluating
 
 _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._export.non_strict_utils")
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
+from nc.formats.reasons import Cause, Reason
 from nc.graph import catalogue
 from nc.graph.recurrent import why_not_recurrent
 from nc.graph.views import Binary, Weighted
 from nc.graph.weight_reads import Weight, varying, weights_read, why_float
-from nc.spec.reasons import Cause, Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

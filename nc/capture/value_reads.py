@@ -22,10 +22,10 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from nc.capture.export_guards import other_forward
-from nc.error_texts import is_of_data_dependence
 from nc.graph.catalogue import is_float_tensor, op_name
 from nc.graph.signature import ValueRead
 from nc.graph.views import returned
+from nc.process.error_texts import is_of_data_dependence
 
 #: More values that can change are a loop over data, not a path.
 MOST_READS = 64

@@ -13,9 +13,9 @@ from nc.backends import available_backends, cpu, get_backend
 from nc.backends.reference import NAME as REFERENCE
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import saturating
-from nc.lowbit.artefact import FORMAT as LOW_BIT
 from nc.storage import folder as folders
 from nc.storage import store
+from nc.weights.files.artefact import FORMAT as LOW_BIT
 
 
 def of_artefact(folder: Path) -> dict[str, Any]:

@@ -19,12 +19,12 @@ import click
 import numpy as np
 import torch
 
+from nc.api.mixed import PreparedMixed
 from nc.config import AnyConfig, config_from
 from nc.errors import InputError, NCError
-from nc.lowbit.mixed import PreparedMixed
-from nc.lowbit.plan import WeightPlan
-from nc.lowbit.prepared import PreparedWeights
-from nc.prepared import PreparedModel
+from nc.observed.prepared import PreparedModel
+from nc.planning.layer_plan import WeightPlan
+from nc.weights.prepared import PreparedWeights
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -13,12 +13,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from nc.lowbit.artefact import FORMAT as LOW_BIT
-from nc.plan import Plan
-from nc.spec import WeightFormat
+from nc.formats import WeightFormat
+from nc.graph.plan import Plan
 from nc.storage import folder as folders
 from nc.storage import store
-from nc.table import folded, format_table
+from nc.text.table import folded, format_table
+from nc.weights.files.artefact import FORMAT as LOW_BIT
 
 _KINDS = {"example": "example inputs", "expected": "example outputs"}
 

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nc import installation
 from nc._version import __version__
 from nc.errors import NCError, NCWarning
-from nc.warn import warn
+from nc.process import installation
+from nc.process.warn import warn
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -165,7 +165,7 @@ def quantize(
     positional). The first axis is samples.
     """
     import nc
-    from nc.artefact import save
+    from nc.api.artefact import save
     from nc.backends import choose_backend
     from nc.cli import inputs
 
@@ -235,10 +235,10 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json:
     """
     import torch
 
-    from nc.artefact import load
+    from nc.api.artefact import load
+    from nc.api.quantized import QuantizedModel
     from nc.backends.profiling.latency import interleaved, median
     from nc.cli.inputs import RequestError
-    from nc.quantized import QuantizedModel
 
     if threads is not None:
         _warn_of_too_many(threads)
@@ -380,8 +380,8 @@ def _remark(backend: str) -> str:
 def _onednn() -> str:
     """Return what `native` calls, and who calls it; or why its plans can't be used."""
     from nc.errors import BackendUnavailableError
-    from nc.onednn.providers import provider
-    from nc.onednn.runner import runner
+    from nc.kernels.onednn.providers import provider
+    from nc.kernels.onednn.runner import runner
 
     try:
         found = provider()
@@ -394,8 +394,8 @@ def _onednn() -> str:
 
 def _c_code(name: str) -> str:
     """Which library of C code is taken, from where, and why not a better one; or why there is none."""
-    from nc.c_code import build
     from nc.errors import BackendUnavailableError
+    from nc.kernels.c_code import build
 
     try:
         return str(build.loaded(name))
@@ -407,7 +407,7 @@ def _machine() -> list[tuple[str, str]]:
     import torch
 
     from nc.backends import cpu
-    from nc.c_code import build
+    from nc.kernels.c_code import build
 
     rows = [
         ("CPU", cpu_model()),

@@ -9,9 +9,9 @@ from typing import Any
 import click
 import torch
 
+from nc.api.pretrained import quantize_folder
 from nc.cli import inputs
 from nc.config import WeightOnlyConfig, parts_of
-from nc.lowbit.pretrained import quantize_folder
 
 
 def quantize_pretrained(

@@ -12,12 +12,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nc.checks import require
 from nc.config.document import SCHEMA_VERSION, Document, as_list, check_is_dict, check_keys, check_schema, fields_of, key_from, keys_from
 from nc.config.fields import Field
-from nc.config.rule_key import Key, RuleKey, key_text, parse_keys
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
-from nc.spec import Mode
+from nc.formats import Mode
+from nc.formats.checks import require
+from nc.formats.rule_key import Key, RuleKey, key_text, parse_keys
 
 #: Dtypes that mean "not quantized".
 _FLOATS = frozenset({"fp32", "bf16"})

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nc.config.rule_key import Key, check_pattern
 from nc.errors import ArtefactMissingError, ConfigError
+from nc.formats.rule_key import Key, check_pattern
 from nc.storage.atomic import replaced
 
 SCHEMA_VERSION = 1

@@ -7,13 +7,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nc.checks import require
 from nc.config.base import QuantConfig
 from nc.config.fields import Field
 from nc.errors import ConfigError, UnknownFieldError
+from nc.formats import DTYPES, FakeTensorSpec
+from nc.formats.checks import require
+from nc.formats.fake_spec import ROLES
 from nc.observers import ALGORITHMS
-from nc.spec import DTYPES, FakeTensorSpec
-from nc.spec.fake_spec import ROLES
 
 #: The value of a role that stays fp32, whatever less specific rules say.
 OFF = "fp32"

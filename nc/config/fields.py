@@ -8,9 +8,9 @@ from typing import Any
 
 from nc.algorithms import is_algorithm
 from nc.algorithms.base import Algorithm, Stage
-from nc.checks import is_number, require
+from nc.formats import DoubleQuant
+from nc.formats.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
-from nc.spec import DoubleQuant
 
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "uint8")
 Check = Callable[[str, Any], Any]

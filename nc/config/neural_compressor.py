@@ -15,17 +15,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nc.checks import is_whole, require
+from nc.algorithms.solvers import GPTQ, HQQ, RTN, AutoRound
+from nc.algorithms.transforms import AWQ, TEQ
 from nc.config import base
 from nc.config.base import AnyConfig, QuantConfig
 from nc.config.document import check_keys, fields_of
 from nc.config.fake_quant import FakeQuantConfig
 from nc.config.strategies import WeightOnlyConfig
 from nc.errors import ConfigError, UnknownFieldError, UnsupportedError
-from nc.lowbit.solvers import GPTQ, HQQ, RTN, AutoRound
-from nc.lowbit.transforms import AWQ, TEQ
-from nc.spec import DoubleQuant, FakeTensorSpec
-from nc.warn import warn
+from nc.formats import DoubleQuant, FakeTensorSpec
+from nc.formats.checks import is_whole, require
+from nc.process.warn import warn
 
 #: Names of number formats; "int" and "int1" to "int8" are not in it.
 _FORMATS = {"nf4": "nf4", "fp4_e2m1": "fp4_e2m1", "fp8_e5m2": "fp8_e5m2", "fp8_e4m3fn": "fp8_e4m3"}

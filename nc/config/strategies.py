@@ -7,7 +7,8 @@ from typing import Any
 
 from nc.algorithms import POST, POST_STAGES, PRE, PRE_STAGES
 from nc.algorithms.bias_correction import BiasCorrection
-from nc.checks import require
+from nc.algorithms.solvers import RTN, SOLVERS, Solver
+from nc.algorithms.transforms import TRANSFORMS, Transform
 from nc.config.base import QuantConfig
 from nc.config.fields import (
     Field,
@@ -26,10 +27,9 @@ from nc.config.fields import (
     transforms,
 )
 from nc.errors import ConfigError
-from nc.lowbit.solvers import RTN, SOLVERS, Solver
-from nc.lowbit.transforms import TRANSFORMS, Transform
+from nc.formats import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
+from nc.formats.checks import require
 from nc.numerics.low_bit import ACT_DTYPES
-from nc.spec import DTYPES, SCALE_DTYPES, SCALE_MODES, WeightFormat, dtype
 
 _WEIGHTS = {
     "w_dtype": Field("int8", one_of("int8", "fp32", "bf16")),

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 
 from torch import fx
 
+from nc.formats.reasons import Cause, Reason
 from nc.graph.schemas import schema_of
 from nc.graph.tensor_meta import TENSORS
-from nc.spec.reasons import Cause, Reason
 
 #: Kinds with a constant weight. Each has the name of its operator.
 WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Set
 
 from torch import fx
 
+from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import ACTIVATIONS, JOINS, MOVES, POOLS, climb, first_input, kind_of_node, op_name, schema_arguments
 from nc.graph.views import Binary
-from nc.spec.reasons import Cause, Reason
 
 #: Moves that keep only part of their input: a part can have a much smaller range than the whole.
 _PARTS = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes", "unbind", "getitem", "unsafe_chunk", "index_select"})

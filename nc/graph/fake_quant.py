@@ -12,14 +12,14 @@ import torch
 from torch import fx
 
 from nc.errors import ConfigError
+from nc.formats import FakeTensorSpec
 from nc.graph.catalogue import is_float_tensor
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, drop_unused
 from nc.graph.placement import works_in_place
+from nc.graph.plan import Plan
 from nc.graph.views import Embedding, Weighted, set_argument
 from nc.numerics import affine, fake_quant, weight_mse
 from nc.ops import dequantize_float, dequantize_tensor, fake_quantize, fake_quantize_dynamic
-from nc.plan import Plan
-from nc.spec import FakeTensorSpec
 
 #: Kinds that can be simulated though no kernel computes them in integers.
 SIMULATED_ONLY = frozenset({"embedding"})

@@ -21,12 +21,12 @@ import dataclasses
 import torch
 from torch import fx
 
+from nc.formats import Capabilities, OpSpec, TensorSpec
+from nc.formats.reasons import Cause
 from nc.graph.catalogue import BINARY, MOVES, first_input, kind_of_node, op_name
 from nc.graph.dataflow import is_fused_side, origin
+from nc.graph.plan import INPUTS, Plan
 from nc.graph.views import Binary, Weighted
-from nc.plan import INPUTS, Plan
-from nc.spec import Capabilities, OpSpec, TensorSpec
-from nc.spec.reasons import Cause
 
 #: What engines leave out in front of codes whose range ends where these cut.
 _CLIPS = frozenset({"relu", "relu6", "hardtanh", "clamp"})

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nc.plan import Plan
-from nc.spec.reasons import Cause
+from nc.formats.reasons import Cause
+from nc.graph.plan import Plan
 
 _CAUSES = (Cause.NO_INTEGER_FORM, Cause.CUSTOM_OPERATOR, Cause.REWRITABLE)
 

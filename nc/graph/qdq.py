@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.formats import PER_TOKEN, OpSpec, QParams, TensorSpec
 from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module, drop_unused
 from nc.graph.placement import Edge, edge_key, works_in_place
+from nc.graph.plan import Applied, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
 from nc.graph.signature import Signature
 from nc.graph.views import Recurrent, RecurrentCell, Weighted, set_argument
@@ -28,8 +30,6 @@ from nc.ops import (
     quantize_per_tensor,
     to_bf16,
 )
-from nc.plan import Applied, Plan
-from nc.spec import PER_TOKEN, OpSpec, QParams, TensorSpec
 
 _aten = torch.ops.aten
 

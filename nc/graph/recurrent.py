@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import RECURRENT, kind_of_node, schema_arguments
 from nc.graph.views import RecurrentCell
 from nc.numerics.recurrent import has_projections
-from nc.spec.reasons import Cause, Reason
 
 #: Kinds of single steps.
 CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_cell"})

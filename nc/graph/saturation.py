@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.formats import Capabilities, TensorSpec
 from nc.graph.catalogue import BINARY, WEIGHTED, first_input, groups_of, kind_of_node, weight_axis
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, constant_value, copy_module, drop_unused, fqn_of
+from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
 from nc.numerics import affine
 from nc.numerics.metrics import worst_sqnr_db
 from nc.numerics.weights import pairs_fit, quantize_weight
 from nc.ops import DEQUANTIZE, QUANTIZE, dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
-from nc.plan import Plan
-from nc.spec import Capabilities, TensorSpec
 
 _LARGEST = 2**15 - 1
 #: Kernels take unsigned activations and signed second inputs; codes of the other kind are shifted by this.

@@ -16,10 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from nc.error_texts import is_of_index
 from nc.errors import BackendError, InputError, NCError, UnsupportedError
 from nc.graph.effects import Effects, children
 from nc.graph.size_conditions import NAME, SizeCondition
+from nc.process.error_texts import is_of_index
 
 Dim = int | str
 

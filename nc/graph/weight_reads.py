@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from nc.formats.reasons import Cause, Reason
 from nc.graph.catalogue import JOINS, LOW_BIT, MOVES, is_float_tensor, op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS
-from nc.spec.reasons import Cause, Reason
 
 #: Operators that pick rows or points of a table.
 LOOK_UPS = frozenset({"embedding", "embedding_bag", "index", "index_select", "gather", "take", "take_along_dim", "grid_sampler"})

@@ -24,10 +24,10 @@ import numpy.typing as npt
 import torch
 
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, ArtefactSchemaError, UnsupportedError
+from nc.formats import dtype
+from nc.formats.weight_format import WeightFormat
 from nc.numerics import bits
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec import dtype
-from nc.spec.weight_format import WeightFormat
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -30,7 +30,7 @@ from nc.interchange.layer import (
     taken,
     words,
 )
-from nc.warn import warn
+from nc.process.warn import warn
 
 NAME = "GPTQ"
 BITS = (2, 4, 8)

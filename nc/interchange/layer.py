@@ -9,11 +9,11 @@ from typing import NoReturn
 import torch
 
 from nc.errors import ArtefactCorruptError, UnsupportedError
+from nc.formats import dtype
+from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
 from nc.numerics import bits
 from nc.numerics.groups import GroupParams
 from nc.numerics.packed_weight import PackedWeight, pack
-from nc.spec import dtype
-from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 
 #: torch's dtypes of scales → their names.
 _SCALE_NAMES = {SCALE_DTYPES[name]: name for name in ("fp32", "fp16", "bf16")}

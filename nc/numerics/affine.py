@@ -91,7 +91,7 @@ def quantize(
         quant_min: lowest code.
         quant_max: highest code.
         dtype: of the codes.
-        block_size: size of a block in each dimension of `x`, which it divides; see `nc.spec.Granularity.block_size`. None: one block.
+        block_size: size of a block in each dimension of `x`, which it divides; see `nc.formats.Granularity.block_size`. None: one block.
 
     Returns:
         Codes of the shape of `x`.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats.weight_format import WeightFormat
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import decode, encode
-from nc.spec.weight_format import WeightFormat
 
 
 def search(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nc.formats.weight_format import WeightFormat
 from nc.numerics.groups import GroupParams, chunks, decode, encode
-from nc.spec.weight_format import WeightFormat
 
 #: A pivot below this share of the mean of the diagonal is rounding error.
 _LEAST_PIVOT = 1e-9

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from nc.formats import DType, granularity
+from nc.formats import dtype as named
 from nc.numerics import affine, formats, mx
 from nc.numerics.stored_scales import round_scale
-from nc.spec import DType, granularity
-from nc.spec import dtype as named
 
 _E4M3_LARGEST = 448.0
 
@@ -30,7 +30,7 @@ def choose(
         high: largest values, same shape.
         dtype: the format; floating-point formats are symmetric.
         symmetric: without a zero point, or with the code in the middle.
-        scale_type: one of `nc.spec.fake_spec.SCALE_TYPES`.
+        scale_type: one of `nc.formats.fake_spec.SCALE_TYPES`.
         tensor_scale: scales of type "e4m3" are relative to the largest of them, which is stored as 448 times an fp32 scale.
 
     Returns:
@@ -79,7 +79,7 @@ def codes_of(
         scale: one number per block, in the order of the blocks.
         zero_point: likewise; None: 0.
         dtype: the format.
-        round_method: one of `nc.spec.fake_spec.ROUND_METHODS`.
+        round_method: one of `nc.formats.fake_spec.ROUND_METHODS`.
         seed: of stochastic rounding.
         block_size: see `nc.numerics.affine.quantize`.
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from nc.formats import DType
 from nc.numerics import affine
-from nc.spec import DType
 
 
 def choose_scale(low: torch.Tensor, high: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -21,12 +21,12 @@ from dataclasses import replace
 import torch
 
 from nc.errors import ConfigError
+from nc.formats import DType, WeightFormat
+from nc.formats import dtype as named
 from nc.numerics import mx
 from nc.numerics.groups import GroupParams, Outer, chunks, decode, encode, join
 from nc.numerics.least_squares import fit
 from nc.numerics.stored_scales import LIMITS, outer_of, stored, stored_minimum, tensor_outer
-from nc.spec import DType, WeightFormat
-from nc.spec import dtype as named
 
 RULES = ("minmax", "mse", "wls")
 _SHRINK = tuple(1 - step / 100 for step in range(80))

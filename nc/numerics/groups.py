@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nc.formats.weight_format import WeightFormat
 from nc.numerics import formats
-from nc.spec.weight_format import WeightFormat
 
 #: Weights that are worked on at once: several passes over so many stay in the cache.
 CHUNK = 1 << 18

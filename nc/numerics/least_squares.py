@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 
+from nc.formats.weight_format import WeightFormat
 from nc.numerics import formats
 from nc.numerics.groups import GroupParams
 from nc.numerics.stored_scales import stored, stored_minimum
-from nc.spec.weight_format import WeightFormat
 
 #: Bits → the least and the largest inverse scale that is tried, as parts of that of min-max: the best ones of normal and of heavy-tailed
 #: groups are inside. Fewer bits clip more.

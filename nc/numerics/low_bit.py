@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from nc.errors import InputError
+from nc.formats import dtype as named
+from nc.formats.weight_format import WeightFormat
 from nc.numerics.dynamic import quantize_dequantize_dynamic
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec import dtype as named
-from nc.spec.weight_format import WeightFormat
 
 #: What activations are rounded to in front of a low-bit linear: nothing, bf16, or int8 with one symmetric scale per token, or for each
 #: `BLOCK` of its elements.

@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from nc.spec import SCALE_MODES, DType
+from nc.formats import SCALE_MODES, DType
 
 MODES = SCALE_MODES
 NAN_CODE = 255

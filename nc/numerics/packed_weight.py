@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 
 from nc.errors import ConfigError
+from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
 from nc.numerics import bits
 from nc.numerics.groups import GroupParams, Outer, decode, spread
-from nc.spec.weight_format import SCALE_DTYPES, WeightFormat
 
 #: Names of the stored tensors, in the order in which operators take them.
 PARTS = ("codes", "scale", "zero", "minimum", "outer_scale", "outer_minimum")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.numerics.affine import choose_qparams, dequantize, quantize
-from nc.spec import TensorSpec
 
 #: Below these, channels are as good as dead; the same floors as in the authors' code.
 _LEAST_WEIGHT = 1e-5

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats.weight_format import SCALE_DTYPES, DoubleQuant, WeightFormat
 from nc.numerics.groups import GroupParams, Outer, spread
-from nc.spec.weight_format import SCALE_DTYPES, DoubleQuant, WeightFormat
 
 #: The least and the largest scale of a format.
 LIMITS = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.numerics import affine, formats, int16_pairs, weight_mse
-from nc.spec import TensorSpec
 
 
 def quantize_weight(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

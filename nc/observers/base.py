@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nc.errors import CalibrationError
-from nc.spec import TensorSpec
+from nc.formats import TensorSpec
 
 State = dict[str, torch.Tensor]
 #: An observed tensor: name of its node and of the statistic that is collected.

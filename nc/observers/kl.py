@@ -12,10 +12,10 @@ import math
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.numerics.histogram import SIDE, edges
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM
-from nc.spec import TensorSpec
 
 _CANDIDATES = 256
 #: Mass given to levels that would make the divergence infinite (Migacz's smoothing).

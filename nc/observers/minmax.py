@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.observers.base import RangeAlgorithm, State, Statistic, merge_each
-from nc.spec import TensorSpec
 
 
 def update(state: State, x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> State:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.observers.base import RangeAlgorithm, State, Statistic
-from nc.spec import TensorSpec
 
 CONSTANT = 0.01
 

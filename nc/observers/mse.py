@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.numerics import formats
 from nc.numerics.affine import choose_qparams
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM, occupied
-from nc.spec import TensorSpec
 
 _SHRINK = 1.0 - torch.arange(80, dtype=torch.float64) / 100
 

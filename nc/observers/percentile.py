@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from nc.formats import TensorSpec
 from nc.numerics.histogram import SIDE, magnitudes, quantile
 from nc.observers.base import RangeAlgorithm, State
 from nc.observers.histogram import HISTOGRAM
-from nc.spec import TensorSpec
 
 
 def find_range(state: State, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,9 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nc.errors import InputError
+from nc.formats import dtype as named
+from nc.formats import per_channel, per_group
 from nc.numerics import affine, dynamic, fake_quant, formats, low_bit, recurrent
-from nc.spec import dtype as named
-from nc.spec import per_channel, per_group
 
 _LIBRARY = torch.library.Library("nc", "DEF")  # type: ignore[no-untyped-call] # torch annotates it in part only
 #: Operator → the function that computes it: for compilers, which look into functions but not into operators.
@@ -219,7 +219,7 @@ dequantize_per_group = _operator(
     _dequantize_per_group,
     _values,
 )
-#: Floating-point formats, by the name of their `nc.spec.DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
+#: Floating-point formats, by the name of their `nc.formats.DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
 #: are for every granularity.
 quantize_float = _operator(
     "quantize_float(Tensor x, Tensor scale, str dtype) -> Tensor",
@@ -232,7 +232,7 @@ quantize_dequantize_dynamic = _operator(
     _quantize_dequantize_dynamic,
     lambda x, *_: torch.empty_like(x),
 )
-#: fp32 values of the codes of any format, by the name of its `nc.spec.DType`: for scales as of `quantize_tensor`, or the ranges of `x`.
+#: fp32 values of the codes of any format, by the name of its `nc.formats.DType`: for scales as of `quantize_tensor`, or the ranges of `x`.
 fake_quantize = _operator(
     "fake_quantize(Tensor x, Tensor scale, Tensor? zero_point, str format, str round_method, int seed) -> Tensor",
     fake_quant.fake_quantize,

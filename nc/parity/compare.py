@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nc.api.quantized import QuantizedModel, ReferenceModule, checked
 from nc.backends import get_backend
 from nc.errors import ConfigError, InputError, StateError
 from nc.graph.qdq import QDQGraph
@@ -19,8 +20,7 @@ from nc.parity.engine_values import Run, read
 from nc.parity.graph_diff import difference
 from nc.proof.intermediates import Point, name_of, places_of, points_at
 from nc.proof.teacher_forcing import Local, recompute
-from nc.quantized import QuantizedModel, ReferenceModule, checked
-from nc.table import format_table
+from nc.text.table import format_table
 
 REFERENCE = "reference"
 #: From the best to the worst.

@@ -11,11 +11,11 @@ from torch import fx
 
 from nc.capture.capture import Graph
 from nc.capture.naming import Operator
+from nc.formats import DynamicCost
+from nc.formats.reasons import Cause, Reason
 from nc.graph.fx_utils import run_with
 from nc.graph.multiply_adds import multiply_adds
 from nc.graph.views import Weighted
-from nc.spec import DynamicCost
-from nc.spec.reasons import Cause, Reason
 
 
 class Sizes:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from nc.errors import ConfigError
+from nc.formats import FakeSpec, FakeTensorSpec
+from nc.formats.fake_spec import ROLES
 from nc.graph.fake_quant import roles_of
 from nc.graph.tensor_meta import dim_of
-from nc.spec import FakeSpec, FakeTensorSpec
-from nc.spec.fake_spec import ROLES
 
 
 def fake_spec(values: Mapping[str, Any], kind: str, node: fx.Node) -> FakeSpec:

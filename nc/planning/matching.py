@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from nc.capture.naming import Operator
 from nc.config import AnyConfig, QuantConfig, parts_of
-from nc.config.rule_key import KIND_NAMES, Key, fused_names, kind_of
 from nc.errors import UnmatchedRuleError, UnmatchedTypeWarning
-from nc.spec import OpSupport
-from nc.spec.reasons import Level, Rule
-from nc.warn import warn
+from nc.formats import OpSupport
+from nc.formats.reasons import Level, Rule
+from nc.formats.rule_key import KIND_NAMES, Key, fused_names, kind_of
+from nc.process.warn import warn
 
 #: The source of a field that no rule sets.
 DEFAULT = "default"

@@ -6,8 +6,8 @@ import dataclasses
 
 from nc.config import AnyConfig, parts_of
 from nc.errors import InputError, UnsupportedError
-from nc.plan import Decision, Plan
-from nc.spec.reasons import Cause
+from nc.formats.reasons import Cause
+from nc.graph.plan import Decision, Plan
 
 _OTHER_DTYPE = (Cause.NOT_FP32, Cause.WEIGHTS_NOT_FP32)
 #: Reasons that a configuration gives on purpose.

@@ -13,28 +13,17 @@ from nc.capture.capture import Graph
 from nc.capture.naming import Operator
 from nc.config import AnyConfig
 from nc.errors import ConfigError, NCError, UnsupportedError
+from nc.formats import BF16, FLOAT, Capabilities, FakeSpec, OpSpec, OpSupport, SmoothSpec, TensorSpec, dtype, granularity
+from nc.formats.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 from nc.graph.catalogue import PRODUCTS, WEIGHTED, kind_of_node, weight_axis
 from nc.graph.dataflow import behind_matmul, useless_adds
 from nc.graph.fake_quant import SIMULATED_ONLY
 from nc.graph.placement import works_in_place
+from nc.graph.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.graph.recurrent import is_projected
-from nc.plan import INPUTS, OUTPUTS, Decision, Plan
 from nc.planning.dynamic_cost import Sizes
 from nc.planning.fake_rules import fake_spec
 from nc.planning.matching import DEFAULT, Match, check_rules, has_kernel, matches_of, merged
-from nc.spec import (
-    BF16,
-    FLOAT,
-    Capabilities,
-    FakeSpec,
-    OpSpec,
-    OpSupport,
-    SmoothSpec,
-    TensorSpec,
-    dtype,
-    granularity,
-)
-from nc.spec.reasons import NO_RULE, WHITE_LIST, Cause, Level, Reason, Rule
 
 
 def resolve(config: AnyConfig, graph: Graph, capabilities: Capabilities, *, strict: bool = True) -> Plan:

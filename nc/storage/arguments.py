@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from nc.errors import ConfigError
+from nc.formats import DTYPES, dtype, granularity
+from nc.formats.fake_spec import ROUND_METHODS, SCALE_TYPES
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
 from nc.graph.schemas import returns_of, schema_of
@@ -27,8 +29,6 @@ from nc.ops import (
     quantize_float,
     to_bf16,
 )
-from nc.spec import DTYPES, dtype, granularity
-from nc.spec.fake_spec import ROUND_METHODS, SCALE_TYPES
 
 #: Types of a schema whose values JSON says by a tag.
 _TAGGED: dict[str, type] = {

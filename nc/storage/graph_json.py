@@ -22,12 +22,12 @@ from nc.errors import ArtefactError
 from nc.graph.catalogue import decide_kinds
 from nc.graph.effects import Effects, children
 from nc.graph.fx_utils import lazy_module
+from nc.graph.plan import Applied, Plan
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.signature import Leaf, Parameter, Signature, ValueRead, check_leaf
 from nc.graph.size_conditions import NAME, SizeCondition, parsed
 from nc.graph.tensor_meta import TENSORS, Size, Traced, hint_of
 from nc.graph.views import returned
-from nc.plan import Applied, Plan
 from nc.storage import allowlist, arguments, json_values, pytree_json
 from nc.storage.arguments import check_codes
 

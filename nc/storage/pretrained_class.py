@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nc.errors import ArtefactError
-from nc.global_lock import LOCK
+from nc.process.lock import LOCK
 
 _TABLES = "transformers.models.auto.modeling_auto"
 #: Files of transformers that define models. Classes of the auto tables are found by their names alone.

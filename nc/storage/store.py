@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
-from nc.plan import Plan
 from nc.storage import folder, graph_json
 from nc.storage.folder import MODEL, malformed
 

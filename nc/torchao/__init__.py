@@ -1,6 +1,6 @@
 """torchao's names over what `nc` has: `quantize_`, the affine primitives, and a weight as a tensor. docs/migration.md has a table."""
 
-from nc.lowbit.quantized_tensor import SAFE_GLOBALS, QuantizedTensor, flatten, unflatten
+from nc.nn.tensor import SAFE_GLOBALS, QuantizedTensor, flatten, unflatten
 from nc.torchao.primitives import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine
 from nc.torchao.quantize import quantize_
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nc.checks import is_whole
 from nc.errors import ConfigError
+from nc.formats.checks import is_whole
 from nc.numerics import affine
 
 

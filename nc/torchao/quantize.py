@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from nc.algorithms.inputs.layers import layers_of
+from nc.api.workflow import quantize
 from nc.config import WeightOnlyConfig
 from nc.errors import ConfigError
-from nc.lowbit.experts import separated
-from nc.lowbit.layers import layers_of
-from nc.workflow import quantize
+from nc.weights.experts import separated
 
 
 def quantize_(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nc.formats.weight_format import WeightFormat
 from nc.interchange import export_weights, gguf, gguf_writer, read_weights
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import pack
-from nc.spec.weight_format import WeightFormat
 
 N, K = 64, 128
 CASES = {

@@ -12,11 +12,11 @@ from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
+from nc.formats import PRESETS, SCALE_MODES
 from nc.numerics import bits, mx
 from nc.numerics.formats import values
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
-from nc.spec import PRESETS, SCALE_MODES
 
 ELEMENTS = {
     "mxfp8_e4m3": torch.float8_e4m3fn,

@@ -16,8 +16,8 @@ from nc.backends.base import EngineModel, Exporter, Option, check_available, wri
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
 from nc.backends.low_bit.aten import IPEX_WOQ
 from nc.backends.low_bit.kernel import LowBitKernel
+from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
-from nc.spec import Capabilities, OpSupport
 
 NAME = "ipex"
 _PACKAGE = "intel-extension-for-pytorch"

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
-from nc.global_lock import LOCK
+from nc.process.lock import LOCK
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ import math
 import torch
 
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.formats import dtype as named
+from nc.formats.weight_format import WeightFormat
 from nc.numerics import bits
 from nc.numerics.groups import about_middle
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec import dtype as named
-from nc.spec.weight_format import WeightFormat
 
 #: Rows above which dequantizing by blocks is faster.
 MAX_ROWS = 8

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
+from nc.formats.weight_format import WeightFormat
 from nc.nn import KernelChoice
 from nc.numerics.low_bit import round_activations
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec.weight_format import WeightFormat
 
 #: Dtypes of activations that kernels are for.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Kernels of our own in C (`nc/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
+"""Kernels of our own in C (`nc/kernels/c_code/low_bit.c`): a weight is read once per call and dequantized in registers.
 
 `C_FP32` and those for bf16 have exact products and sums in fp32. `C_INT8` and `C_INT8_BLOCK32` are for `act_dtype="int8"` and
 "int8_block32": they round activations as the reference does, and sum the products with codes in int32, exactly.
@@ -16,11 +16,11 @@ import torch
 from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
-from nc.c_code import isas, openmp
-from nc.c_code.build import load
-from nc.c_code.failures import words
-from nc.c_code.isas import ISAS, NUMBERS
 from nc.errors import BackendError, BackendUnavailableError
+from nc.kernels.c_code import isas, openmp
+from nc.kernels.c_code.build import load
+from nc.kernels.c_code.failures import words
+from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.numerics.groups import about_middle
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight

@@ -1,4 +1,4 @@
-"""Kernels of our own in C for every format and every group (`nc/c_code/low_bit_blocks.c`).
+"""Kernels of our own in C for every format and every group (`nc/kernels/c_code/low_bit_blocks.c`).
 
 Weights are decoded by blocks that stay in a cache; products and sums are those of fp32. `nc.backends.low_bit.compiled` has kernels for
 integers in groups of multiples of 32.
@@ -18,14 +18,14 @@ from nc.backends.low_bit import compiled
 from nc.backends.low_bit.compiled import BF16, PANEL
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
-from nc.c_code import isas, openmp
-from nc.c_code.build import load_on_threads
-from nc.c_code.failures import words
 from nc.errors import BackendError
+from nc.formats.dtypes import DType
+from nc.kernels.c_code import isas, openmp
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.failures import words
 from nc.numerics.groups import about_middle, chunks
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec.dtypes import DType
 
 #: What the inputs of a group are padded to.
 STEP = 8
@@ -86,7 +86,7 @@ def address() -> int:
 
 
 def isa() -> int:
-    """Return the best instruction set that the code has and may use here, a number of `nc.c_code.isas`; only where it is available."""
+    """Return the best instruction set that the code has and may use here, a number of `nc.kernels.c_code.isas`; only where it is available."""
     return isas.NUMBERS[usable()[0]]
 
 
@@ -138,7 +138,7 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
 
     Args:
         weight: of any format that has a `coding`.
-        best: the instruction set to compute with, a number of `nc.c_code.isas`; None: the best one. The layout is the same for all.
+        best: the instruction set to compute with, a number of `nc.kernels.c_code.isas`; None: the best one. The layout is the same for all.
     """
     form, (outputs, inputs) = weight.form, weight.shape
     code = coding(form.dtype)

@@ -9,8 +9,8 @@ import torch
 
 from nc.backends import cpu
 from nc.errors import ConfigError
+from nc.formats.weight_format import WeightFormat
 from nc.numerics.packed_weight import PackedWeight
-from nc.spec.weight_format import WeightFormat
 
 #: What a kernel makes of a weight for itself. It is never stored.
 PackedLayout = tuple[torch.Tensor | None, ...]

@@ -17,9 +17,9 @@ from nc.backends.low_bit.compiled import KERNELS as IN_C
 from nc.backends.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native import lower, package
-from nc.global_lock import LOCK
+from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
-from nc.spec import Capabilities, OpSupport
+from nc.process.lock import LOCK
 
 NAME = "native"
 _ACTIVATIONS = ("uint8", "int8")

@@ -13,10 +13,10 @@ from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.native.plans import functions
 from nc.backends.native.plans.model import SMALL_HANDLERS, SMALL_LATER, PlannedModel
 from nc.errors import BackendError, BackendUnavailableError
+from nc.kernels.onednn.providers import provider
+from nc.kernels.onednn.runner import runner
 from nc.nn import QuantLinear
 from nc.numerics.packed_weight import PackedWeight
-from nc.onednn.providers import provider
-from nc.onednn.runner import runner
 
 
 def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> PlannedModel:

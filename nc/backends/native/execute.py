@@ -23,10 +23,10 @@ from nc.backends.profiling.nodes import node_steps, profile_nodes
 from nc.backends.profiling.profile import Profile, Step
 from nc.backends.torchscript import script
 from nc.errors import BackendError
-from nc.global_lock import LOCK
 from nc.graph.fx_utils import GIVES, run_with
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import from_bf16, to_bf16
+from nc.process.lock import LOCK
 from nc.proof.kernels import KernelCheck
 
 _SPELLING: dict[Callable[..., object], str] = {

@@ -15,10 +15,10 @@ from nc.errors import BackendUnavailableError
 from nc.graph.fx_utils import constant_of
 from nc.graph.tensor_meta import hint_of
 from nc.graph.views import Conv, Dequantize
+from nc.kernels.onednn.api import Unimplemented
+from nc.kernels.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, channels_last_strides
+from nc.kernels.onednn.providers import provider
 from nc.numerics.int16_pairs import PAIR_LIMIT, fit
-from nc.onednn.api import Unimplemented
-from nc.onednn.descriptions import DST, SRC, WEIGHTS, Attributes, Desc, Geometry, channels_last_strides
-from nc.onednn.providers import provider
 
 #: How names of oneDNN's kernels in plain C++ begin.
 _PLAIN = "ref"

@@ -23,12 +23,12 @@ from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.passes import Outcome, run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.backends.verify import verify_kernels as judge_kernels
+from nc.formats.reasons import Cause
 from nc.graph.fx_utils import copy_module, note_values
+from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import are_fake
 from nc.ops import quantize_per_tensor
-from nc.plan import Decision
-from nc.spec.reasons import Cause
 
 #: When the kernels for the example are compared.
 ALWAYS, IN_DOUBT = "always", "in doubt"

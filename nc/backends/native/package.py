@@ -20,11 +20,11 @@ from nc.backends.passes import run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.errors import BackendError, UnsupportedError
 from nc.graph.fx_utils import copy_module
+from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.graph.signature import at_least_two
 from nc.ops import quant_linear
-from nc.plan import Decision
-from nc.warn import warn
+from nc.process.warn import warn
 
 #: Constants stay constants, so that weights are packed at compile time.
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}

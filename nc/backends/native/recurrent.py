@@ -1,4 +1,4 @@
-"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C (`nc/c_code/recurrent.c`).
+"""Recurrent layers with a range for each row of each step → calls of an operator that computes them in C (`nc/kernels/c_code/recurrent.c`).
 
 What the operator reads is packed when the graph is lowered. That graph is never stored: artefacts are made of the graph in front of it.
 """
@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 
 from nc.backends import cpu
 from nc.backends.native.fuse import weight_of
-from nc.c_code import failures, openmp
-from nc.c_code.build import load_on_threads
-from nc.c_code.isas import ISAS, NUMBERS, compiled
 from nc.errors import BackendError
 from nc.graph.fx_utils import free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
+from nc.kernels.c_code import failures, openmp
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.isas import ISAS, NUMBERS, compiled
 from nc.numerics.recurrent import weights_of_layers
 from nc.ops import RECURRENT
 

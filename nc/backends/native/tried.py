@@ -1,6 +1,6 @@
 """torch's int8 convolutions, tried on noise before they are used: where their sums are wrong, they are computed in fp32.
 
-torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `nc.onednn.trials`). A plan takes another kernel
+torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `nc.kernels.onednn.trials`). A plan takes another kernel
 instead; without one there is no choice, so the operators below ask once for each set of sizes, also for those that come later.
 """
 
@@ -21,9 +21,8 @@ from nc.backends.native.operators import ACCUMULATOR, ACTIVATIONS, SUM, stored
 from nc.backends.native.plans.products import output_sizes, post_ops_of
 from nc.graph.catalogue import first_input, input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
-from nc.numerics import affine
-from nc.onednn import trials
-from nc.onednn.descriptions import (
+from nc.kernels.onednn import trials
+from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
     SCALES,
@@ -36,6 +35,7 @@ from nc.onednn.descriptions import (
     Sum,
     channels_last_strides,
 )
+from nc.numerics import affine
 
 _onednn = torch.ops.onednn
 #: By the dimensions of a weight.

@@ -9,8 +9,8 @@ from typing import Any
 from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, check_available
 from nc.backends.openvino import lower, write
+from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
-from nc.spec import Capabilities, OpSupport
 
 NAME = "openvino"
 _INSTALL = "pip install 'nc-quant[openvino]'"

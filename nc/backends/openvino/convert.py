@@ -13,8 +13,8 @@ from nc.backends.openvino.extremes import keep_unfused
 from nc.backends.openvino.program import program
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
-from nc.global_lock import LOCK
 from nc.graph.qdq import QDQGraph
+from nc.process.lock import LOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nc.backends.base import OpRun
+from nc.formats.reasons import Cause
+from nc.graph.plan import Decision
 from nc.nn import KernelChoice
-from nc.plan import Decision
-from nc.spec.reasons import Cause
 
 #: How the runtime model calls precisions → what a report says.
 _PRECISIONS = {"u8": "int8", "i8": "int8", "bf16": "bf16", "f32": "fp32"}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nc.capture.export_guards import eval_mode
-from nc.global_lock import LOCK
-from nc.settings import without_autocast
+from nc.process.lock import LOCK
+from nc.process.torch_settings import without_autocast
 
 #: What a call can hold that calls do not change.
 _VALUES = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

@@ -22,10 +22,10 @@ from nc.backends.profiling.load import Watch
 from nc.backends.profiling.nodes import node_steps
 from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.profile import Step
-from nc.config.rule_key import KIND_NAMES
+from nc.formats.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
+from nc.graph.plan import Plan
 from nc.graph.qdq import QDQGraph
-from nc.plan import Plan
 
 #: What `measure` may take. Half of it is for whole calls, the rest for calls that are taken apart.
 SECONDS = 1.0

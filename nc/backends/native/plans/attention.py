@@ -26,8 +26,8 @@ from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.tensor_meta import TENSORS, same_shape
-from nc.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
-from nc.onednn.primitives import Primitive
+from nc.kernels.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
+from nc.kernels.onednn.primitives import Primitive
 
 _aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Linears, 1 x 1 and depthwise convolutions as functions in C (`nc/c_code/products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
+"""Linears, 1 x 1 and depthwise convolutions as functions in C (`nc/kernels/c_code/products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
 
 There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum (docs/benchmarks.md). What the
 functions can't do is left to oneDNN, whose convolutions with larger windows are as fast.
@@ -20,11 +20,11 @@ from nc.backends import cpu
 from nc.backends.native.plans import functions
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, Traced
-from nc.c_code import openmp
-from nc.c_code.build import load_on_threads
-from nc.c_code.isas import ISAS, compiled
-from nc.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
-from nc.onednn.runner import Function, call_once
+from nc.kernels.c_code import openmp
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.isas import ISAS, compiled
+from nc.kernels.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
+from nc.kernels.onednn.runner import Function, call_once
 
 #: CPUs with one of these have other kernels in oneDNN.
 _OTHERS = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")

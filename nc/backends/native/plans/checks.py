@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from nc.errors import ArtefactCorruptError, VerificationError
+from nc.process.warn import warn
 from nc.proof.kernels import Fault, KernelCheck
-from nc.warn import warn
 
 #: Sizes of which it is remembered that they were compared: plans that were given up are made again without.
 _MOST_SIZES = 4096

@@ -24,10 +24,10 @@ from nc.backends.native.plans.entries import (
     references,
 )
 from nc.errors import BackendError
-from nc.onednn.api import Handle
-from nc.onednn.descriptions import SCRATCHPAD, Desc
-from nc.onednn.primitives import Maker
-from nc.onednn.runner import CallList, Runner, failed_call, function_error
+from nc.kernels.onednn.api import Handle
+from nc.kernels.onednn.descriptions import SCRATCHPAD, Desc
+from nc.kernels.onednn.primitives import Maker
+from nc.kernels.onednn.runner import CallList, Runner, failed_call, function_error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import fx
 
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced
-from nc.onednn.descriptions import DST, SRC, SRC_1, Attributes, Desc, Eltwise
+from nc.kernels.onednn.descriptions import DST, SRC, SRC_1, Attributes, Desc, Eltwise
 
 _aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nc.backends.profiling.profile import Step
-from nc.onednn.descriptions import Desc
-from nc.onednn.primitives import Layout, Primitive
-from nc.onednn.runner import Function
+from nc.kernels.onednn.descriptions import Desc
+from nc.kernels.onednn.primitives import Layout, Primitive
+from nc.kernels.onednn.runner import Function
 
 
 @dataclasses.dataclass(slots=True, eq=False)

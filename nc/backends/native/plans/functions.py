@@ -1,4 +1,4 @@
-"""Functions in C (`nc/c_code/steps.c`) that plans call between products, and the call of those that treat each element."""
+"""Functions in C (`nc/kernels/c_code/steps.c`) that plans call between products, and the call of those that treat each element."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import fx
 
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Traced
-from nc.c_code.build import load_on_threads, loaded
-from nc.onednn.descriptions import contiguous_strides
-from nc.onednn.runner import Function
+from nc.kernels.c_code.build import load_on_threads, loaded
+from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.kernels.onednn.runner import Function
 
 #: Numbers of the dtypes in the C code: those it computes with, all that it reads, and all that there are.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}

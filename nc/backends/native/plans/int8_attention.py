@@ -1,4 +1,4 @@
-"""Attention of int8 codes as one function in C (`nc/c_code/attention.c`), on CPUs with AVX512-VNNI.
+"""Attention of int8 codes as one function in C (`nc/kernels/c_code/attention.c`), on CPUs with AVX512-VNNI.
 
 Its two products and the softmax between them have kernels of oneDNN too, which write all scores to memory in fp32 and read them again.
 They do what the function can't.
@@ -24,12 +24,12 @@ from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
-from nc.c_code import openmp
-from nc.c_code.build import load_on_threads
-from nc.c_code.isas import ISAS, compiled
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.onednn.descriptions import contiguous_strides
-from nc.onednn.runner import Function
+from nc.kernels.c_code import openmp
+from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.isas import ISAS, compiled
+from nc.kernels.onednn.descriptions import contiguous_strides
+from nc.kernels.onednn.runner import Function
 
 #: In profiles.
 NAME = "int8_attention"

@@ -16,8 +16,8 @@ from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native.plans import functions
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Traced, check_sizes
-from nc.c_code import openmp
-from nc.onednn.descriptions import contiguous_strides
+from nc.kernels.c_code import openmp
+from nc.kernels.onednn.descriptions import contiguous_strides
 
 _NOTHING = torch.empty(0, dtype=torch.float32)
 

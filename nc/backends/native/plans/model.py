@@ -22,11 +22,11 @@ from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Weights
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
-from nc.c_code import openmp
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import schema_arguments
-from nc.onednn.providers import Provider, provider
-from nc.onednn.runner import Runner, runner
+from nc.kernels.c_code import openmp
+from nc.kernels.onednn.providers import Provider, provider
+from nc.kernels.onednn.runner import Runner, runner
 
 
 class Otherwise(Protocol):

@@ -15,7 +15,7 @@ from nc.backends.native.plans.products import PADS, channels_last, with_qparams
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
 from nc.backends.native.qdq_rewrites import dequantize, quantize
-from nc.onednn.descriptions import (
+from nc.kernels.onednn.descriptions import (
     DST,
     DTYPES,
     MULTIPLE_SRC,

@@ -17,7 +17,7 @@ from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Codes, Later, Traced, check_sizes
 from nc.errors import BackendError
 from nc.graph.catalogue import schema_arguments
-from nc.onednn.descriptions import (
+from nc.kernels.onednn.descriptions import (
     BIAS,
     DST,
     POST_OP,
@@ -36,8 +36,8 @@ from nc.onednn.descriptions import (
     channels_last_strides,
     contiguous_strides,
 )
-from nc.onednn.primitives import Layout, Primitive
-from nc.onednn.trials import Convolution
+from nc.kernels.onednn.primitives import Layout, Primitive
+from nc.kernels.onednn.trials import Convolution
 
 _onednn, _aten = torch.ops.onednn, torch.ops.aten
 #: Activations behind a product that need no numbers of the model's.

@@ -54,12 +54,12 @@ from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
 from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
-from nc.onednn import trials
-from nc.onednn.api import Unimplemented
-from nc.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
-from nc.onednn.execute import Scratch, packed, run_once
-from nc.onednn.primitives import Layout, Maker, Primitive
-from nc.onednn.runner import Function, call_once
+from nc.kernels.onednn import trials
+from nc.kernels.onednn.api import Unimplemented
+from nc.kernels.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
+from nc.kernels.onednn.execute import Scratch, packed, run_once
+from nc.kernels.onednn.primitives import Layout, Maker, Primitive
+from nc.kernels.onednn.runner import Function, call_once
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

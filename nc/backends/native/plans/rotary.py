@@ -12,7 +12,7 @@ from nc.backends.native.plans.elementwise import dense_strides
 from nc.backends.native.plans.functions import NUMBERS, bits, function, why_unavailable
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Later, Traced
-from nc.c_code import openmp
+from nc.kernels.c_code import openmp
 
 #: As in the C code: the longest row.
 _ROW = 512

@@ -27,8 +27,8 @@ from nc.backends.native.plans.functions import (
 )
 from nc.backends.native.plans.recorder import Handler, Recorder
 from nc.backends.native.plans.values import Later, Traced, check_sizes
-from nc.c_code import openmp
 from nc.graph.catalogue import first_input, op_name
+from nc.kernels.c_code import openmp
 
 _aten = torch.ops.aten
 #: The widest head of an attention.

@@ -11,8 +11,8 @@ from torch import fx
 
 from nc.backends.native.plans.entries import Block, Slot
 from nc.graph.schemas import schema_of
-from nc.onednn.descriptions import Desc
-from nc.onednn.primitives import Layout
+from nc.kernels.onednn.descriptions import Desc
+from nc.kernels.onednn.primitives import Layout
 
 _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "numel"})
 

@@ -1,0 +1,1 @@
+"""What solvers and transforms are given: layers, the inputs of blocks, their statistics."""

@@ -1,0 +1,318 @@
+"""Rotation of the residual stream (R1) and of the values of each head (R2), folded into weights.
+
+Sources: QuaRot (arXiv 2404.00456), SpinQuant (arXiv 2405.16406).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from nc.algorithms.inputs.block_calls import Call, Sample, block_lists, filled, record, run
+from nc.algorithms.inputs.layers import Layer, layers_of
+from nc.algorithms.solvers.base import Needs
+from nc.algorithms.transforms.base import Scope
+from nc.algorithms.transforms.folding import NotEquivalentError, fold, gain_offset, rewrite, smallest
+from nc.algorithms.transforms.structure import Link, find_links, is_norm_like
+from nc.errors import UnsupportedError
+from nc.graph.plan import Applied
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Weights are multiplied by orthogonal matrices that cancel out, so that outliers spread over all channels.
+
+    It costs nothing at run time. It is for decoders whose norms stand in front of attention and feed-forward part. The gains of these norms
+    are first folded into the linears behind them. What reads the residual stream is multiplied by R1, what writes to it (embeddings too) by
+    its transpose. For a model with LayerNorm, R1 keeps the mean of the channels.
+
+    Attributes:
+        heads: also rotate values per head (R2).
+        seed: of the random parts.
+    """
+
+    heads: bool = True
+    seed: int = 0
+
+    name: ClassVar[str] = "rotation"
+    level: ClassVar[Literal["model"]] = "model"
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
+    def apply(self, scope: Scope) -> Applied:
+        """See `Transform.apply`.
+
+        Raises:
+            UnsupportedError: some weights are not in memory.
+        """
+        model = scope.model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            msg = "Rotation needs all weights in memory, because it changes them together. Load the model first, or leave Rotation() out."
+            raise UnsupportedError(msg)
+        try:
+            stream = _stream(model, smallest(scope.samples) if scope.samples else _some_tokens(model))
+        except NotEquivalentError as error:
+            return Applied(self.name, (), f"nothing: {error}")
+        generator = torch.Generator().manual_seed(self.seed)
+        r1 = orthogonal(stream.size, generator, keep_mean=stream.keep_mean)
+        try:
+            checked = rewrite(model, stream.call, lambda wide: _rotate_stream(wide, stream, r1))
+        except NotEquivalentError as error:
+            return Applied(self.name, (), f"nothing: {error}; it is for decoders whose norms stand in front of attention and feed-forward")
+        if stream.tied:
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        parts = [f"residual stream of {stream.size} channels, {checked}"]
+        changed = [*stream.embeddings, *stream.readers, *stream.writers]
+        if self.heads:
+            rotated = [link for prefix, link in stream.values if self._rotate_heads(scope, stream, prefix, link, generator)]
+            parts.append(f"values of {len(rotated)} of {len(stream.blocks)} blocks per head of {stream.head}")
+        if stream.tied:
+            parts.append("the output head has a weight of its own now, apart from the embedding's")
+        return Applied(self.name, tuple(dict.fromkeys(changed)), "; ".join(parts))
+
+    def _rotate_heads(self, scope: Scope, stream: _Stream, prefix: str, link: Link, generator: torch.Generator) -> bool:
+        """R2 of one block, if the block then computes the same; a down projection behind an up projection, for one, cannot be rotated."""
+        heads = stream.head and _whole_heads(link, stream.head)
+        if not heads:
+            return False
+        r2 = orthogonal(stream.head, generator)
+        try:
+            rewrite(scope.model.get_submodule(prefix), stream.calls[prefix], lambda wide: _rotate_values(wide, link, r2))
+        except NotEquivalentError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stream:
+    """The residual stream of a model.
+
+    Attributes:
+        size: channels.
+        call: a sample of the model.
+        blocks: names of the blocks.
+        calls: a sample of each block.
+        norms: (prefix of a block, link from a norm to its readers); "" for the norm behind the blocks.
+        values: (prefix, link from values to an output projection, perhaps also others from a linear to one).
+        embeddings: names of what starts the stream.
+        readers: names of linears that read it.
+        writers: names of linears that add to it.
+        keep_mean: its norms subtract the mean.
+        head: channels of an attention head; 0 if that is not known.
+        tied: the output head shares its weight with an embedding.
+    """
+
+    size: int
+    call: Call
+    blocks: tuple[str, ...]
+    calls: dict[str, Call]
+    norms: tuple[tuple[str, Link], ...]
+    values: tuple[tuple[str, Link], ...]
+    embeddings: tuple[str, ...]
+    readers: tuple[str, ...]
+    writers: tuple[str, ...]
+    keep_mean: bool
+    head: int
+    tied: bool
+
+
+def orthogonal(size: int, generator: torch.Generator, keep_mean: bool = False) -> torch.Tensor:
+    """Return a random orthogonal matrix, float64, shape [size, size].
+
+    A Hadamard matrix of the largest power of two 2^k that divides the size, its Kronecker product with a random orthogonal matrix of the
+    rest, times random signs. 576 = 2^6 * 9: there is no Hadamard matrix of order 9.
+
+    Args:
+        size: n.
+        generator: of the random parts.
+        keep_mean: the vector of ones stays as it is (a plain random matrix on the space orthogonal to it).
+    """
+    if keep_mean:
+        basis = torch.eye(size, dtype=torch.float64)
+        basis[:, 0] = 1
+        basis = torch.linalg.qr(basis).Q
+        inner = torch.eye(size, dtype=torch.float64)
+        inner[1:, 1:] = _random(size - 1, generator)
+        kept: torch.Tensor = torch.linalg.multi_dot([basis, inner, basis.T])
+        return kept
+    power = size & -size
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while hadamard.shape[0] < power:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)]) / 2**0.5
+    signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+    return torch.kron(hadamard, _random(size // power, generator)) * signs.unsqueeze(1)
+
+
+def _random(size: int, generator: torch.Generator) -> torch.Tensor:
+    q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
+    result: torch.Tensor = (q * r.diagonal().sign()).contiguous()
+    return result
+
+
+def _some_tokens(model: torch.nn.Module) -> Call:
+    """16 random token ids, for a model that was given no samples."""
+    get = getattr(model, "get_input_embeddings", None)
+    table = get() if callable(get) else None
+    if not isinstance(table, torch.nn.Embedding):
+        msg = "there are no samples to check it with, and the model has no get_input_embeddings()"
+        raise NotEquivalentError(msg)
+    return (torch.randint(0, table.num_embeddings, (1, 16), generator=torch.Generator().manual_seed(0)),), {}
+
+
+def _stream(model: torch.nn.Module, call: Call) -> _Stream:
+    layers = {layer.name: layer for layer in layers_of(model)}
+    linears = {name: layer for name, layer in layers.items() if layer.kind == "linear"}
+    lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
+    if len(lists) != 1:
+        msg = f"the model has {len(lists)} stacks of blocks, not one"
+        raise NotEquivalentError(msg)
+    blocks = tuple(lists[0])
+    calls = _block_calls(model, blocks, call)
+    found = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
+    found += [("", link) for link in find_links(model, call, norms_only=True, outside=blocks)]
+    norms = [(prefix, link) for prefix, link in found if link.norm]
+    if not norms:
+        msg = "no norm feeds linears only"
+        raise NotEquivalentError(msg)
+    size = norms[0][1].size
+    norms = [(prefix, link) for prefix, link in norms if link.size == size]
+    readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
+    linked = {_name(prefix, link.producer) for prefix, link in norms}
+    for name, part in model.named_modules():
+        if is_norm_like(part) and part.weight.numel() == size and name not in linked:
+            msg = f"the output of {name!r} goes elsewhere than to linears only"
+            raise NotEquivalentError(msg)
+    tables = {id(layer.module.weight): name for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
+    heads = [name for name in readers if linears[name].head]
+    return _Stream(
+        size=size,
+        call=call,
+        blocks=blocks,
+        calls=calls,
+        norms=tuple(norms),
+        values=tuple((prefix, link) for prefix, link in found if not link.norm),
+        embeddings=tuple(tables.values()),
+        readers=readers,
+        writers=tuple(name for name, layer in linears.items() if layer.shape[0] == size and name not in readers),
+        keep_mean=any(_subtracts_mean(model.get_submodule(_name(prefix, link.producer))) for prefix, link in norms),
+        head=_head_size(model),
+        tied=any(id(linears[name].module.weight) in tables for name in heads),
+    )
+
+
+def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: Call) -> dict[str, Call]:
+    modules = [model.get_submodule(name) for name in blocks]
+    recorded = record(model, modules, [Sample(call)])
+    if recorded is None:
+        msg = "the blocks are not called once each, in order"
+        raise NotEquivalentError(msg)
+    calls: dict[str, Call] = {}
+    hidden = None
+    for name, module, one in zip(blocks, modules, recorded[0], strict=True):
+        calls[name] = filled(one, hidden)
+        hidden = run(module, calls[name])
+    return calls
+
+
+def _subtracts_mean(norm: torch.nn.Module) -> bool:
+    """Whether a norm's output does not depend on the mean of the channels."""
+    weight: torch.Tensor = norm.weight  # type: ignore[assignment]
+    x = torch.linspace(-1, 1, weight.numel(), dtype=torch.float32).sin().to(weight.dtype).unsqueeze(0)
+    with torch.no_grad():
+        return bool(torch.allclose(norm(x), norm(x + 1), rtol=1e-2, atol=1e-3))
+
+
+def _head_size(model: torch.nn.Module) -> int:
+    config = getattr(model, "config", None)
+    size = getattr(config, "head_dim", None)
+    if size is None:
+        hidden, count = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+        size = hidden // count if hidden and count else 0
+    return int(size)
+
+
+def _rotate_stream(model: torch.nn.Module, stream: _Stream, r1: torch.Tensor) -> None:
+    """Fold gains and R1 into a `WideCopy` of the model."""
+    if stream.tied:
+        _untie(model)
+    with torch.no_grad():
+        for prefix, link in stream.norms:
+            block = model.get_submodule(prefix)
+            _fold_bias(block, link)
+            norm = block.get_submodule(link.producer)
+            gain = norm.weight.detach() + gain_offset(norm)  # type: ignore[operator]
+            if bool((gain == 0).any()):
+                msg = f"a gain of {link.producer!r} is 0"
+                raise NotEquivalentError(msg)
+            fold(block, link, gain)
+        layers = {layer.name: layer for layer in layers_of(model)}
+        rotation = r1.to(next(iter(layers.values())).weight.dtype)
+        for name in (*stream.embeddings, *stream.readers):
+            weight = layers[name].weight
+            weight.copy_(weight @ rotation)
+        for name in stream.writers:
+            _rotate_rows(layers[name], rotation)
+
+
+def _rotate_rows(layer: Layer, rotation: torch.Tensor) -> None:
+    weight, bias = layer.weight, layer.module.bias
+    weight.copy_(rotation.T @ weight)
+    if isinstance(bias, torch.Tensor):
+        bias.copy_(bias @ rotation)
+
+
+def _fold_bias(block: torch.nn.Module, link: Link) -> None:
+    """Move the bias of a norm into the biases of its readers."""
+    bias = block.get_submodule(link.producer)._parameters.get("bias")  # noqa: SLF001
+    if bias is None:
+        return
+    for layer in layers_of(block):
+        if layer.name in link.consumers:
+            added = layer.weight @ bias
+            own = layer.module._parameters.get("bias")  # noqa: SLF001
+            layer.module._parameters["bias"] = torch.nn.Parameter(added if own is None else own + added)  # noqa: SLF001
+    bias.zero_()
+
+
+def _untie(model: torch.nn.Module) -> None:
+    """Give the output head a weight of its own."""
+    for layer in layers_of(model):
+        if layer.head and layer.kind == "linear":
+            weight = layer.module._parameters["weight"]  # noqa: SLF001
+            assert weight is not None
+            layer.module._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)  # noqa: SLF001
+
+
+def _whole_heads(link: Link, head: int) -> bool:
+    """Whether a reader's input channels are whole heads of the producer's output channels."""
+    if len(link.consumers) != 1 or link.channels[0].numel() % head:
+        return False
+    groups = link.channels[0].reshape(-1, head)
+    first = groups[:, :1]
+    return bool((first >= 0).all()) and torch.equal(groups, first + torch.arange(head))
+
+
+def _rotate_values(block: torch.nn.Module, link: Link, r2: torch.Tensor) -> None:
+    """Fold R2 into a `WideCopy` of a block."""
+    layers = {layer.name: layer for layer in layers_of(block)}
+    values, reader = layers[link.producer], layers[link.consumers[0]]
+    rotation = r2.to(values.weight.dtype)
+    head = len(r2)
+    with torch.no_grad():
+        for start in sorted(set(link.channels[0][::head].tolist())):
+            part = values.weight[start : start + head]
+            part.copy_(rotation.T @ part)
+            bias = values.module.bias
+            if isinstance(bias, torch.Tensor):
+                bias[start : start + head] = bias[start : start + head] @ rotation
+        columns = reader.weight
+        columns.copy_((columns.reshape(columns.shape[0], -1, head) @ rotation).reshape(columns.shape))
+
+
+def _name(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,173 @@
+"""Sets of layers that share a scale per input channel, and what a scale costs: the error of a layer, and of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nc.algorithms.inputs.block_calls import Call, called, first_tensor, fresh
+from nc.algorithms.inputs.layers import Layer, layers_of
+from nc.algorithms.inputs.statistics import InputStatistics
+from nc.algorithms.solvers.base import Problem
+from nc.algorithms.solvers.rtn import RTN
+from nc.algorithms.transforms.base import Scope, Target
+from nc.algorithms.transforms.folding import Checked, NotEquivalentError, fold, rewrite, smallest
+from nc.algorithms.transforms.structure import Link, find_links
+from nc.graph.plan import Applied
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSet:
+    """The layers behind one norm or linear that will be quantized.
+
+    Attributes:
+        link: the producer and all its readers.
+        targets: of the readers that will be quantized: position in `link.consumers` → target.
+    """
+
+    link: Link
+    targets: Mapping[int, Target]
+
+    def gathered(self, of: Callable[[int, Target], torch.Tensor], reduce: str) -> torch.Tensor:
+        """Values per input channel of each layer → per output channel of the producer, the mean or the largest over layers."""
+        parts = torch.stack([self.link.gather(of(i, target), i, reduce) for i, target in self.targets.items()])
+        return parts.mean(0) if reduce == "mean" else parts.amax(0)
+
+    def rounded(self, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rounded weights by name in the block, if the producer's channels are divided by a scale."""
+        return {
+            self.link.consumers[index]: rounded(target, weight_of(target), self.link.spread(scale, index))
+            for index, target in self.targets.items()
+        }
+
+
+def sets_of(scope: Scope) -> list[ScaleSet]:
+    """Return the sets of a block, in the order of `find_links`; layers that calibration did not reach are in none.
+
+    A scale is for all that read a tensor. So a set with a layer that asks for the transform has all its layers, whatever those ask for:
+    what a scale costs is measured for all of them.
+    """
+    found = []
+    for link in find_links(scope.module, smallest(scope.samples)):
+        targets = {i: t for i, name in enumerate(link.consumers) if (t := scope.targets.get(full(scope, name))) and t.inputs}
+        if any(target.asked for target in targets.values()):
+            found.append(ScaleSet(link, targets))
+    return found
+
+
+def full(scope: Scope, name: str) -> str:
+    """Name in the model of a module of the block."""
+    return f"{scope.prefix}.{name}" if scope.prefix else name
+
+
+def weight_of(target: Target) -> torch.Tensor:
+    """Its weight, fp32, shape [N, K]."""
+    return layers_of(target.module)[0].weight.float()
+
+
+def divided(inputs: InputStatistics, scale: torch.Tensor) -> InputStatistics:
+    """Statistics of inputs whose channels are divided by a scale of shape [K]; without those of the float model's inputs."""
+    wide = scale.double()
+    outer = None if inputs.outer is None else inputs.outer / wide.outer(wide)
+    return InputStatistics(inputs.tokens, inputs.absolute / wide, inputs.squares / wide.square(), inputs.largest / scale, outer)
+
+
+def rounded(target: Target, weight: torch.Tensor, scale: torch.Tensor, rule: str | None = None) -> torch.Tensor:
+    """`Q(W s) / s`: what a weight becomes by round to nearest in the target's format, if its columns are scaled first.
+
+    Args:
+        target: gives format, range rule and statistics.
+        weight: W, fp32, some rows of the weight, shape [n, K].
+        scale: s, fp32, shape [K].
+        rule: in place of the target's range rule.
+    """
+    inputs = None if target.inputs is None else divided(target.inputs, scale)
+    problem = Problem(name="", weight=weight * scale, form=target.form, rule=rule or target.rule, inputs=inputs)
+    return RTN().solve(problem).dequantize() / scale
+
+
+class BlockError:
+    """The mean squared error of a block's output, over its mean square, with other weights in some layers.
+
+    Args:
+        scope: the block and its samples.
+        tokens: whole samples are used until there are this many tokens.
+    """
+
+    def __init__(self, scope: Scope, tokens: int) -> None:
+        self.module = scope.module
+        self.layers: dict[str, Layer] = {layer.name: layer for layer in layers_of(scope.module)}
+        self.samples: list[tuple[Call, torch.Tensor, torch.Tensor | None]] = []
+        count = 0
+        keeps = scope.keeps or [None] * len(scope.samples)
+        for call, keep in zip(scope.samples, keeps, strict=True):
+            if count >= tokens:
+                break
+            with torch.no_grad():
+                output = called(self.module, call)
+            if keep is not None and output.shape[:2] != keep.shape:
+                keep = None
+            output = output if keep is None else output[keep]
+            count += output.numel() // output.shape[-1]
+            self.samples.append((call, output.double(), keep))
+        self.total = sum(float(output.square().sum()) for _, output, _ in self.samples)
+
+    def lost(self, index: int, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the squared error of one sample over the square of all; differentiable."""
+        call, expected, keep = self.samples[index]
+        values = {f"{n}.weight": self._stored(n, w) for n, w in weights.items()}
+        output = first_tensor(torch.func.functional_call(self.module, values, *fresh(call)))
+        output = output if keep is None else output[keep]
+        error: torch.Tensor = (output.double() - expected).square().sum() / max(self.total, 1e-300)
+        return error
+
+    def __call__(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Return the error with these weights, by name in the block, each of shape [N, K]."""
+        with torch.no_grad():
+            return sum(float(self.lost(i, weights)) for i in range(len(self.samples)))
+
+    def _stored(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[name]
+        own: torch.Tensor = layer.module.weight  # type: ignore[assignment]
+        return (weight.t() if layer.transposed else weight).to(own.dtype)
+
+
+class Outcome:
+    """What a transform did to the sets of a block, for the report.
+
+    Args:
+        name: of the transform.
+        scope: the block.
+    """
+
+    def __init__(self, name: str, scope: Scope) -> None:
+        self.name, self.scope = name, scope
+        self.changed: list[str] = []
+        self.undone: list[str] = []
+        self.scaled = self.sets = 0
+        self.checked = Checked()
+
+    def fold(self, found: ScaleSet, scale: torch.Tensor) -> bool:
+        """Fold a scale into the weights, unless the block would compute something else; whether that was done."""
+        link = found.link
+        try:
+            checked = rewrite(self.scope.module, smallest(self.scope.samples), lambda wide: fold(wide, link, scale))
+        except NotEquivalentError as error:
+            self.undone.append(f"{full(self.scope, link.producer)} was left alone: {error}")
+            return False
+        self.checked = checked if not self.scaled else self.checked.worst(checked)
+        self.scaled += 1
+        self.changed += [full(self.scope, name) for name in (link.producer, *link.consumers)]
+        return True
+
+    def applied(self, note: str = "") -> Applied:
+        """Return a line of the report."""
+        where = self.scope.prefix or "the model"
+        if not self.sets:
+            text = f"{where}: nothing: no norm or linear feeds only linears that are quantized and reached by calibration"
+        else:
+            text = f"{where}: {self.scaled} of {self.sets} sets scaled" + (f", {self.checked}" if self.scaled else "")
+        parts = [text, *([note] if note else []), *self.undone]
+        return Applied(self.name, tuple(dict.fromkeys(self.changed)), "; ".join(parts))

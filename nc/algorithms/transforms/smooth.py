@@ -1,0 +1,59 @@
+"""SmoothQuant for low-bit linears: the largest inputs and the largest weights of a channel are balanced (arXiv 2211.10438, equation 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from nc.algorithms.solvers.base import Needs
+from nc.algorithms.transforms.base import Scope
+from nc.algorithms.transforms.folding import LOOKED_AT
+from nc.algorithms.transforms.sets import Outcome, ScaleSet, sets_of, weight_of
+from nc.formats.checks import is_number, require
+from nc.graph.plan import Applied
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A scale per input channel, `s = max|x|^alpha / max|w|^(1 - alpha)`, for each set of linears behind one norm or linear.
+
+    It is made for activations in 8 bits (`act_dtype="int8"`); for weights alone, `AWQ` searches the scale.
+
+    Attributes:
+        alpha: share of the activations' range that moves into the weights, 0 to 1.
+
+    Raises:
+        ConfigError: a value that is out of range.
+    """
+
+    alpha: float = 0.5
+
+    name: ClassVar[str] = "smooth"
+    level: ClassVar[Literal["block"]] = "block"
+
+    def __post_init__(self) -> None:
+        """Check values."""
+        require(is_number(self.alpha) and 0 <= self.alpha <= 1, "alpha", "a number from 0 to 1", self.alpha)
+
+    @property
+    def needs(self) -> Needs:
+        """Any data."""
+        return Needs(squares=True, samples=LOOKED_AT)
+
+    def apply(self, scope: Scope) -> Applied:
+        """See `Transform.apply`."""
+        outcome = Outcome(self.name, scope)
+        sets = sets_of(scope)
+        outcome.sets = len(sets)
+        for found in sets:
+            outcome.fold(found, self._scale(found))
+        return outcome.applied(f"alpha {self.alpha}" if sets else "")
+
+    def _scale(self, found: ScaleSet) -> torch.Tensor:
+        a = found.gathered(lambda _, t: t.reached.largest, "amax")
+        w = found.gathered(lambda _, t: weight_of(t).abs().amax(0), "amax")
+        scale = a.pow(self.alpha) / w.clamp(min=1e-5).pow(1 - self.alpha)
+        scale = torch.where((a > 0) & (w > 0), scale, 1.0)
+        return scale.clamp(min=1e-5)

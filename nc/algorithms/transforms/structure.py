@@ -1,0 +1,231 @@
+"""Which module feeds which linears, channel by channel. It is measured while a block runs, so names and classes do not matter.
+
+The output channels of a module are multiplied by powers of two, which a computer does exactly. A linear whose input channels are then
+multiplied by the same factors reads these channels, and nothing else, linearly: queries, keys and values behind a norm, the output
+projection behind the values (also with fewer heads of values than of queries), the down projection behind the up projection. If at last
+dividing these inputs by the factors gives the block's output back, nobody else reads the channels: the factor can be folded into weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.collect import inputs_of
+from nc.algorithms.inputs.layers import Layer, layers_of
+
+_BASE = 7  # exponents 1 to 7 are the digits of a channel's index; 0 means "not changed"
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A module and the linears that read its output channels.
+
+    Attributes:
+        producer: name in the block of a norm or a linear.
+        consumers: names in the block of all linears that read it.
+        channels: for each consumer int64 of shape [K]: which output channel of the producer its input channel is; -1: none.
+        size: number of output channels of the producer.
+        norm: whether the producer is a norm.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    channels: tuple[torch.Tensor, ...]
+    size: int
+    norm: bool
+
+    def spread(self, scale: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a value per output channel of the producer → one per input channel of a consumer; 1 where there is none."""
+        channels = self.channels[index]
+        return torch.where(channels < 0, torch.ones_like(scale[:1]), scale[channels.clamp(min=0)])
+
+    def gather(self, values: torch.Tensor, index: int, reduce: str = "mean") -> torch.Tensor:
+        """Return a value per input channel of a consumer → one per output channel of the producer; 0 where nothing reads it.
+
+        Args:
+            values: shape [K].
+            index: of the consumer.
+            reduce: "mean" or "amax", where several input channels are one output channel (grouped-query attention).
+        """
+        known = self.channels[index] >= 0
+        zeros = torch.zeros(self.size, dtype=values.dtype)
+        return zeros.scatter_reduce(0, self.channels[index][known], values[known], reduce, include_self=False)
+
+    @property
+    def read(self) -> torch.Tensor:
+        """Which output channels of the producer are read, bool, shape [size]."""
+        found = torch.zeros(self.size, dtype=torch.bool)
+        for channels in self.channels:
+            found[channels[channels >= 0]] = True
+        return found
+
+
+def find_links(module: torch.nn.Module, call: Call, norms_only: bool = False, outside: Sequence[str] = ()) -> list[Link]:
+    """All links of a block, norms first in the order of its modules.
+
+    Args:
+        module: the block, in eval mode.
+        call: a sample that reaches it.
+        norms_only: leave out links whose producer is a linear.
+        outside: leave out producers in these modules.
+    """
+    inside = tuple(f"{name}." for name in outside)
+    linears = {layer.name: layer for layer in layers_of(module) if layer.kind == "linear" and layer.why is None}
+    norms = [name for name, part in module.named_modules() if is_norm_like(part) and not name.startswith(inside)]
+    probe = _Probe(module, call, linears)
+    candidates = [(name, True) for name in norms] + [(name, False) for name in linears if not norms_only and not name.startswith(inside)]
+    return [link for name, norm in candidates if (link := probe.link(name, norm)) is not None]
+
+
+def is_norm_like(module: torch.nn.Module) -> bool:
+    """Whether a module has nothing but one gain per channel, and perhaps a bias."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # its parameters can't be replaced
+    weight = module._parameters.get("weight")  # noqa: SLF001
+    plain = weight is not None and weight.dim() == 1 and weight.numel() > 1 and not list(module.children())
+    return plain and set(module._parameters) <= {"weight", "bias"}  # noqa: SLF001
+
+
+class _Probe:
+    def __init__(self, module: torch.nn.Module, call: Call, linears: dict[str, Layer]) -> None:
+        self.module, self.call, self.linears = module, call, linears
+        self.modules: dict[str, torch.nn.Module] = {name: layer.module for name, layer in linears.items()}
+        with inputs_of(self.modules) as found:
+            self.output = run(module, call)
+        self.inputs = {name: _rows(x) for name, x in found.items()}
+
+    def link(self, name: str, norm: bool) -> Link | None:
+        part = self.module.get_submodule(name)
+        size = part.weight.numel() if norm else self.linears[name].shape[0]  # type: ignore[operator]
+        # of a linear that makes queries, keys and values at once, only the last channels reach their reader linearly
+        start = 0 if self._exponents(name, _one_factor(size, 0)) else self._first_linear(name, size)
+        if start is None:
+            return None
+        found = self._channels(name, size, start)
+        if not found or not self._is_complete(name, found, size):
+            return None
+        return Link(name, tuple(found), tuple(found.values()), size, norm)
+
+    def _first_linear(self, name: str, size: int) -> int | None:
+        """Return the least channel from which on all reach a reader linearly; None if not even the last does."""
+        low, high = 1, size - 1
+        if not self._exponents(name, _one_factor(size, high)):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._exponents(name, _one_factor(size, middle)) else (middle + 1, high)
+        return high
+
+    def _channels(self, name: str, size: int, start: int) -> dict[str, torch.Tensor]:
+        """Of each linear that reads a module: which of its channels each input channel is."""
+        index = torch.arange(size)
+        sums: dict[str, torch.Tensor] = {}
+        reads: dict[str, torch.Tensor] = {}
+        place = 1
+        while place < size or place == 1:
+            digits = index // place % _BASE
+            measured = self._exponents(name, torch.where(index < start, 0, digits + 1))
+            if place == 1:
+                sums = {reader: torch.zeros_like(exponents) for reader, exponents in measured.items()}
+                reads = {reader: torch.ones_like(exponents, dtype=torch.bool) for reader, exponents in measured.items()}
+            for reader in [r for r in sums if r not in measured]:
+                del sums[reader], reads[reader]
+            for reader in sums:
+                reads[reader] &= measured[reader] > 0
+                sums[reader] += (measured[reader] - 1) * place
+            place *= _BASE
+        return {reader: torch.where(reads[reader] & (sums[reader] < size), sums[reader], -1) for reader in sums}
+
+    def _exponents(self, name: str, exponents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Multiply output channels by 2^exponents; for each linear whose inputs follow exactly, by which exponents (0 where by none)."""
+        with _multiplied(self.module.get_submodule(name), exponents), inputs_of(self.modules) as found:
+            run(self.module, self.call)
+        result = {}
+        for reader, x in found.items():
+            before, after = self.inputs.get(reader), _rows(x)
+            if reader == name or before is None or after.shape != before.shape:
+                continue
+            top = before.abs().argmax(0, keepdim=True)
+            ratio = (after.gather(0, top) / before.gather(0, top))[0]
+            power = ratio.abs().log2().round().nan_to_num(0.0, 0.0, 0.0).clamp(-30, 30)
+            error = (after - before * power.exp2()).abs().amax(0)
+            follows = error <= _TOLERANCE * after.abs().amax(0)
+            if bool(follows.all()) and bool((power != 0).any()) and bool((power >= 0).all()):
+                result[reader] = power.long()
+        return result
+
+    def _is_complete(self, name: str, found: dict[str, torch.Tensor], size: int) -> bool:
+        """Whether the output is the same again when the readers' inputs are divided by the factors."""
+        exponents = torch.arange(size) % _BASE + 1
+        read = torch.zeros(size, dtype=torch.bool)
+        for channels in found.values():
+            read[channels[channels >= 0]] = True
+        exponents = torch.where(read, exponents, 0)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_multiplied(self.module.get_submodule(name), exponents))
+            for reader, channels in found.items():
+                back = torch.where(channels < 0, 0, exponents[channels.clamp(min=0)])
+                stack.enter_context(_divided(self.modules[reader], back))
+            output = run(self.module, self.call)
+        return same(self.output, output, _TOLERANCE)
+
+
+def same(before: torch.Tensor, after: torch.Tensor, bound: float) -> bool:
+    """Whether two tensors differ by at most `bound` times the largest magnitude; NaN (of masked rows) is equal to NaN."""
+    return difference(before, after) <= bound
+
+
+def difference(before: torch.Tensor, after: torch.Tensor) -> float:
+    """Return the largest difference of two tensors over the largest magnitude of the first."""
+    if not torch.equal(before.isnan(), after.isnan()):
+        return float("inf")
+    before, after = (x.detach().nan_to_num().double() for x in (before, after))
+    return float((after - before).abs().max() / before.abs().max().clamp(min=1e-300))
+
+
+def _one_factor(size: int, start: int) -> torch.Tensor:
+    index = torch.arange(size)
+    return torch.where(index < start, 0, index % _BASE + 1)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).double()
+
+
+@contextlib.contextmanager
+def _multiplied(module: torch.nn.Module, exponents: torch.Tensor) -> Iterator[None]:
+    def hook(_: torch.nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or output.shape[-1:] != exponents.shape:
+            return output  # its channels are elsewhere; nothing follows, so nothing is linked
+        return output * exponents.to(output.dtype).exp2()
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _divided(module: torch.nn.Module, exponents: torch.Tensor) -> Iterator[None]:
+    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return x * (-exponents).to(x.dtype).exp2()
+
+        if args:
+            return (part(args[0]), *args[1:]), kwargs
+        (key, value), *rest = kwargs.items()
+        return args, {key: part(value), **dict(rest)}
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

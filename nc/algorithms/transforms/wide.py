@@ -1,0 +1,73 @@
+"""A copy of a module that computes in float64, also where its code asks for fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from nc.algorithms.inputs.block_calls import Call, run
+from nc.algorithms.inputs.copies import own_tensors, sharing
+
+
+class Float64(TorchFunctionMode):
+    """Inside, float32 means float64: norms and softmax of many models convert to fp32, which would hide an error of 1e-7."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call with float64 in place of float32."""
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
+
+class WideCopy:
+    """A copy with float64 parameters and buffers, or with fp32 ones where the module cannot run in float64.
+
+    Attributes:
+        module: the copy; ties inside it stay.
+        dtype: torch.float64, or torch.float32.
+        output: its output for the sample.
+    """
+
+    def __init__(self, module: torch.nn.Module, call: Call) -> None:
+        self.dtype = torch.float64
+        self.module = sharing(module)
+        own_tensors(self.module)
+        self.module.double()
+        try:
+            self.output = self.run(call)
+        except (RuntimeError, TypeError):  # an operator without a float64 kernel, e.g. grouped_mm of mixtures of experts
+            self.dtype = torch.float32
+            self.module = self.module.float()
+            self.output = self.run(call)
+
+    def run(self, call: Call) -> torch.Tensor:
+        """Its first output."""
+
+        def wide(value: Any) -> Any:
+            return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        with computing_in(self.dtype):
+            output: torch.Tensor = run(self.module, pytree.tree_map(wide, call))
+        return output
+
+    @property
+    def bound(self) -> float:
+        """Largest difference of the output, relative to its largest magnitude, for which two modules are the same."""
+        return BOUNDS[self.dtype]
+
+
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def computing_in(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Float64 means float64 all the way."""
+    return Float64() if dtype == torch.float64 else contextlib.nullcontext()

@@ -1,0 +1,301 @@
+"""The report: what was asked for, what runs, why operators stay fp32, and what it costs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nc.backends.base import EngineReport
+from nc.backends.profiling.profile import Profile
+from nc.backends.profiling.verdict import Verdict
+from nc.calibration.costly import COSTLY, HOPELESS_DB
+from nc.formats import Mode
+from nc.formats.reasons import Cause
+from nc.graph.plan import Applied
+from nc.graph.products import UnknownProduct, unknown_products, unknown_text
+from nc.graph.qdq import Finding, QDQGraph
+from nc.graph.shares import Part, fractions, shares_of
+from nc.text.table import WIDTH, flowing, folded, format_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpReport:
+    """One operator.
+
+    Attributes:
+        operator: its name.
+        kind: its kind.
+        asked: what the configuration asks for: "int8", "bf16", "fp32", for example "int4 per_group 32, weight only", or of a
+            simulated operator the formats of all roles.
+        ran: what the engine executes: "int8", "bf16" or "fp32"; "int8" also for what an int8 kernel computes along, see `reason`.
+        rule: the rule that decided.
+        reason: why it is not int8, what was rewritten, or "fused into X" where nobody asked for int8 and the int8 kernel of X computes it;
+            else "".
+        kernel: of a linear with low-bit weights, its kernels with the numbers of rows M that each is for; of others the kernel that
+            computed it in the profile, or that the engine's plans have for it; "" if the engine knows none.
+        share: its part of the profiled time, from 0 to 1; None without a profile, or if it has no kernel of its own.
+        mode: "static", "dynamic", "weight_only", "fake_quant" or "float": how it is quantized in the graph.
+        refused: (kernel, why it does not compute this low-bit linear) of the kernels that would be preferred.
+        weights: names and numbers of values of the weights that it reads.
+        multiply_adds: how many it does on the example inputs; None if that is not known.
+    """
+
+    operator: str
+    kind: str
+    asked: str
+    ran: str
+    rule: str
+    reason: str
+    kernel: str = ""
+    share: float | None = None
+    mode: Mode = "float"
+    refused: tuple[tuple[str, str], ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+    multiply_adds: int | None = None
+
+    @property
+    def part(self) -> Part:
+        """What it contributes to the shares of the model."""
+        return Part(operator=self.operator, form=self.ran, weights=self.weights, multiply_adds=self.multiply_adds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What runs, and why; `print` shows a table.
+
+    Attributes:
+        backend: name of the engine.
+        chosen: why "auto" chose this engine; "" if the user named it.
+        ops: one entry per operator, in execution order.
+        groups: number of fused int8 groups; None if the engine has no groups.
+        quantize_outside: quantize nodes that are not fused.
+        dequantize_outside: dequantize nodes that are not fused.
+        weight_bytes: bytes of the engine model's constants.
+        float_bytes: bytes of the fp32 model's constants.
+        sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
+        sqnr_vs_fp32_db: the quantized graph against fp32 on the example inputs, in dB.
+        algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
+        health: problems that calibration found, the worst of each kind first; see docs/report.md.
+        changes: what `load` changed for this CPU, one line each.
+        rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
+        isa: CPU features that the integer ranges need.
+        details: further remarks of the backend.
+        verdict: the speed relative to fp32, and the operators that are slower in int8; None if it was not measured.
+        profile: each step of the engine with its kernels and its time; None if it was not requested.
+        unknown_products: weights of products that nc does not quantize, such as those of stacked experts.
+        weight_shares: by precision ("int8", "bf16", "fp32", …) the share of the weights' values that operators read in it.
+        multiply_add_shares: the same of the multiply-adds on the example inputs.
+        unknown_multiply_adds: operators whose multiply-adds are not known, and so in no share.
+    """
+
+    backend: str
+    chosen: str
+    ops: tuple[OpReport, ...]
+    groups: int | None
+    quantize_outside: int
+    dequantize_outside: int
+    weight_bytes: int
+    float_bytes: int
+    sqnr_db: float | None
+    sqnr_vs_fp32_db: float
+    algorithms: tuple[Applied, ...]
+    health: tuple[Finding, ...]
+    changes: tuple[str, ...]
+    rewrites: tuple[str, ...]
+    isa: tuple[str, ...]
+    details: Mapping[str, Any]
+    verdict: Verdict | None = None
+    profile: Profile | None = None
+    unknown_products: tuple[UnknownProduct, ...] = ()
+    weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    unknown_multiply_adds: tuple[str, ...] = ()
+
+    @property
+    def asked_int8(self) -> int:
+        """Number of operators that were asked to run int8."""
+        return sum(op.asked == "int8" for op in self.ops)
+
+    @property
+    def ran_int8(self) -> int:
+        """Number of operators that were asked to run int8, and do."""
+        return sum(op.asked == "int8" and op.ran == "int8" for op in self.ops)
+
+    @property
+    def not_int8(self) -> tuple[OpReport, ...]:
+        """Operators that were asked to run int8, but do not."""
+        return tuple(op for op in self.ops if op.asked == "int8" and op.ran != "int8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        verdict = None if self.verdict is None else self.verdict.to_dict()
+        return {**dataclasses.asdict(self), "verdict": verdict, "asked_int8": self.asked_int8, "ran_int8": self.ran_int8}
+
+    def summary(self) -> str:
+        """Return the verdict and the figures, without the table of operators."""
+        return f"{self._verdict()}\n{self._figures()}"
+
+    def _verdict(self) -> str:
+        """Return what decides whether the model is of use: accuracy, where it is hopeless, and speed."""
+        speed = "speed against fp32: not measured" if self.verdict is None else str(self.verdict)
+        return f"{hopeless_text(self.sqnr_vs_fp32_db, self.health)}\n{speed}" if self.sqnr_vs_fp32_db < HOPELESS_DB else speed
+
+    def _figures(self) -> str:
+        lines = [f"backend {self.backend}: {self.ran_int8} of {self.asked_int8} operators asked to run int8 do"]
+        weights = collections.Counter(op.asked for op in self.ops if op.mode in ("weight_only", "fake_quant"))
+        if weights and not self.asked_int8:
+            lines.clear()
+        lines += [f"backend {self.backend}: {count} operators with {asked}" for asked, count in weights.items()]
+        lines += shares_of(op.part for op in self.ops).lines()
+        if self.chosen:
+            lines.append(self.chosen)
+        if self.groups is not None:
+            lines.append(
+                f"{self.groups} fused int8 groups; outside them {self.quantize_outside} quantize and "
+                f"{self.dequantize_outside} dequantize nodes"
+            )
+        lines.append(f"constants {self.weight_bytes / 1e6:.1f} MB, fp32 {self.float_bytes / 1e6:.1f} MB")
+        lines.append(f"on the example inputs: quantized graph against fp32 {self.sqnr_vs_fp32_db:.1f} dB")
+        if self.sqnr_db is not None:
+            lines[-1] += f", engine against quantized graph {self.sqnr_db:.1f} dB"
+        if self.isa:
+            lines.append(f"the integer ranges rely on {', '.join(self.isa)}")
+        lines += [*map(str, self.algorithms), *self.changes]
+        lines += self._health()
+        lines += [f"rewritten ({rewrite})" for rewrite in self.rewrites]
+        if self.unknown_products:
+            lines.append(unknown_text(self.unknown_products))
+        lines += refused_lines(reason for op in self.ops for reason in op.refused)
+        lines += [f"{key}: {value}" for key, value in self.details.items()]
+        if self.profile is not None:
+            lines.append(self.profile.summary())
+        return "\n".join(lines)
+
+    def _health(self) -> list[str]:
+        """Return the worst finding of each kind, and the number of others."""
+        kinds: dict[str, list[Finding]] = {}
+        for finding in self.health:
+            if finding.kind != COSTLY:  # they stand on top, with the verdict
+                kinds.setdefault(finding.kind, []).append(finding)
+        more = {kind: f" ({len(found) - 1} more: report.health)" if len(found) > 1 else "" for kind, found in kinds.items()}
+        return [f"health: {found[0].operator}: {found[0].text}{more[kind]}" for kind, found in kinds.items()]
+
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per operator: name, type, what was asked and what ran, in a profile its share of the time, its kernel, and why.
+
+        Args:
+            width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does; shares of the time are added up.
+        """
+        shares = [repr(op.share or 0.0) for op in self.ops]
+        rows: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", "kernel", "why", "share")]
+        rows += [(op.operator, op.kind, op.asked, op.ran, op.kernel, op.reason, s) for op, s in zip(self.ops, shares, strict=True)]
+        _, *body = folded(rows, {6: lambda cells: repr(sum(map(float, cells)))}) if fold else rows
+
+        def shown(share: str, kernel: str) -> tuple[str, ...]:
+            if self.profile is not None:
+                return share, kernel
+            return (kernel,) if any(op.kernel for op in self.ops) else ()
+
+        lines: list[tuple[str, ...]] = [("operator", "type", "asked", "ran", *shown("share", "kernel"), "why")]
+        for row in body:
+            if len(row) == 1:
+                lines.append(row)
+                continue
+            *first, kernel, why, share = row
+            lines.append((*first, *shown(f"{float(share):.1%}" if float(share) else "", kernel), why))
+        return format_table(lines, width)
+
+    def __str__(self) -> str:
+        """Return the verdict, the operators as a table in which equal blocks stand once, then the other figures."""
+        verdict, figures = ("\n".join(flowing(text, WIDTH)) for text in (self._verdict(), self._figures()))
+        return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
+
+
+def build(
+    graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None, verdict: Verdict | None = None
+) -> Report:
+    """Combine the plan, the engine's report and the measurements."""
+    runs = {run.operator: run for run in engine.ops}
+    kernels = profile.kernels() if profile is not None else {}
+    ops = []
+    for decision in graph.plan.decisions:
+        run = runs.get(decision.operator)
+        asked = "int8" if decision.operator in graph.notes else decision.spec.precision
+        reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
+        ran = run.ran if run else "unknown"
+        if decision.stays_for(Cause.LOW_BIT):
+            asked = ran = decision.precision
+        kernel, share = kernels.get(decision.operator, ("", None))
+        low_bit = run.kernels if run else None
+        ops.append(
+            OpReport(
+                operator=decision.operator,
+                kind=decision.kind,
+                asked=asked,
+                ran=ran,
+                rule=decision.rule,
+                reason=reason,
+                kernel=str(low_bit) if low_bit is not None else kernel or (run.primitive if run else ""),
+                share=share,
+                mode=decision.spec.mode,
+                refused=() if low_bit is None else low_bit.refused,
+                weights=tuple(decision.part(ran).weights),
+                multiply_adds=decision.multiply_adds,
+            )
+        )
+    shares = shares_of(op.part for op in ops)
+    return Report(
+        backend=engine.backend,
+        chosen=chosen,
+        ops=tuple(ops),
+        groups=engine.groups,
+        quantize_outside=engine.quantize_outside,
+        dequantize_outside=engine.dequantize_outside,
+        weight_bytes=engine.weight_bytes,
+        float_bytes=graph.float_bytes,
+        sqnr_db=engine.sqnr_db,
+        sqnr_vs_fp32_db=graph.sqnr_vs_fp32_db,
+        algorithms=graph.applied,
+        health=graph.health,
+        changes=graph.changes,
+        rewrites=tuple(map(str, engine.rewrites)),
+        isa=graph.plan.isa,
+        details=engine.details,
+        verdict=verdict,
+        profile=profile,
+        unknown_products=unknown_products(graph.plan),
+        weight_shares=fractions(shares.weights),
+        multiply_add_shares=fractions(shares.multiply_adds),
+        unknown_multiply_adds=shares.unknown,
+    )
+
+
+def hopeless_text(decibels: float, health: Iterable[Finding]) -> str:
+    """Return what to say of a model that is far from fp32 on the example inputs.
+
+    Args:
+        decibels: the quantized graph against fp32.
+        health: with findings about the operators that cost most, if these were measured.
+    """
+    costly = [finding for finding in health if finding.kind == COSTLY]
+    lines = [f"HOPELESS accuracy: {decibels:.1f} dB against fp32 on the example inputs"]
+    if costly:
+        lines.append(f"most of it: {', '.join(f'{f.operator} ({f.value:.0%}, {f.text})' for f in costly)}")
+        lines.append(f"config.exclude({', '.join(json.dumps(f.operator, ensure_ascii=False) for f in costly)}) leaves them in fp32")
+    lines.append(
+        'other ways out: nc.SmoothQuantConfig(), nc.DynamicQuantConfig(act_granularity="per_token"), calibration data like real inputs'
+    )
+    return "\n".join(lines)
+
+
+def refused_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each kernel that does not compute some layers, and why.
+
+    Args:
+        reasons: (kernel, reason) for each layer.
+    """
+    return [f"kernel {name} is not used for {count} layers: {reason}" for (name, reason), count in collections.Counter(reasons).items()]

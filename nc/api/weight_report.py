@@ -1,0 +1,297 @@
+"""The report of a model with low-bit weights: per layer its format, which solver won, its loss, bits per weight and size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nc.algorithms.inputs.block_calls import Call
+from nc.algorithms.inputs.layers import memory_of, other_weights
+from nc.api import generation
+from nc.api.report import refused_lines
+from nc.api.weight_verdict import LowBitVerdict
+from nc.backends.profiling.bandwidth import read_bandwidth
+from nc.formats.reasons import Cause
+from nc.graph.plan import Applied
+from nc.graph.shares import Part, Shares, fractions, shares_of
+from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
+from nc.planning.layer_plan import other_parts, others_text
+from nc.text.table import WIDTH, flowing, folded, format_table, largest
+from nc.weights.accuracy import hopeless_layers, hopeless_text
+from nc.weights.speed import LayerSpeed, layer_speeds
+
+#: Columns with what differs between equal layers.
+_MEASURED = ("loss", "rtn loss", "us", "GB/s", "% of reading")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What was done to a model; it is the model's attribute `nc_record`.
+
+    Attributes:
+        plan: the decisions, as plain values (`WeightPlan.to_dict`); None for a model that was loaded from another tool's files.
+        applied: what each transform did.
+        config: the configuration, as plain values.
+    """
+
+    plan: dict[str, Any] | None = None
+    applied: tuple[Applied, ...] = ()
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        operator: its name.
+        kind: "linear" or "embedding".
+        shape: (N, K).
+        form: the format as text; "float" if it was not quantized.
+        solver: whose codes were kept, "" where nothing is known.
+        loss: squared error of the layer's output over its square, see `LayerResult`; None where it is not known.
+        rtn_loss: the same for round to nearest.
+        bits: stored bits per weight.
+        size: stored bytes of the weight.
+        note: what a reader must know, or why it stays float.
+        kernel: what computes it, with the numbers of rows M of activations that each kernel is for; "" if it stays float.
+        refused: (kernel, why it does not compute this layer) of the kernels that would be preferred.
+        speed: its time, None where it was not measured.
+        dtype: of the codes; "float" if it was not quantized.
+    """
+
+    operator: str
+    kind: str
+    shape: tuple[int, int]
+    form: str
+    solver: str
+    loss: float | None
+    rtn_loss: float | None
+    bits: float
+    size: int
+    note: str
+    kernel: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
+    speed: LayerSpeed | None = None
+    dtype: str = "float"
+
+    @property
+    def part(self) -> Part:
+        """What it contributes to the shares of the model."""
+        size = math.prod(self.shape)
+        steps = 0 if self.speed is None else self.speed.rows * self.speed.calls * size
+        return Part(operator=self.operator, form=self.dtype, weights=((self.operator, size),), multiply_adds=steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightReport:
+    """What is stored in how many bits, and what it cost; `print` shows a table.
+
+    Attributes:
+        layers: one per linear and embedding.
+        applied: what each transform did.
+        weight_bytes: bytes of all parameters and buffers, tied ones once.
+        float_bytes: the same with every low-bit weight in fp32.
+        others: names and shapes of weights that are in no linear or embedding; they stay float.
+        bandwidth: GB/s that this machine reads with the same threads, measured; None where no layer was timed.
+        verdict: the speed of layers relative to float ones, measured by `convert`; None if it was not measured. It is not saved.
+        tokens: what computes tokens after the first, and how it was proved; "" where `nc.accelerate_generation` was not called.
+        weight_shares: by dtype ("int4", "float", …) the share of the weights' values.
+        sqnr_db: of the outputs against the float model's in the first call of the prepared model; None if it was not measured. It is not
+            saved.
+        hopeless: (name, dB) of the layers whose own output is far from the float one, the worst first.
+        multiply_add_shares: the same of the multiply-adds of linears in a call of the model; empty where no layer was timed, because only
+            then the numbers of rows are known.
+    """
+
+    layers: tuple[LayerReport, ...]
+    applied: tuple[Applied, ...]
+    weight_bytes: int
+    float_bytes: int
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    bandwidth: float | None = None
+    tokens: str = ""
+    verdict: LowBitVerdict | None = None
+    weight_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    multiply_add_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sqnr_db: float | None = None
+    hopeless: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def shares(self) -> Shares:
+        """Which share of the weights, and of the multiply-adds of timed linears, has which dtype."""
+        return shares_of([*(layer.part for layer in self.layers), *other_parts(self.others)])
+
+    @property
+    def quantized(self) -> tuple[LayerReport, ...]:
+        """The layers with low-bit weights."""
+        return tuple(layer for layer in self.layers if layer.form != "float")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        """Return the figures, without the table of layers."""
+        count = sum(layer.shape[0] * layer.shape[1] for layer in self.quantized)
+        stored = sum(layer.size for layer in self.quantized)
+        hopeless = hopeless_text(self.sqnr_db, self.hopeless)
+        lines = [hopeless] if hopeless else []
+        lines += [] if self.verdict is None else [str(self.verdict)]
+        if self.sqnr_db is not None:
+            lines.append(f"outputs in the first call of the prepared model: {self.sqnr_db:.1f} dB against the float model")
+        elif self.verdict is not None:  # of `convert`, and not of `load`
+            lines.append("outputs were not compared with the float model's: the prepared model was not called, or keeps a state")
+        lines += [
+            f"{len(self.quantized)} of {len(self.layers)} layers have low-bit weights: {count / 1e6:.1f} M weights in {stored / 1e6:.1f} MB"
+            + (f", {stored * 8 / count:.2f} bits each" if count else ""),
+            f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
+        ]
+        lines += self.shares.lines()
+        lines += [others_text(self.others)] if self.others else []
+        lines += [str(applied) for applied in self.applied]
+        lines += [f"tokens after the first: {self.tokens}"] if self.tokens else []
+        lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
+        lines += refused_lines(reason for layer in self.layers for reason in layer.refused)
+        if self.bandwidth is not None:
+            timed = [x for x in self.layers if x.speed is not None]
+            total = sum(x.speed.us * x.speed.calls for x in timed if x.speed is not None)
+            lines.append(
+                f"{len(timed)} low-bit layers take {total / 1e3:.2f} ms of a call; this machine reads {self.bandwidth:.1f} GB/s (measured)"
+            )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return the layers as a table in which equal blocks stand once, then the figures."""
+        figures = "\n".join(flowing(self.summary(), WIDTH))
+        return f"{self.table(WIDTH, fold=True)}\n\n{figures}"
+
+    def table(self, width: int | None = None, *, fold: bool = False) -> str:
+        """One row per layer and other weight: name, sizes, format, solver, losses, bits per weight, MB, kernel, times, note.
+
+        Args:
+            width: of the table, see `nc.text.table.format_table`; None: as wide as its texts are.
+            fold: write equal blocks ("layer.0", "layer.1", …) once, as `print(report)` does, with the largest loss and time.
+        """
+        rows: list[tuple[str, ...]] = [
+            ("layer", "N x K", "weight", "solver", "loss", "rtn loss", "bits", "MB", "kernel", *self._speed_head(), "note")
+        ]
+        for x in self.layers:
+            losses = ("-" if loss is None else f"{loss:.2e}" for loss in (x.loss, x.rtn_loss))
+            rows.append(
+                (
+                    x.operator,
+                    f"{x.shape[0]} x {x.shape[1]}",
+                    x.form,
+                    x.solver or "-",
+                    *losses,
+                    f"{x.bits:.2f}",
+                    f"{x.size / 1e6:.2f}",
+                    x.kernel or "-",
+                    *self._speed_row(x),
+                    x.note,
+                )
+            )
+        rows += [self._other_row(name, shape) for name, shape in self.others]
+        measured = [i for i, name in enumerate(rows[0]) if name in _MEASURED]
+        return format_table(folded(rows, dict.fromkeys(measured, largest)) if fold else rows, width)
+
+    def _other_row(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Return a row about a weight that is in no layer."""
+        return name, " x ".join(map(str, shape)), "float", *("-",) * (6 + len(self._speed_head())), str(Cause.NO_LAYER())
+
+    def _speed_head(self) -> tuple[str, ...]:
+        return () if self.bandwidth is None else ("M", "us", "GB/s", "% of reading")
+
+    def _speed_row(self, layer: LayerReport) -> tuple[str, ...]:
+        if self.bandwidth is None:
+            return ()
+        if layer.speed is None:
+            return ("-",) * 4
+        rate = layer.size / layer.speed.us / 1e3
+        return str(layer.speed.rows), f"{layer.speed.us:.0f}", f"{rate:.2f}", f"{100 * rate / self.bandwidth:.0f}"
+
+
+def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightReport:
+    """Return the report of a model; see `WeightReport`.
+
+    Args:
+        model: with low-bit layers.
+        call: arguments of the model, on which each low-bit linear is timed; None: nothing is timed.
+    """
+    speeds = {} if call is None else layer_speeds(model, call)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    record = model.__dict__.get("nc_record", Record())
+    reasons = {} if record.plan is None else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, (QuantLinear, QuantEmbedding)):
+            packed, found = module.packed, module.result
+            engine = module.engine if isinstance(module, QuantLinear) else None
+            choice = KernelChoice(()) if engine is None else engine.kernels_of(module, dtype)  # type: ignore[arg-type] # it is a linear
+            layers.append(
+                LayerReport(
+                    operator=name,
+                    kind="linear" if isinstance(module, QuantLinear) else "embedding",
+                    shape=packed.shape,
+                    form=str(module.form),
+                    dtype=str(module.form.dtype),
+                    solver="" if found is None else found.solver,
+                    loss=None if found is None else found.loss,
+                    rtn_loss=None if found is None else found.rtn_loss,
+                    bits=packed.bytes * 8 / (packed.shape[0] * packed.shape[1]),
+                    size=packed.bytes,
+                    note="" if found is None else found.note,
+                    kernel=str(choice),
+                    refused=choice.refused,
+                    speed=speeds.get(name),
+                )
+            )
+        elif name in reasons:
+            weight: Any = module.weight
+            rows, columns = weight.shape
+            bits = 8.0 * weight.element_size()
+            layers.append(
+                LayerReport(
+                    operator=name,
+                    kind="embedding" if isinstance(module, torch.nn.Embedding) else "linear",
+                    shape=(rows, columns),
+                    form="float",
+                    solver="",
+                    loss=None,
+                    rtn_loss=None,
+                    bits=bits,
+                    size=weight.numel() * weight.element_size(),
+                    note=reasons[name],
+                )
+            )
+    others = other_weights(model)
+    shares = shares_of([*(layer.part for layer in layers), *other_parts(others)])
+    return WeightReport(
+        layers=tuple(layers),
+        applied=record.applied,
+        weight_bytes=_bytes(model),
+        float_bytes=_bytes(model) + _saved(model),
+        others=others,
+        weight_shares=fractions(shares.weights),
+        multiply_add_shares=fractions(shares.multiply_adds),
+        bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
+        tokens=generation.status(model),
+        verdict=model.__dict__.get("nc_verdict"),
+        sqnr_db=model.__dict__.get("nc_sqnr_db"),
+        hopeless=tuple(hopeless_layers(model)),
+    )
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    tensors = {memory_of(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _saved(model: torch.nn.Module) -> int:
+    packed = {memory_of(m.codes): m.packed for m in model.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}  # type: ignore[arg-type]
+    return sum(4 * p.shape[0] * p.shape[1] - p.bytes for p in packed.values())

@@ -1,0 +1,40 @@
+"""Frozen values that all packages share: dtypes, granularities, requests of operators, capabilities of backends."""
+
+from nc.formats.dtypes import DTYPES, INT8, UINT8, DType, dtype
+from nc.formats.fake_spec import FakeSpec, FakeTensorSpec
+from nc.formats.granularities import PER_CHANNEL, PER_TENSOR, PER_TOKEN, Granularity, granularity, per_block, per_channel, per_group
+from nc.formats.specs import BF16, FLOAT, Capabilities, DynamicCost, Mode, OpSpec, OpSupport, QParams, SmoothSpec, TensorSpec
+from nc.formats.weight_format import PRESETS, SCALE_DTYPES, SCALE_MODES, DoubleQuant, WeightFormat
+
+__all__ = [
+    "BF16",
+    "DTYPES",
+    "FLOAT",
+    "INT8",
+    "PER_CHANNEL",
+    "PER_TENSOR",
+    "PER_TOKEN",
+    "PRESETS",
+    "SCALE_DTYPES",
+    "SCALE_MODES",
+    "UINT8",
+    "Capabilities",
+    "DynamicCost",
+    "DType",
+    "DoubleQuant",
+    "FakeSpec",
+    "FakeTensorSpec",
+    "Granularity",
+    "Mode",
+    "OpSpec",
+    "OpSupport",
+    "QParams",
+    "SmoothSpec",
+    "TensorSpec",
+    "WeightFormat",
+    "dtype",
+    "granularity",
+    "per_block",
+    "per_channel",
+    "per_group",
+]

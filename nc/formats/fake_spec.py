@@ -1,0 +1,246 @@
+"""How one tensor of an operator is simulated in a number format, and how all tensors of an operator are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from nc.errors import ConfigError
+from nc.formats.dtypes import DType, dtype
+from nc.formats.granularities import PER_TENSOR, PER_TOKEN, Granularity, per_block, per_channel, per_group
+
+#: The tensors of an operator, as configurations name them.
+ROLES = ("weight", "input", "output", "bias")
+GRANULARITIES = ("per_tensor", "per_channel", "per_token", "per_group", "per_block")
+#: What is done with a value between two values of a format; ties go to the even code, or away from 0.
+ROUND_METHODS = ("half_even", "half_away", "floor", "stochastic")
+#: What a scale is rounded to before codes are chosen.
+SCALE_TYPES = ("fp32", "fp16", "bf16", "e4m3", "e8m0", "power_of_two")
+#: Names that other tools have for scale types.
+_SCALE_ALIASES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "pof2": "power_of_two"}
+#: Range algorithms for constants; activations with one range have those of `nc.observers`, other activations "minmax".
+_OF_CONSTANTS = ("minmax", "mse")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeTensorSpec:
+    """How one tensor is simulated: it gets the values that its codes stand for. A field that is None has the value of the next rule.
+
+    Attributes:
+        dtype: name of the number format, a key of `nc.formats.DTYPES`. No rule gives one by default.
+        granularity: which elements share a scale: "per_tensor" (the default), "per_channel" (one per index of `axis`), "per_token" (one per
+            row of the last dimension), "per_group" (one per `group_size` neighbours along `axis`) or "per_block" (one per block of
+            `block_size` in the last dimensions).
+        axis: of the channels, or the one that groups lie along; by default the output channels of a weight, the channels of an activation
+            (the last dimension of linears and embeddings, 1 for convolutions), for groups of a weight its input channels.
+        group_size: number of neighbours.
+        block_size: sizes of a block.
+        symmetric: without a zero point (signed) or with the one in the middle (unsigned). Default: True.
+        round_method: "half_even" (the default), "half_away", "floor" or "stochastic".
+        scale_type: what scales are rounded to: "fp32" (the default), "fp16", "bf16", "e4m3", "power_of_two" (the next one above, so that
+            nothing is clipped) or "e8m0" (the shared exponent of the OCP MX formats).
+        tensor_scale: scales of type "e4m3" are relative to one more fp32 scale of the whole tensor, as in NVFP4. Default: False.
+        observer: how the range is found: of activations any `act_algo`, of constants "minmax" (the default) or "mse".
+        percentile: for observer "percentile".
+        dynamic: of an activation, the range is found in each call. Default: False.
+        seed: of stochastic rounding. The same shape always gets the same random numbers. Default: 0.
+
+    Raises:
+        ConfigError: a value that does not exist.
+    """
+
+    dtype: str | None = None
+    granularity: str | None = None
+    axis: int | None = None
+    group_size: int | None = None
+    block_size: Sequence[int] | None = None
+    symmetric: bool | None = None
+    round_method: str | None = None
+    scale_type: str | None = None
+    tensor_scale: bool | None = None
+    observer: str | None = None
+    percentile: float | None = None
+    dynamic: bool | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check each value alone."""
+        if self.dtype is not None:
+            dtype(self.dtype)
+        if isinstance(self.block_size, int):
+            _refuse("block_size", "whole numbers from 1, one for each of the last dimensions", self.block_size)
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", tuple(self.block_size))
+        object.__setattr__(self, "scale_type", _SCALE_ALIASES.get(str(self.scale_type), self.scale_type))
+        for name, known in (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                _refuse(name, f"one of {', '.join(map(repr, known))}", value)
+        for name in ("symmetric", "tensor_scale", "dynamic"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                _refuse(name, "True or False", getattr(self, name))
+        for name in ("axis", "group_size", "seed"):
+            if not _is_int(getattr(self, name)) or (name == "group_size" and getattr(self, name) is not None and getattr(self, name) < 1):
+                _refuse(name, "a whole number" + " from 1" * (name == "group_size"), getattr(self, name))
+        if self.percentile is not None and not (isinstance(self.percentile, (int, float)) and 50 < self.percentile <= 100):
+            _refuse("percentile", "a number above 50, up to 100", self.percentile)
+        if any(not _is_int(size) or size < 1 for size in self.block_size or ()):
+            _refuse("block_size", "whole numbers from 1", self.block_size)
+
+    def over(self, below: FakeTensorSpec) -> FakeTensorSpec:
+        """Return this spec, with the values of a less specific one where it has none."""
+        return replace(below, **self.to_dict())
+
+    def resolved(self, role: str, kind: str) -> FakeTensorSpec:
+        """Return the spec with all defaults filled in, for one tensor of an operator.
+
+        Args:
+            role: one of `ROLES`.
+            kind: of the operator, "linear", "conv2d", "embedding", ….
+
+        Raises:
+            ConfigError: values that contradict each other, or that this tensor can't have.
+        """
+        spec = FakeTensorSpec(**{**_DEFAULTS, **self.to_dict()})
+        if spec.axis is None and spec.granularity in ("per_channel", "per_group"):
+            spec = replace(spec, axis=_default_axis(role, kind, spec.granularity == "per_group"))
+        found = _contradiction(spec, role)
+        if found:
+            msg = f"{role}: {found}"
+            raise ConfigError(msg)
+        return spec
+
+    @property
+    def format(self) -> DType:
+        """The number format of a resolved spec."""
+        assert self.dtype is not None
+        return dtype(self.dtype)
+
+    @property
+    def blocks(self) -> Granularity:
+        """The granularity of a resolved spec."""
+        match self.granularity:
+            case "per_channel":
+                return per_channel(self.axis)
+            case "per_token":
+                return PER_TOKEN
+            case "per_group":
+                assert self.group_size is not None
+                return per_group(-1 if self.axis is None else self.axis, self.group_size)
+            case "per_block":
+                assert self.block_size is not None
+                return per_block(self.block_size)
+            case _:
+                return PER_TENSOR
+
+    def __str__(self) -> str:
+        """Short form for tables, e.g. "int4 sym per_group 32"; what is as by default is left out."""
+        parts = [str(self.dtype)]
+        if self.dtype is not None and self.format.kind == "integer" and self.symmetric is not None:
+            parts.append("sym" if self.symmetric else "affine")
+        if self.granularity not in (None, "per_tensor"):
+            sizes = {"per_group": [self.group_size], "per_block": self.block_size}.get(str(self.granularity)) or ()
+            parts.append(f"{self.granularity} {'x'.join(map(str, sizes))}".rstrip())
+            parts += [f"axis {self.axis}"] * (self.axis is not None and (self.granularity, self.axis) != ("per_group", -1))
+        parts += [f"{self.scale_type} scales"] * (self.scale_type not in (None, "fp32"))
+        parts += [str(self.round_method)] * (self.round_method not in (None, "half_even"))
+        parts += [str(self.observer)] * (self.observer not in (None, "minmax"))
+        parts += ["dynamic"] * bool(self.dynamic)
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that are not None, plain."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeSpec:
+    """What is simulated of one operator: a resolved spec for each role, None for what stays fp32."""
+
+    weight: FakeTensorSpec | None = None
+    input: FakeTensorSpec | None = None
+    output: FakeTensorSpec | None = None
+    bias: FakeTensorSpec | None = None
+
+    @property
+    def roles(self) -> dict[str, FakeTensorSpec]:
+        """The specs by role."""
+        found = {role: getattr(self, role) for role in ROLES}
+        return {role: spec for role, spec in found.items() if spec is not None}
+
+    def __str__(self) -> str:
+        """All roles with their formats."""
+        return ", ".join(f"{role} {spec}" for role, spec in self.roles.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {role: spec.to_dict() for role, spec in self.roles.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> FakeSpec:
+        """Return the inverse of `to_dict`."""
+        return cls(**{role: FakeTensorSpec(**values) for role, values in data.items()})
+
+
+_DEFAULTS: dict[str, Any] = {
+    "granularity": "per_tensor",
+    "symmetric": True,
+    "round_method": "half_even",
+    "scale_type": "fp32",
+    "tensor_scale": False,
+    "observer": "minmax",
+    "dynamic": False,
+    "seed": 0,
+}
+
+
+def _default_axis(role: str, kind: str, grouped: bool) -> int:
+    """Return the axis of channels, or of the input channels where a weight is `grouped`."""
+    if role == "bias":
+        return 0
+    if role != "weight":
+        return 1 if kind.startswith("conv") else -1
+    outputs = 1 if kind.startswith("conv_transpose") else 0
+    return (1 - outputs if kind.startswith("conv") else -1) if grouped else outputs
+
+
+def _contradiction(spec: FakeTensorSpec, role: str) -> str:
+    """Return what is wrong with a spec whose defaults are filled in; "" if nothing is."""
+    constant, is_float = role in ("weight", "bias"), spec.dtype is not None and spec.format.kind == "float"
+    one_range = spec.granularity == "per_tensor"
+    rules = (
+        (spec.dtype is None, "no rule gives its dtype; name one, or leave the role out."),
+        (spec.granularity == "per_group" and spec.group_size is None, "granularity='per_group' needs group_size."),
+        (spec.granularity == "per_block" and spec.block_size is None, "granularity='per_block' needs block_size."),
+        (is_float and not spec.symmetric, f"{spec.dtype} is a floating-point format and has no zero point; use symmetric=True."),
+        (spec.scale_type == "e8m0" and not spec.symmetric, "scale_type='e8m0' is the scale of MX formats, which have no zero point."),
+        (bool(spec.tensor_scale) and spec.scale_type != "e4m3", "tensor_scale=True is for scale_type='e4m3'."),
+        (constant and bool(spec.dynamic), "dynamic=True is for inputs and outputs; this is a constant."),
+        (constant and spec.granularity == "per_token", "granularity='per_token' is for activations; use 'per_channel'."),
+        (constant and spec.observer not in _OF_CONSTANTS, f"observer={spec.observer!r} is for activations; constants: minmax, mse."),
+        (constant and spec.observer == "mse" and not spec.symmetric, "observer='mse' of a constant needs symmetric=True."),
+        (
+            not constant and not spec.dynamic and spec.granularity in ("per_token", "per_block"),
+            f"granularity={spec.granularity!r} depends on the data's shape, so its ranges can't come from calibration; use dynamic=True.",
+        ),
+        (bool(spec.dynamic) and spec.observer != "minmax", f"observer={spec.observer!r} needs calibration; dynamic ranges are minmax."),
+        (
+            not constant and not spec.dynamic and not one_range and spec.observer != "minmax",
+            f"observer={spec.observer!r} finds one range for the whole tensor; {spec.granularity} has minmax.",
+        ),
+        (spec.observer == "percentile" and spec.percentile is None, "observer='percentile' needs percentile, for example 99.99."),
+        (spec.observer == "auto", "observer='auto' searches int8 operators; name the algorithm."),
+        (spec.observer == "kl" and is_float, "observer='kl' counts evenly spaced levels, which a floating-point format has not."),
+    )
+    return next((text for wrong, text in rules if wrong), "")
+
+
+def _is_int(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _refuse(name: str, expected: str, value: object) -> None:
+    msg = f"Expected {name} of a FakeTensorSpec to be {expected}, but got {value!r}."
+    raise ConfigError(msg)

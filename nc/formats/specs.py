@@ -1,0 +1,344 @@
+"""How a tensor is quantized, how an operator is quantized, and what a backend supports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from nc.errors import ConfigError
+from nc.formats.dtypes import DType, dtype
+from nc.formats.fake_spec import FakeSpec
+from nc.formats.granularities import PER_TENSOR, Granularity, granularity
+
+#: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, as a simulation of any
+#: formats, or not at all.
+Mode = Literal["static", "dynamic", "weight_only", "fake_quant", "float"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """How one tensor is quantized.
+
+    Attributes:
+        dtype: of the codes; a name is looked up.
+        symmetric: the zero point is fixed (0 for int8, the middle of the range for uint8).
+        granularity: which elements share a scale; a text is looked up. Activations: per tensor, or per token where `dynamic`.
+        algo: how its range is found, see `nc.observers`.
+        percentile: how much of the data the range covers, in percent, where `algo` is or tries "percentile".
+        narrow: leave out the lowest code, so that the range is symmetric around 0 (weights: [-127, 127]).
+        reduce_range: use the 7 bits around the middle of the codes; see `Capabilities.narrow_sums`.
+        paired: codes of neighbouring input channels of a weight are small enough for their products to be added in 16 bits; see
+            `nc.numerics.int16_pairs`.
+        dynamic: its range is found anew in each call.
+    """
+
+    dtype: DType
+    symmetric: bool
+    granularity: Granularity = PER_TENSOR
+    algo: str = "minmax"
+    percentile: float | None = None
+    narrow: bool = False
+    reduce_range: bool = False
+    paired: bool = False
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        """Look up what was given by name; raises ConfigError for names that do not exist, and for floats with a zero point."""
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", dtype(self.dtype))
+        if isinstance(self.granularity, str):
+            object.__setattr__(self, "granularity", granularity(self.granularity))
+        if self.dtype.kind == "float" and (not self.symmetric or self.narrow or self.reduce_range or self.paired):
+            msg = f"{self.dtype} is a floating-point format: it is symmetric and uses all codes, so {self} is not possible."
+            raise ConfigError(msg)
+
+    @property
+    def quant_min(self) -> int:
+        """Lowest code in use."""
+        return self._range()[0] + self.narrow
+
+    @property
+    def quant_max(self) -> int:
+        """Highest code in use."""
+        return self._range()[1]
+
+    def _range(self) -> tuple[int, int]:
+        low, high = self.dtype.quant_min, self.dtype.quant_max
+        quarter = (high - low + 1) // 4
+        return (low + quarter, high - quarter) if self.reduce_range else (low, high)
+
+    def __str__(self) -> str:
+        """Short form for tables, e.g. "uint8 affine"."""
+        parts = [str(self.dtype), "sym" if self.symmetric else "affine"]
+        if self.granularity != PER_TENSOR:
+            parts.append(str(self.granularity))
+        if self.reduce_range:
+            parts.append("7-bit")
+        if self.paired:
+            parts.append("paired")
+        if self.dynamic:
+            parts.append("dynamic")
+        if self.algo != "minmax":
+            parts.append(f"{self.algo} {self.percentile:g}" if self.algo == "percentile" else self.algo)
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; dtype and granularity as their text."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "dtype": str(self.dtype), "granularity": str(self.granularity)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TensorSpec:
+        """Return the inverse of `to_dict`."""
+        return cls(**{**data, "dtype": dtype(data["dtype"]), "granularity": granularity(data["granularity"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmoothSpec:
+    """How SmoothQuant treats one linear; see `SmoothQuantConfig` for the fields.
+
+    Attributes:
+        alpha: a number, or None for the search ("auto").
+    """
+
+    alpha: float | None
+    folding: bool = False
+    scale_sharing: bool = False
+    shared_criterion: str = "max"
+    init_alpha: float = 0.5
+    alpha_min: float = 0.0
+    alpha_max: float = 1.0
+    alpha_step: float = 0.1
+    do_blockwise: bool = False
+
+    def __str__(self) -> str:
+        """Short form for tables."""
+        return f"smooth {'auto' if self.alpha is None else f'{self.alpha:g}'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSpec:
+    """What one operator asks for; `None` means that role stays fp32.
+
+    Attributes:
+        activation: its inputs.
+        weight: its constant weight.
+        right: the second input of a matmul, where it uses another range than the first.
+        smooth: how outliers of its input move into its weight first.
+        bf16: not quantized, but computed in bf16: inputs, weight, bias and result are rounded to it, sums are not.
+        fake: what is simulated, of an operator whose other roles are None.
+    """
+
+    activation: TensorSpec | None = None
+    weight: TensorSpec | None = None
+    right: TensorSpec | None = None
+    smooth: SmoothSpec | None = None
+    bf16: bool = False
+    fake: FakeSpec | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How it is quantized."""
+        if self.fake is not None:
+            return "fake_quant"
+        if self.activation is not None:
+            return "dynamic" if self.activation.dynamic else "static"
+        return "float" if self.weight is None else "weight_only"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is quantized at all."""
+        return self.mode != "float"
+
+    @property
+    def activations(self) -> str:
+        """Short form of the inputs, for tables; of a simulated operator also of its output."""
+        if self.fake is not None:
+            return " → ".join(str(spec or "fp32") for spec in (self.fake.input, self.fake.output)[: 1 + (self.fake.output is not None)])
+        if self.right is not None:
+            return f"{self.activation}, {self.right}"
+        if self.smooth is not None:
+            return f"{self.activation} {self.smooth}"
+        return str(self.activation or ("bf16" if self.bf16 else "fp32"))
+
+    @property
+    def weights(self) -> str:
+        """Short form of the weight, for tables; of a simulated operator also of its bias."""
+        if self.fake is None:
+            return str(self.weight or "-")
+        bias = "" if self.fake.bias is None else f", bias {self.fake.bias}"
+        return f"{self.fake.weight or '-'}{bias}"
+
+    @property
+    def precision(self) -> str:
+        """What was asked: "int8", "bf16", "fp32", "int4 per_group 32, weight only", or the formats of all roles of a simulated operator."""
+        if self.fake is not None:
+            return f"simulated: {self.fake}"
+        if self.mode == "weight_only" and self.weight is not None:
+            return f"{self.weight.dtype} {self.weight.granularity}, weight only"
+        return "int8" if self.quantized else "bf16" if self.bf16 else "fp32"
+
+    def input(self, index: int) -> TensorSpec:
+        """How the activation at one argument position is quantized, of an operator whose activations are."""
+        spec = self.right if index == 1 and self.right is not None else self.activation
+        assert spec is not None, "no activation of this operator is quantized"
+        return spec
+
+    def narrow(self) -> OpSpec:
+        """Return the same for a kernel that adds pairs of products in 16 bits without saturation; see `Capabilities.narrow_sums`."""
+        if self.weight is not None:
+            return replace(self, weight=replace(self.weight, paired=True))
+        return replace(self, right=replace(self.input(1), reduce_range=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        parts = {role: spec.to_dict() if spec else None for role, spec in self._tensors().items()}
+        smooth = {f.name: getattr(self.smooth, f.name) for f in fields(self.smooth)} if self.smooth else None
+        fake = {} if self.fake is None else {"fake": self.fake.to_dict()}
+        return {**parts, "smooth": smooth, "bf16": self.bf16, **fake}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> OpSpec:
+        """Return the inverse of `to_dict`."""
+        tensors = {role: TensorSpec.from_dict(v) for role, v in data.items() if role in ("activation", "weight", "right") and v is not None}
+        smooth = data["smooth"]
+        fake = FakeSpec.from_dict(data["fake"]) if data.get("fake") is not None else None
+        return cls(**tensors, smooth=None if smooth is None else SmoothSpec(**smooth), bf16=data["bf16"] is True, fake=fake)
+
+    def _tensors(self) -> dict[str, TensorSpec | None]:
+        return {"activation": self.activation, "weight": self.weight, "right": self.right}
+
+
+FLOAT = OpSpec()
+BF16 = OpSpec(bf16=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QParams:
+    """Scale and zero point of one tensor.
+
+    Attributes:
+        scale: fp32 tensor: one number per block of `spec.granularity`, [] per tensor.
+        zero_point: integer tensor of the same shape.
+        spec: the dtype and range that the codes use.
+    """
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSupport:
+    """What a backend can do with one kind of operator: a row of its capability table.
+
+    Attributes:
+        kind: catalogue name, e.g. "linear".
+        activations: dtypes that its integer kernel reads with ranges from calibration (empty: it has none).
+        dynamic: granularities of activations whose ranges it finds itself, in each call (empty: it can't).
+        projections: granularities with which it takes projections too (`proj_size` of an LSTM).
+        weights: dtypes that it takes as weight (empty: the operator has none).
+        fake: formats that it simulates at any role (empty: none).
+        symmetric: as static operator it takes symmetric activations only.
+        affine_only: as dynamic operator it takes affine activations only.
+        grouped_weights: granularities of weights without an axis of output channels (transposed convolutions in groups), the preferred
+            one first.
+        note: limits in words, for readers of the table.
+
+    Raises:
+        ConfigError: a dtype or granularity that does not exist; names the nearest dtypes.
+    """
+
+    kind: str
+    activations: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
+    fake: tuple[str, ...] = ()
+    symmetric: bool = False
+    affine_only: bool = False
+    grouped_weights: tuple[str, ...] = ("per_tensor",)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Check all names."""
+        try:
+            for name in (*self.activations, *self.weights, *self.fake):
+                dtype(name)
+            for text in (*self.dynamic, *self.projections, *self.grouped_weights):
+                granularity(text)
+        except ConfigError as error:
+            msg = f"Row for {self.kind!r} of a capability table: {error}"
+            raise ConfigError(msg) from error
+
+    def supports(self, mode: Mode) -> bool:
+        """Whether there is a kernel for one way to quantize."""
+        kernels = {"static": self.activations, "dynamic": self.dynamic, "fake_quant": self.fake}
+        return bool(kernels.get(mode))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicCost:
+    """What a linear costs in fp32, and what it saves and costs as dynamic int8, as it was measured on one kind of CPU.
+
+    Attributes:
+        macs: fp32 multiply-adds per microsecond.
+        weight_bytes: bytes of fp32 weights read per microsecond.
+        saved: share of both that int8 takes away.
+        call: granularity → microseconds that finding and applying the ranges costs in each call.
+        element: granularity → microseconds that it costs for each element of input and output.
+    """
+
+    macs: float
+    weight_bytes: float
+    saved: float
+    call: Mapping[str, float]
+    element: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a backend can run here, as data.
+
+    Attributes:
+        backend: its name.
+        ops: one row per operator kind with an integer kernel.
+        narrow_sums: (kind, activation dtype, or "dynamic") of operators whose kernels add pairs of products in 16 bits, with saturation,
+            on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input
+            takes 7 bits.
+        isa: CPU features that the resulting numbers rely on.
+        why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
+        bf16_isa: CPU features that bf16 relies on.
+        fused_add: kinds of operators whose kernels also do an addition behind them.
+        dynamic_cost: what `skip_slow` goes by; None: it leaves nothing out.
+        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right. docs/parity.md.
+    """
+
+    backend: str
+    ops: tuple[OpSupport, ...]
+    narrow_sums: frozenset[tuple[str, str]] = frozenset()
+    isa: tuple[str, ...] = ()
+    fused_add: frozenset[str] = field(default_factory=frozenset)
+    why_no_bf16: str = "it has no bf16 kernels"
+    bf16_isa: tuple[str, ...] = ()
+    dynamic_cost: DynamicCost | None = None
+    tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check all names; raises ConfigError for dtypes that do not exist."""
+        for _, name in self.narrow_sums:
+            if name != "dynamic":
+                dtype(name)
+
+    def row(self, kind: str) -> OpSupport | None:
+        """Return the row of one kind, or None when the backend has no integer kernel for it."""
+        return next((row for row in self.ops if row.kind == kind), None)
+
+    def sums_narrow(self, kind: str, spec: OpSpec) -> bool:
+        """Whether the kernel that runs an operator is one of `narrow_sums`."""
+        if spec.activation is None:
+            return False
+        return (kind, "dynamic" if spec.mode == "dynamic" else spec.activation.dtype.name) in self.narrow_sums

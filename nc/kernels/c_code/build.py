@@ -1,0 +1,265 @@
+"""Compile and load a C source of this package: shipped in the wheel, kept from an earlier process, or compiled now."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import dataclasses
+import functools
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nc.errors import BackendUnavailableError
+from nc.kernels.c_code import flags, isas, openmp
+from nc.process import cache
+
+_HERE = Path(__file__).parent
+_TIMEOUT_S = 300
+#: Files of a source that the cache keeps: several checkouts and compilers share it.
+_MOST_KEPT = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A library of this package.
+
+    Attributes:
+        library: itself.
+        where: where it comes from, in words.
+        compiler: which has compiled it.
+        isas: instruction sets that it has code for.
+        passed_over: why what comes before was not taken, one text each.
+    """
+
+    library: ctypes.CDLL
+    where: str
+    compiler: str
+    isas: tuple[str, ...]
+    passed_over: tuple[str, ...]
+
+    def __str__(self) -> str:
+        code = ", ".join(self.isas) or "any x86-64 CPU alone"
+        return f"{self.where}, by {self.compiler}, code for {code}" + (f"; not {'; '.join(self.passed_over)}" if self.passed_over else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Missing:
+    """There is no library."""
+
+    reason: str
+
+
+def load(name: str) -> ctypes.CDLL:
+    """Return the library of the source `name`.c.
+
+    Raises:
+        BackendUnavailableError: it is not shipped, and can't be compiled or loaded here; says why and what to do.
+    """
+    return loaded(name).library
+
+
+def loaded(name: str) -> Loaded:
+    """Return the library of the source `name`.c, and where it comes from. It is looked for once in a process, also where there is none.
+
+    Raises:
+        BackendUnavailableError: see `load`.
+    """
+    source = _HERE / f"{name}.c"
+    try:
+        identity = flags.source_hash(source)
+    except OSError as error:
+        msg = f"the source {name}.c can't be read: {error}"
+        raise BackendUnavailableError(msg) from error
+    found = _found(source, identity, _compiler(), cache.folder())
+    if isinstance(found, _Missing):
+        raise BackendUnavailableError(found.reason)
+    return found
+
+
+def sources() -> tuple[str, ...]:
+    """Names of all sources."""
+    return tuple(sorted(path.stem for path in _HERE.glob("*.c")))
+
+
+def load_on_threads(name: str) -> ctypes.CDLL | str:
+    """Return the library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
+    try:
+        library = load(name)
+        openmp.connect(library)
+    except (BackendUnavailableError, OSError) as error:
+        return str(error)
+    return library
+
+
+@functools.cache
+def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded | _Missing:
+    """Return the first library that can be loaded: the shipped one, that of an earlier process, a new one."""
+    kept = folder / f"{source.stem}-{identity}-{_identity_of(compiler)}.so"
+    passed_over: list[str] = []
+    ways: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (
+        lambda: _shipped(source, identity),
+        lambda: _kept(kept, identity, passed_over),
+        lambda: _compiled(source, kept, identity, compiler, passed_over),
+    )
+    for way in ways:
+        found = _attempt(way, passed_over)
+        if found is not None:
+            library, where = found
+            library.nc_compiler.restype = ctypes.c_char_p
+            return Loaded(library, where, library.nc_compiler().decode(), isas.compiled(library), tuple(passed_over))
+    return _Missing("; ".join(reversed(passed_over)))  # the last one is what the user can do something about
+
+
+def _attempt(way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str]) -> tuple[ctypes.CDLL, str] | None:
+    """Return what a way gives; None where it gives nothing, for a reason that is noted unless there is nothing to load."""
+    try:
+        return way()
+    except FileNotFoundError:
+        return None
+    except (OSError, BackendUnavailableError) as error:
+        passed_over.append(str(error))
+        return None
+
+
+def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
+    """Return the library beside its source."""
+    path = source.with_suffix(".so")
+    try:
+        _check_whole(path.read_bytes())
+        return _opened(str(path), identity), f"shipped as {path}"
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # another C library than that of the machine that built the wheel
+        msg = f"{path.name} of the package: {error}"
+        raise OSError(msg) from error
+
+
+def _kept(path: Path, identity: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
+    """Return the library of an earlier process; its descriptor is loaded, not its name, which another file may get meanwhile."""
+    try:
+        with cache.opened(path) as handle:
+            os.utime(handle)  # the cache drops what was not used for long
+            content = cache.content(handle)
+            _check_whole(content)
+            lasting = os.dup(handle)  # the loader tells libraries apart by their names: this one must not be given away
+        try:
+            return _opened(f"/proc/self/fd/{lasting}", identity), f"kept as {path}"
+        except OSError as error:
+            os.close(lasting)
+            passed_over.append(f"{path}: {error}")
+        return _elsewhere(path.name, content, identity, passed_over, f"kept as {path}")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        msg = f"{path}: {error}"
+        raise OSError(msg) from error
+
+
+def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
+    """Return a new library, kept for the next process if that is possible."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="nc-") as directory:
+            target = Path(directory) / kept.name
+            compile_source(source, target, compiler)
+            content = target.read_bytes()
+    except OSError as error:
+        msg = f"{source.name} can't be compiled: {error}"
+        raise BackendUnavailableError(msg) from error
+    if cache.write(kept, content):
+        cache.prune(f"{source.stem}-*.so", _MOST_KEPT)
+        try:
+            return _kept(kept, identity, passed_over)
+        except OSError as error:
+            passed_over.append(str(error))
+    else:
+        passed_over.append(f"{kept}: it can't be written")
+    return _elsewhere(kept.name, content, identity, passed_over, "compiled in this process")
+
+
+def _elsewhere(name: str, content: bytes, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
+    """Return a library loaded from a private folder of temporary files, or from memory: the cache may lie where nothing can be run."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="nc-") as directory:
+            path = Path(directory) / name
+            path.write_bytes(content)
+            return _opened(str(path), identity), f"{made}, loaded from {tempfile.gettempdir()}"  # it outlives its file
+    except OSError as error:
+        passed_over.append(f"the folder of temporary files: {error}")
+    handle = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(handle), "wb") as file:
+            file.write(content)  # all of it: a process that loads a part may be killed
+        return _opened(f"/proc/self/fd/{handle}", identity), f"{made}, loaded from memory"
+    except OSError as error:
+        os.close(handle)
+        msg = f"memory: {error}"
+        raise OSError(msg) from error
+
+
+def _opened(path: str, identity: str) -> ctypes.CDLL:
+    """Return a library of these sources.
+
+    Raises:
+        OSError: it can't be loaded, or is of other sources.
+    """
+    library = ctypes.CDLL(path)
+    of = getattr(library, "nc_source_hash", None)
+    if of is not None:
+        of.restype = ctypes.c_char_p
+    if of is None or of() != identity.encode():
+        _ctypes.dlclose(library._handle)  # else the loader gives it again for its name
+        msg = "it was made of other sources"
+        raise OSError(msg)
+    return library
+
+
+def _check_whole(content: bytes) -> None:
+    """Raise OSError for a file without its end, where linkers put the table of sections: a process that loads it may be killed."""
+    if content[:5] != b"\x7fELF\x02" or len(content) < 64:
+        msg = "it is no library for 64 bits"
+        raise OSError(msg)
+    (start,), (size, count) = struct.unpack_from("<Q", content, 40), struct.unpack_from("<HH", content, 58)
+    if start + size * count > len(content):
+        msg = "its end is missing"
+        raise OSError(msg)
+
+
+def compile_source(source: Path, target: Path, compiler: str) -> None:
+    """Compile one C file to a shared library.
+
+    Raises:
+        BackendUnavailableError: there is no compiler, or it fails.
+    """
+    if not compiler:
+        msg = "there is no C compiler: install gcc or clang, or set the environment variable CC"
+        raise BackendUnavailableError(msg)
+    try:
+        command = flags.command(compiler, source, target)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        msg = f"the C compiler {compiler!r} can't be run: {error}"
+        raise BackendUnavailableError(msg) from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        msg = f"the C compiler {compiler!r} fails on {source.name}: {(lines or ['it says nothing'])[0]}"
+        raise BackendUnavailableError(msg)
+
+
+def _identity_of(compiler: str) -> str:
+    """Return a compiler's command, with what changes when another version of it is installed: newer ones know more instruction sets."""
+    program = shutil.which(compiler.split()[0]) if compiler else None
+    try:
+        status = Path(program).stat() if program else None
+    except OSError:
+        status = None
+    text = f"{compiler} {program} {(status.st_size, int(status.st_mtime)) if status else ()}"
+    return flags.short_hash(text.encode())
+
+
+def _compiler() -> str:
+    return flags.compiler()

@@ -1,0 +1,21 @@
+/* What each library says of itself. flags.py includes this file in front of every source, and defines NC_SOURCE_HASH. */
+
+#include <stdint.h>
+
+/* Of the source, the headers, and the flags. */
+const char *nc_source_hash(void) { return NC_SOURCE_HASH; }
+
+const char *nc_compiler(void)
+{
+#ifdef __clang__
+    return "clang " __clang_version__;
+#else
+    return "gcc " __VERSION__;
+#endif
+}
+
+/* Numbers of the instruction sets; nc.kernels.c_code.isas has the features of the CPU that each needs. */
+enum { ISA_AVX2, ISA_AVX_VNNI, ISA_AVX512, ISA_AVX512_VNNI, ISA_AVX512_BF16, ISA_AMX };
+
+/* Those that this library has code for: bit i for number i. It needs no CPU that has them: it asks, or its callers do. */
+int64_t nc_isas(void);

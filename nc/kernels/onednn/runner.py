@@ -1,0 +1,212 @@
+"""Run lists of prepared calls: by a few lines of C where there is a compiler, else call by call through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from nc.errors import BackendError, BackendUnavailableError
+from nc.kernels.c_code import failures
+from nc.kernels.c_code.build import load
+from nc.kernels.onednn.api import Handle, Library
+from nc.kernels.onednn.execute import arguments
+
+#: Addresses of the tensors that are known at each call only → 0, or which call failed.
+Run = Callable[[Sequence[int]], int]
+_EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Function:
+    """A function in C that takes what `dnnl_primitive_execute` takes: numbers in the place of the primitive, and addresses of tensors.
+
+    Attributes:
+        name: in profiles.
+        address: of the function.
+        set: address of a function that writes an address into the list of them.
+        failure: what values that a caller gave are wrong when it fails; "" where it does not fail for that reason.
+    """
+
+    name: str
+    address: int
+    set: int
+    failure: str = ""
+
+
+class CallList:
+    """Calls, in order, and the memory whose address is set before each run."""
+
+    def __init__(self) -> None:
+        #: Address of the function (None: of oneDNN's), of what it executes, and of its arguments; their number.
+        self.calls: list[tuple[int | None, int, int, int]] = []
+        #: Address of the function that sets (None: oneDNN's), of what is set; number of the tensor, and the offset in it.
+        self.places: list[tuple[int | None, int, int, int]] = []
+        self.bases: list[int] = []
+        self._keep: list[object] = []
+
+    def add(self, primitive: Handle, memories: Mapping[int, Handle]) -> None:
+        """Append a call of a primitive."""
+        given = arguments(memories)
+        self._keep.append((primitive, memories, given))
+        self.calls.append((None, primitive.pointer, ctypes.addressof(given), len(given)))
+
+    def place(self, memory: Handle, base: int, offset: int) -> None:
+        """Let a memory object lie `offset` bytes behind the begin of the tensor with number `base`."""
+        self.places.append((None, memory.pointer, self._base(base), offset))
+
+    def add_function(self, function: Function, numbers: Sequence[int], tensors: Sequence[tuple[int | None, int]]) -> None:
+        """Append a call of a function.
+
+        Args:
+            function: what is called.
+            numbers: its first argument.
+            tensors: for each tensor None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
+        """
+        how = _numbers(numbers)
+        addresses = (ctypes.c_void_p * len(tensors))(*(at if base is None else None for base, at in tensors))
+        self._keep.append((how, addresses))
+        self.calls.append((function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors)))
+        for index, (base, offset) in enumerate(tensors):
+            if base is not None:
+                where = ctypes.addressof(addresses) + index * ctypes.sizeof(ctypes.c_void_p)
+                self.places.append((function.set, where, self._base(base), offset))
+
+    def _base(self, number: int) -> int:
+        if number not in self.bases:
+            self.bases.append(number)
+        return self.bases.index(number)
+
+
+class Runner(Protocol):
+    """What runs lists."""
+
+    @property
+    def name(self) -> str:
+        """How the report calls it."""
+
+    def bind(self, calls: CallList, stream: Handle) -> Run:
+        """Return what runs a list on a stream; it may be called by one thread at a time."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("execute", ctypes.c_void_p),
+        ("what", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("count", ctypes.c_long),
+    ]
+
+
+class _Place(ctypes.Structure):
+    _fields_ = [("set", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("base", ctypes.c_long), ("offset", ctypes.c_long)]  # noqa: RUF012
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledRunner:
+    """One call from Python for the whole list; Python's lock is free while it runs."""
+
+    library: Library
+    function: Callable[..., int]
+    name: str = "C"
+
+    def bind(self, calls: CallList, stream: Handle) -> Run:
+        """See `Runner.bind`."""
+        execute, place = (self.library.addresses[f"dnnl_{name}"] for name in ("primitive_execute", "memory_set_data_handle"))
+        table = (_Call * len(calls.calls))(*(_Call(function or execute, *rest) for function, *rest in calls.calls))
+        places = (_Place * len(calls.places))(*(_Place(function or place, *rest) for function, *rest in calls.places))
+        bases = (ctypes.c_void_p * len(calls.bases))()
+        fixed = stream.pointer, ctypes.byref(places), len(places), bases, ctypes.byref(table), len(table)
+        function, keep = self.function, (calls, stream)
+
+        def run(given: Sequence[int]) -> int:
+            bases[:] = list(given)
+            return function(*fixed) if keep else 0
+
+        return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PythonRunner:
+    """Call by call. `name` says why, where it does not run by choice."""
+
+    library: Library
+    name: str = "ctypes"
+
+    def bind(self, calls: CallList, stream: Handle) -> Run:
+        """See `Runner.bind`."""
+        execute, place = (_typed(self.library, *pair) for pair in (("primitive_execute", _EXECUTE), ("memory_set_data_handle", _SET)))
+        prepared = [(_EXECUTE(f) if f else execute, what, stream.pointer, count, given) for f, what, given, count in calls.calls]
+        places = [(_SET(f) if f else place, memory, base, offset) for f, memory, base, offset in calls.places]
+
+        def run(given: Sequence[int]) -> int:
+            for index, (put, memory, base, offset) in enumerate(places):
+                if put(memory, given[base] + offset):
+                    return -1 - index
+            for index, (call, *given_to) in enumerate(prepared):
+                if status := call(*given_to):
+                    return failure(index, status)
+            return 0 if calls else 1  # which also keeps all that the addresses point to
+
+        return run
+
+
+def _typed(library: Library, name: str, kind: Callable[[int], Callable[..., int]]) -> Callable[..., int]:
+    return kind(library.addresses[f"dnnl_{name}"])
+
+
+def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Numbers as functions in C take them: behind their count."""
+    return (ctypes.c_int64 * (1 + len(numbers)))(len(numbers), *numbers)
+
+
+def failure(index: int, status: int) -> int:
+    """Return what a run returns where the call with this index returned a status: see runner.c."""
+    return status << 32 | 1 + index
+
+
+def failed_call(failed: int) -> tuple[int, int]:
+    """Index and status of the call that failed, out of what a run returned."""
+    return (failed & 0xFFFFFFFF) - 1, failed >> 32
+
+
+def function_error(function: Function, status: int, operator: str = "") -> Exception:
+    """Return what to raise where a function in C returned a status.
+
+    Args:
+        function: which.
+        status: not 0.
+        operator: of the model, that it computes.
+    """
+    where = f"{operator}: " if operator else ""
+    if status == failures.INDEX and function.failure:
+        return IndexError(where + function.failure)
+    return BackendError(f"{where}nc's C function {function.name!r} failed: {failures.words(status)}")
+
+
+def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Call a function once; addresses are read from the tensors.
+
+    Raises:
+        BackendError: the call failed.
+        IndexError: it failed for what its `failure` says.
+    """
+    how, addresses = _numbers(numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    status = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
+    if status:
+        raise function_error(function, status)
+
+
+def runner(library: Library) -> tuple[Runner, str]:
+    """Return the fastest runner that there is here, and why it is not the compiled one ("" when it is)."""
+    try:
+        function = load("runner").nc_run
+    except BackendUnavailableError as error:
+        return PythonRunner(library, f"ctypes ({error})"), str(error)
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    function.restype, function.argtypes = number, (pointer, pointer, number, pointer, pointer, number)
+    return CompiledRunner(library, function), ""

@@ -1,0 +1,1 @@
+"""A captured model under calibration."""

@@ -1,0 +1,259 @@
+"""The prepared model: the user's signature, fp32 results, and observers on tensors that will be quantized."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import fx
+
+from nc.algorithms.base import Algorithm, Context, Stage
+from nc.algorithms.pipeline import all_needs, run
+from nc.backends.profiling.own_model import OwnModel
+from nc.calibration.costly import HOPELESS_DB, costly_operators
+from nc.calibration.diagnostics import examine
+from nc.calibration.distributed import gather
+from nc.calibration.fake_ranges import find_fake_ranges, key_of, watches_for_sites
+from nc.calibration.local_error import LEAST_DB, local_errors
+from nc.calibration.observe import observed_module, observer_key, watches_for
+from nc.calibration.qparams import find_qparams
+from nc.calibration.statistics import Collected, Samples, Statistics
+from nc.calibration.tensor_file import checksum
+from nc.capture.capture import Graph
+from nc.config import AnyConfig
+from nc.errors import CalibrationError, InputError, NCError, StateError
+from nc.formats import BF16, FLOAT, Capabilities
+from nc.formats.reasons import Cause
+from nc.graph.catalogue import PRODUCTS
+from nc.graph.dataflow import pools_on_codes
+from nc.graph.fake_quant import insert_fake_quant, static_sites
+from nc.graph.fixed_module import FixedModule
+from nc.graph.fx_utils import call_graph
+from nc.graph.placement import Edge, place
+from nc.graph.plan import Plan
+from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
+from nc.graph.signature import call_error
+from nc.numerics.metrics import worst_sqnr_db
+from nc.planning.rules import fit
+
+
+class PreparedModel(FixedModule):
+    """The result of `prepare`. Call it with calibration data of any batch size; it returns what the fp32 model returns.
+
+    Attributes:
+        graph: the captured model.
+        plan: the decisions; `print(prepared.plan)` shows them.
+        backend: name of the backend that `convert` will use by default.
+        asked: the `backend` argument of `prepare`, perhaps "auto".
+        failed: engines that "auto" passed over, because they lack what the configuration asks for, and why.
+        quant_config: the configuration.
+        own: the user's module, while it exists, and its example arguments, for the verdict on speed.
+    """
+
+    what = "A prepared model"
+    saved_by = "save what it has seen with prepared.statistics.save()"
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        capabilities: Capabilities,
+        backend: str,
+        quant_config: AnyConfig,
+        algorithms: Sequence[Algorithm] = (),
+        *,
+        asked: str = "",
+        failed: Mapping[str, str] | None = None,
+        own: OwnModel | None = None,
+    ) -> None:
+        super().__init__()
+        self._algorithms = tuple(algorithms)
+        self._applied = run(self._algorithms, Stage.FLOAT, Context(graph.module, plan), graph.example)
+        _check_weights(graph, plan)
+        self.graph = graph
+        self.plan = plan
+        self.capabilities = capabilities
+        self.backend = backend
+        self.asked = asked or backend
+        self.failed = dict(failed or {})
+        self.own = own
+        self.quant_config = quant_config
+        self._pools = {node.name for node in pools_on_codes(graph.module, plan.static)}
+        needs = all_needs(self._algorithms, graph.module, plan)
+        watches = [*watches_for(self._edges(graph.module, plan)), *watches_for_sites(static_sites(graph.module, plan))]
+        self._observed, self.observers = observed_module(graph.module, [*watches, *needs.statistics])
+        self._calls = 0
+        self._samples = Samples(needs.samples.rows, needs.samples.size) if needs.samples is not None else Samples(0, 0)
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the fp32 model's outputs, in its own structure.
+
+        Raises:
+            InputError: the inputs do not fit what was captured.
+            CalibrationError: NaN or Inf reached an operator that is to be quantized.
+        """
+        signature = self.graph.signature
+        inputs = signature.bind(args, kwargs)
+        self._calls += 1
+        before = {key: (o.state, o.seen) for key, o in self.observers.items()}
+        samples = len(self._samples.batches)
+        try:
+            with torch.no_grad():
+                outputs = call_graph(self._observed, inputs)
+            self._samples.keep(inputs)  # before the model's own writes change them
+            result = signature.result(outputs, args, kwargs)
+        except BaseException as error:
+            for key, (state, seen) in before.items():  # a batch counts whole or not at all
+                self.observers[key].state, self.observers[key].seen = state, seen
+            del self._samples.batches[samples:]
+            if isinstance(error, CalibrationError):
+                msg = f"Calibration batch {self._calls}: {error}"
+                raise CalibrationError(msg) from None
+            if isinstance(error, NCError) or not isinstance(error, Exception):
+                raise
+            raise call_error(error, "The captured model", inputs, self.graph.example) from error
+        return result
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was collected so far, to save, load or merge."""
+        return Statistics(self.graph.module, self.observers, self._samples)
+
+    def _users_model(self) -> torch.nn.Module | None:
+        own = vars(self).get("own")
+        return None if own is None else own.model
+
+    def __copy__(self) -> PreparedModel:
+        """Return a model that shares everything."""
+        copied = self.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModel:
+        """Return a model that shares nothing."""
+        memo[id(self)] = copied = self.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse what pickle and `torch.save` call: of a graph they keep the code only.
+
+        Raises:
+            StateError: always.
+        """
+        msg = (
+            "A prepared model can't be pickled, nor saved with torch.save(): save what it has seen, with prepared.statistics.save(), and "
+            "load that in a model that is prepared alike."
+        )
+        raise StateError(msg)
+
+    def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
+        """Return the QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
+
+        Args:
+            capabilities: of the backend that it is for; None: the one that was planned for.
+
+        Raises:
+            StateError: nothing was calibrated yet, or another rank has another model.
+            UnsupportedError: that backend has no kernel for a dtype that was asked for.
+        """
+        capabilities = capabilities or self.capabilities
+        found = gather(self.statistics, lambda: self._identity(capabilities))
+        if self.observers and not any(seen.batches for seen in found.seen.values()):
+            msg = "Nothing was calibrated: call the prepared model with calibration batches (e.g. 100 samples) before convert()."
+            raise StateError(msg)
+        plan, inaccurate = self._accurate(self._executed(fit(self.plan, capabilities), found))
+        example, applied = self.graph.example, list(self._applied)
+        context = Context(self.graph.module, plan, found)
+        applied += run(self._algorithms, Stage.STATISTICS, context, example)
+        assert context.found is not None
+        context.edges = self._edges(context.module, context.plan)
+        context.qparams = find_qparams(context.edges, context.found)
+        applied += run(self._algorithms, Stage.QPARAMS, context, example)
+        context.quantized = insert_qdq(context.module, list(context.edges), context.qparams, context.plan)
+        insert_fake_quant(context.quantized, context.plan, find_fake_ranges(static_sites(context.module, context.plan), context.found))
+        applied += run(self._algorithms, Stage.CODES, context, example)
+        with torch.no_grad():
+            outputs = context.quantized(*example)
+            sqnr_vs_fp32_db = worst_sqnr_db(self.graph.module(*example), outputs)
+            is_hopeless = sqnr_vs_fp32_db < HOPELESS_DB
+            costly = costly_operators(context.module, context.quantized, context.plan, example) if is_hopeless else ()
+        return QDQGraph(
+            module=context.quantized,
+            signature=self.graph.signature,
+            plan=context.plan,
+            example=example,
+            notes={d.operator: d.reason for d in context.plan.decisions if d.stays_for(Cause.NEVER_RAN) or d.stays_for(Cause.INACCURATE)},
+            float_bytes=sum(b.numel() * b.element_size() for b in self.graph.module.buffers()),
+            sqnr_vs_fp32_db=sqnr_vs_fp32_db,
+            health=examine(context.plan, context.edges, context.qparams, context.found, (*costly, *context.findings, *inaccurate)),
+            applied=tuple(applied),
+            expected=expected_outputs(outputs, sum(b.numel() * b.element_size() for b in context.quantized.buffers())),
+        )
+
+    def _edges(self, module: fx.GraphModule, plan: Plan) -> list[Edge]:
+        """Return what gets codes in the captured graph, or in a smoothed one."""
+        return place(module, plan, self.capabilities, {node for node in module.graph.nodes if node.name in self._pools})
+
+    def _identity(self, capabilities: Capabilities) -> dict[str, bytes]:
+        """Return what ranks must have in common beside the model to get the same bytes from the same statistics."""
+        configuration = [self.plan.to_dict(), dataclasses.asdict(capabilities), [str(a) for a in self._applied]]
+        examples = {str(i): tensor for i, tensor in enumerate(self.graph.example)}
+        return {
+            "configuration, backend or CPU": json.dumps(configuration, default=sorted, sort_keys=True).encode(),
+            "example_inputs": checksum("", examples).encode(),
+        }
+
+    def _executed(self, plan: Plan, found: Collected) -> Plan:
+        """Return the plan without operators that never ran; taking one out can move edges, so until nothing changes."""
+        while True:
+            keys = [(e.operator, observer_key(e)) for e in self._edges(self.graph.module, plan)]
+            keys += [(s.operator, key_of(s)) for s in static_sites(self.graph.module, plan)]
+            missing = {operator for operator, key in keys if key not in found.seen or not found.seen[key].batches}
+            if not missing:
+                return plan
+            decisions = tuple(
+                dataclasses.replace(d, spec=FLOAT, why=Cause.NEVER_RAN()) if d.operator in missing else d for d in plan.decisions
+            )
+            plan = dataclasses.replace(plan, decisions=decisions)
+
+    def _accurate(self, plan: Plan) -> tuple[Plan, list[Finding]]:
+        """Return the plan without dynamic operators whose own result is hardly more than noise, and findings on those that stay int8."""
+        dynamic = {d.operator for d in plan.quantized if d.spec.mode == "dynamic"}
+        if not dynamic:
+            return plan, []
+        alone = tuple(d if d.operator in dynamic else dataclasses.replace(d, spec=FLOAT) for d in plan.decisions)
+        quantized = insert_qdq(self.graph.module, [], {}, dataclasses.replace(plan, decisions=alone))
+        errors = local_errors(self.graph.module, quantized, dynamic, self.graph.example)
+        decisions, findings = [], []
+        for d in plan.decisions:
+            db = errors.get(d.operator, LEAST_DB)
+            if db >= LEAST_DB:
+                decisions.append(d)
+            elif d.keep_inaccurate:
+                decisions.append(d)
+                text = f"its int8 result has {db:.1f} dB against fp32 on the example inputs: keep_inaccurate=False leaves it in fp32"
+                findings.append(Finding("inaccurate", d.operator, min(10 ** (-db / 10), 1.0), text))
+            else:
+                spec = BF16 if d.fallback == "bf16" and d.kind in PRODUCTS else FLOAT
+                decisions.append(dataclasses.replace(d, spec=spec, why=Cause.INACCURATE(db=f"{db:.1f}")))
+        return dataclasses.replace(plan, decisions=tuple(decisions)), findings
+
+
+def _check_weights(graph: Graph, plan: Plan) -> None:
+    """Raise InputError for weights and biases of int8 operators that are not finite."""
+    names = {d.operator for d in plan.quantized}
+    for node in graph.module.graph.nodes:
+        for source in node.all_input_nodes if node.meta.get("operator") in names else ():
+            value = getattr(graph.module, source.target) if source.op == "get_attr" else None
+            if value is not None and value.is_floating_point() and not bool(value.isfinite().all()):
+                msg = (
+                    f"{source.meta.get('fqn', source.target)!r} of operator {node.meta['operator']!r} holds NaN or infinite values, which "
+                    "have no codes. Repair it, or leave the operator in fp32: config.exclude(...)."
+                )
+                raise InputError(msg)

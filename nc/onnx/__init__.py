@@ -1,5 +1,0 @@
-"""Export to ONNX: quantize and dequantize nodes (QDQ) around fp32 operators, int8 weights, checked by ONNX Runtime; extra `onnx`."""
-
-from nc.onnx.report import OnnxOperator as OnnxOperator
-from nc.onnx.report import OnnxReport as OnnxReport
-from nc.onnx.write import write as write

@@ -1,0 +1,1 @@
+"""Tables and wrapped lines for reports."""

@@ -1,0 +1,1 @@
+"""Files of models with low-bit weights."""

@@ -1,0 +1,270 @@
+"""A model whose weights lie in files: parts of it get values while they are needed, and finished parts go to files again.
+
+Parameters without values are on the meta device, with the shapes and dtypes of the files; tied ones are one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nc.algorithms.inputs.layers import is_low_bit
+from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError
+from nc.numerics.packed_weight import PARTS
+from nc.storage import folder
+from nc.storage.atomic import replaced
+from nc.storage.json_file import json_object
+from nc.storage.tensor_file import FLOATS, Source, Stored, stored_in
+from nc.weights.files import artefact
+from nc.weights.heap import give_back_small_pieces
+
+_JOB = "job.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor is held.
+
+    Attributes:
+        module: not kept alive by this: a float layer goes when a low-bit one takes its place.
+        table: "_parameters" or "_buffers".
+        key: the name there.
+        tensor: what is held there; for a part with values what is put there when they go.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    table: str
+    key: str
+    tensor: torch.Tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Hold another tensor; setattr would refuse the parts of packed weights."""
+        module = self.module()
+        if module is not None:
+            getattr(module, self.table)[self.key] = tensor
+
+
+class StreamedWeights:
+    """See `nc.weights.driver.Store`.
+
+    Attributes:
+        parts: names of the blocks, and of output heads: what gets values on its own.
+        files: where the values of parameters, and of packed weights that are finished, lie. What is not there is in memory.
+    """
+
+    def __init__(self, model: torch.nn.Module, files: Mapping[str, Source], parts: Sequence[str], directory: Path, job: Any) -> None:
+        self.parts, self.files = tuple(parts), dict[str, Source](files)
+        self._model, self._directory, self._job = model, directory, job
+        self._loaded: dict[str, list[_Slot]] = {}  # of parts with values: what goes back into the slots
+        self._values: Any = WeakIdKeyDictionary()  # empty tensor → its value, so that tied ones get one
+        path = directory / _JOB
+        if directory.exists() and (not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != job):
+            if not path.is_file():
+                msg = f"{directory} exists and is not a part of an earlier run; move it away."
+                raise ArtefactError(msg)
+            shutil.rmtree(directory)  # of another model, configuration or data
+
+    def load(self, name: str) -> bool:
+        """See `Store`."""
+        if name in self._loaded:
+            return False
+        slots = {full: slot for full, slot in self._slots(name).items() if slot.tensor.is_meta}
+        for full, slot in slots.items():
+            slot.put(self._value(full, slot.tensor))
+        self._loaded[name] = list(slots.values())
+        return True
+
+    def drop(self, name: str) -> None:
+        """See `Store`."""
+        for slot in self._loaded.pop(name, []):
+            slot.put(slot.tensor)
+        give_back_small_pieces()
+
+    def finished(self, name: str) -> bool:
+        """See `Store`."""
+        path = self._directory / name
+        if not path.is_dir():
+            return False
+        built = artefact.read(folder.read(path), self._model.get_submodule(name))
+        parent, _, child = name.rpartition(".")
+        setattr(self._model.get_submodule(parent), child, built)
+        self._in_files(name)
+        return True
+
+    def finish(self, name: str) -> None:
+        """See `Store`."""
+        path = self._directory / _JOB
+        if not path.exists():
+            with replaced(path) as staged:
+                staged.write_text(json.dumps(self._job), encoding="utf-8")
+        artefact.write(self._model.get_submodule(name), self._directory / name)
+        self._in_files(name)
+
+    def settle(self) -> None:
+        """See `Store`."""
+        empty = {name for name, parameter in self._model.named_parameters(remove_duplicate=False) if parameter.is_meta}
+        packed = {f"{name}.{part}" for name, module in self._model.named_modules() if is_low_bit(module) for part in PARTS}
+        self.files = {name: stored for name, stored in self.files.items() if name in empty or name in packed}
+        self._loaded.clear()
+
+    def remove(self) -> None:
+        """Take away what is kept: the result is complete."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _slots(self, name: str) -> dict[str, _Slot]:
+        """Parameters and parts of packed weights of a part by their full names; of "" what is in no part."""
+        inside = tuple(f"{part}." for part in self.parts) if not name else ()
+        found: dict[str, _Slot] = {}
+        for path, module in self._model.get_submodule(name).named_modules(prefix=name):
+            if inside and f"{path}.".startswith(inside):
+                continue
+            for table, key in _held(module):
+                found[f"{path}.{key}".lstrip(".")] = _Slot(weakref.ref(module), table, key, getattr(module, table)[key])
+        return found
+
+    def _value(self, name: str, empty: torch.Tensor) -> torch.Tensor:
+        known = self._values.get(empty)
+        value = None if known is None else known()
+        if value is None:
+            read = self.files[name].read()
+            value = torch.nn.Parameter(read, requires_grad=False) if isinstance(empty, torch.nn.Parameter) else read.view(empty.dtype)
+            self._values[empty] = weakref.ref(value)
+        found: torch.Tensor = value
+        return found
+
+    def _in_files(self, name: str) -> None:
+        """Let a part have its values from the folder of finished ones."""
+        self.files = {key: stored for key, stored in self.files.items() if not key.startswith(f"{name}.")}
+        self.files |= {f"{name}.{key}": stored for key, stored in artefact.stored_tensors(self._directory / name).items()}
+        empties: dict[int, torch.Tensor] = {}
+        slots = self._slots(name).values()
+        for slot in slots:
+            empties.setdefault(id(slot.tensor), _empty_like(slot.tensor, slot.tensor.dtype))
+        self._loaded[name] = [dataclasses.replace(slot, tensor=empties[id(slot.tensor)]) for slot in slots]
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Parameters of a module, and the parts of its packed weight: the table and the name."""
+    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - named_parameters leaves out ties
+    yield from (("_parameters", key) for key, value in parameters.items() if value is not None)
+    if is_low_bit(module):
+        yield from (("_buffers", key) for key in PARTS if buffers[key] is not None)
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def shards(source: Path) -> dict[Path, dict[str, Stored]]:
+    """Return the tensors of each safetensors file of a folder; as transformers does, those of model.safetensors, or that its index names.
+
+    Raises:
+        ArtefactMissingError: it has none, or lacks one that is in the index.
+        ArtefactCorruptError: a file cannot be read.
+    """
+    files, index = sorted(source.glob("*.safetensors")), source / "model.safetensors.index.json"
+    if source / "model.safetensors" in files:  # others are variants (fp16) or of other tools
+        files = [source / "model.safetensors"]
+    elif index.is_file():
+        named = _indexed(index)
+        lacking = named - {path.name for path in files}
+        if lacking:
+            msg = f"{source} has no {min(lacking)}, which {index.name} names."
+            raise ArtefactMissingError(msg)
+        files = [path for path in files if path.name in named]
+    if not files:
+        pickles = (
+            " It has pickles (*.bin), which nc does not read: load it in transformers and save it again."
+            if any(source.glob("*.bin"))
+            else ""
+        )
+        msg = f"{source} has no *.safetensors files.{pickles}"
+        raise ArtefactMissingError(msg)
+    return {path: stored_in(path) for path in files}
+
+
+def _indexed(path: Path) -> set[str]:
+    """Return the files that an index names."""
+    listed = json_object(path).get("weight_map")
+    if not isinstance(listed, dict):
+        msg = f"{str(path)!r} has no weight_map. Get it again."
+        raise ArtefactCorruptError(msg)
+    return {str(name) for name in listed.values()}
+
+
+def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Take the values of all parameters out of a model, which get the dtypes of the files. Buffers get their values.
+
+    Ties stay unless the files have other values for the names.
+
+    Args:
+        model: the model.
+        sources: see `nc.weights.files.sources.sources_of`.
+
+    Returns:
+        Where each parameter lies in the files. Of tied ones one name need be there.
+
+    Raises:
+        ArtefactCorruptError: a tensor is missing, has another shape, or holds no floating-point numbers where the model does.
+    """
+    together: dict[int, list[str]] = {}
+    optional = tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    held = model.state_dict(keep_vars=True)  # without buffers that the model computes
+    for name, tensor in held.items():
+        together.setdefault(id(tensor), []).append(name)
+    found: dict[str, Source] = {}
+    for names in (same for tied in together.values() for same in _same_values(tied, sources)):
+        tensor = held[names[0]]
+        value = next((sources[name] for name in names if name in sources), None)
+        if value is None and not tensor.is_meta and not isinstance(tensor, torch.nn.Parameter) and _is_optional(names[0], optional):
+            continue
+        if value is None:
+            msg = (
+                f"The files have no tensor {names[0]!r}. They may be of another model, or laid out otherwise than this version of "
+                "transformers has it in memory. A model that fits into memory needs no files: nc.quantize in Python."
+            )
+            raise ArtefactCorruptError(msg)
+        if tensor.shape != value.shape:
+            msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
+            raise ArtefactCorruptError(msg)
+        if tensor.is_floating_point() and value.dtype not in FLOATS:
+            msg = f"Tensor {names[0]!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
+            raise ArtefactCorruptError(msg)
+        table = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
+        held_now = _empty_like(tensor, value.dtype) if table == "_parameters" else value.read()
+        for name in names:
+            path, _, key = name.rpartition(".")
+            getattr(model.get_submodule(path), table)[key] = held_now
+            if table == "_parameters":
+                found[name] = value
+    return found
+
+
+def _is_optional(name: str, patterns: Sequence[str]) -> bool:
+    """Whether files may lack a buffer, which keeps its first value then: transformers says so, or evaluation does not read it."""
+    return name.rpartition(".")[2] == "num_batches_tracked" or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _same_values(names: Sequence[str], sources: Mapping[str, Source]) -> list[list[str]]:
+    """Return the names of a tied tensor, apart where the files have other values for them: transformers 5 does not tie these then."""
+    given = [name for name in names if name in sources]
+    groups = [[name for name in names if name not in given]]
+    firsts: list[torch.Tensor] = []
+    for name in given:
+        value = sources[name].read() if len(given) > 1 else torch.empty(0, dtype=torch.float32)
+        at = next((i for i, one in enumerate(firsts) if one.shape == value.shape and torch.equal(one, value.to(one.dtype))), len(firsts))
+        if at == len(firsts):
+            firsts.append(value)
+            groups += [[]] if at else []
+        groups[at].append(name)
+    return [[name for name in names if name in group] for group in groups]

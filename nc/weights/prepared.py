@@ -1,0 +1,148 @@
+"""The result of `prepare` for weight-only quantization: the user's float model, and the calibration samples that reach it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nc.algorithms.inputs.block_calls import Sample
+from nc.algorithms.inputs.copies import own_tensors, sharing
+from nc.algorithms.inputs.layers import is_low_bit, settle_layers
+from nc.api.weight_report import Record
+from nc.calibration.ranks import Ranks
+from nc.capture.state import changes_of, kept_in
+from nc.config import AnyConfig
+from nc.errors import StateError
+from nc.graph.fixed_module import FixedModule
+from nc.planning.layer_plan import WeightPlan
+from nc.process.modes import PlainPath, evaluating
+from nc.weights.accuracy import FirstCall, first_call, goes_on
+from nc.weights.driver import Driver, Progress
+from nc.weights.encoders import zeros_at_padding
+from nc.weights.saved_calls import RecordedCalls
+
+
+class PreparedWeights(FixedModule):
+    """Call it with calibration data; it returns what the float model returns. `convert` gives the quantized model.
+
+    Attributes:
+        model: the float model, unchanged.
+        plan: the decisions; `print(prepared.plan)` shows them.
+        quant_config: the configuration.
+        samples: the calls so far, if the configuration needs data.
+        first: the first call that changed nothing in the model, to compare outputs with; None where there was none.
+        asked: the backend that `prepare` was asked for.
+    """
+
+    what = "A prepared model"
+    saved_by = "save what it was called with by prepared.statistics.save()"
+    cast_by = "cast the float model, and call prepare() with it"
+
+    def __init__(
+        self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False, asked: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.plan = plan
+        self.quant_config = quant_config
+        self.inplace = inplace
+        self.asked = asked
+        self.samples: list[Sample] = []
+        self.first: FirstCall | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the float model's outputs. The inputs are kept for `convert`, if the configuration needs data."""
+        is_first = self.first is None and not goes_on(args, kwargs)
+        wanted = self.plan.needs_data or is_first
+        sample = _sample(args, kwargs) if wanted else None  # before the model can change its inputs in place
+        before = kept_in(self.model) if is_first else {}
+        with evaluating(self.model), torch.no_grad():
+            output = self.model(*args, **kwargs)
+        if sample is not None and self.plan.needs_data:
+            self.samples.append(sample)
+        if sample is not None and is_first and not changes_of(self.model, before, kept_in(self.model)):
+            self.first = first_call(sample, output)
+        return output
+
+    @property
+    def statistics(self) -> RecordedCalls:
+        """The calls so far, to save, load or merge."""
+        return RecordedCalls(self.model, self.samples)
+
+    def _users_model(self) -> torch.nn.Module | None:
+        return self._modules.get("model")
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_floating_point()}
+
+    def quantized(self, progress: Progress | None = None) -> torch.nn.Module:
+        """Return the model with low-bit weights: a copy, or with `inplace` the user's own; the same one on all ranks of a group.
+
+        Raises:
+            StateError: the configuration needs calibration data, and there is none; another rank has another model, or stopped; or the
+                model was quantized in place before, perhaps in a run that stopped.
+        """
+        if self.inplace and any(is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized):
+            msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
+            raise StateError(msg)
+        ranks = Ranks.current() if self.plan.needs_data else Ranks()  # without data, each process can convert alone
+        calls = self.statistics.of_all(ranks, lambda: [self.quant_config.to_dict(), self.plan.to_dict()])
+        samples = [sample for sample in calls if _has_data(sample)]
+        if self.plan.needs_data and not samples:
+            names = ", ".join(dict.fromkeys(step.algorithm for step in self.plan.algorithms))
+            empty = f" (the {len(calls)} calls so far had empty tensors, or nothing but padding)" if calls else ""
+            msg = (
+                f"Nothing was calibrated: {names} needs data{empty}. Call the prepared model with batches (e.g. 128 texts) "
+                "before convert()."
+            )
+            raise StateError(msg)
+        model = self.model if self.inplace else sharing(self.model)
+        settle_layers(model, [decision.operator for decision in self.plan.quantized])
+        with evaluating(model), without_cache(model), PlainPath():
+            driver = Driver(model, self.plan, samples, progress, ranks=ranks)
+            driver.run()
+        if not self.inplace:
+            own_tensors(model)
+        zeros_at_padding(model)
+        model.__dict__["nc_record"] = Record(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
+        return model.eval()
+
+
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+    """Return a copy of the inputs of a call, without what only training needs, and without a cache."""
+
+    def copied(value: Any) -> Any:
+        # row-major, as in a file: kernels round differently on another layout
+        return value.detach().clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+
+    mask = kwargs.get("attention_mask")
+    keep = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_floating_point() else None
+    kept = {k: pytree.tree_map(copied, v) for k, v in kwargs.items() if k not in ("cache", "past_key_values", "use_cache")}
+    return Sample((pytree.tree_map(copied, args), kept), None if keep is None or bool(keep.all()) else keep.clone())
+
+
+def _has_data(sample: Sample) -> bool:
+    """Whether a call has a token: its first tensor holds something, and not all of it is padding."""
+    if sample.keep is not None and not bool(sample.keep.any()):
+        return False
+    tensors = (leaf for leaf in pytree.tree_leaves(sample.call) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return first is None or first.numel() > 0
+
+
+@contextlib.contextmanager
+def without_cache(model: torch.nn.Module) -> Iterator[None]:
+    """Let transformers' models keep no keys and values of earlier calls: blocks are called several times."""
+    config = getattr(model, "config", None)
+    configs = [c for c in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)) if getattr(c, "use_cache", None)]
+    for one in configs:
+        one.use_cache = False  # type: ignore[union-attr] # it has one
+    try:
+        yield
+    finally:
+        for one in configs:
+            one.use_cache = True  # type: ignore[union-attr]
