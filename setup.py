@@ -96,7 +96,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["nc", "nc.*"]),
-    package_data={"nc": ["py.typed", "c_code/*.c", "c_code/*.h"]},
+    package_data={"nc": ["py.typed", "kernels/c_code/*.c", "kernels/c_code/*.h"]},
     entry_points={"console_scripts": ["nc-quant = nc.__main__:run"]},
     python_requires=">=3.10,<3.14",
     install_requires=["click", "numpy", "packaging", "rich", "safetensors", "torch>=2.8"],

@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "samples-before-writes",
         "kept samples are what the model was called with",
-        "prepared.py",
+        "observed/prepared.py",
         "            self._samples.keep(inputs)  # before",
         "            self._samples.batches.append(tuple(inputs))  # before",
         ("effects",),
@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         "sizes-of-programs-for-others",
         "a program that asks for no sizes has those fixed for which it would be wrong",
-        "artefact.py",
+        "api/artefact.py",
         "if condition.silent), None)",
         "if False), None)",
         ("size_paths",),
@@ -342,7 +342,7 @@ MUTATIONS = (
     Mutation(
         "low-bit-ties",
         "tied parameters are one again after load",
-        "lowbit/artefact.py",
+        "weights/files/artefact.py",
         "parameters.setdefault(names[name], fresh)",
         "fresh",
         ("weights_artefact",),
@@ -366,7 +366,7 @@ MUTATIONS = (
     Mutation(
         "low-bit-ranks",
         "sums over the inputs of low-bit layers are those of all processes",
-        "lowbit/shared_work.py",
+        "weights/shared_work.py",
         "add(result, group, InputStatistics(tokens,",
         "add({}, group, InputStatistics(tokens,",
         ("low_bit_distributed",),
@@ -374,7 +374,7 @@ MUTATIONS = (
     Mutation(
         "two-sided-order",
         "two-sided solvers take the layers of a block one after the other",
-        "lowbit/blocks.py",
+        "weights/driver.py",
         "from_first(_stages(inside, inputs), {})",
         "from_first([list(inside)], {})",
         ("weight_only",),
@@ -390,7 +390,7 @@ MUTATIONS = (
     Mutation(
         "plan-alike",
         "primitives are shared by layers of the same attributes only",
-        "onednn/primitives.py",
+        "kernels/onednn/primitives.py",
         "key = make.__name__, args[1:], tuple(kwargs.items())",
         "key = make.__name__, args[1:-1], tuple(kwargs.items())",
         ("plans",),
@@ -398,7 +398,7 @@ MUTATIONS = (
     Mutation(
         "plan-ones",
         "oneDNN is told of no stride of a size of 1 that a tensor without gaps would not have",
-        "onednn/primitives.py",
+        "kernels/onednn/primitives.py",
         "desc = desc.plain(channels_last=channels_last)",
         "desc = desc if not channels_last else desc.plain(channels_last=True)",
         ("descriptions",),
@@ -406,7 +406,7 @@ MUTATIONS = (
     Mutation(
         "kernels-that-end-the-process",
         "an AMX kernel that writes past its memory is not made",
-        "onednn/trials.py",
+        "kernels/onednn/trials.py",
         "    amx = not overruns_with_amx(wanted)\n",
         "    amx = True\n",
         ("trials",),
@@ -414,7 +414,7 @@ MUTATIONS = (
     Mutation(
         "trial-noise",
         "a kernel is tried in memory that holds noise, so that it is seen what it does not write",
-        "onednn/trials.py",
+        "kernels/onednn/trials.py",
         "return bool(((found - values).abs() <= most).all())",
         "return bool(((found - values).abs() <= most).double().mean() > 0.9)",
         ("trials",),
@@ -422,7 +422,7 @@ MUTATIONS = (
     Mutation(
         "trial-kinds",
         "kernels of transposed convolutions and of AMX over few channels are tried",
-        "onednn/trials.py",
+        "kernels/onednn/trials.py",
         "return wanted.geometry.transposed or",
         "return not wanted.geometry.transposed and",
         ("trials",),
@@ -470,7 +470,7 @@ MUTATIONS = (
     Mutation(
         "avx2-rows-left-over",
         "products in C compute every row",
-        "c_code/products.c",
+        "kernels/c_code/products.c",
         "        TILE(3);\n",
         "",
         ("avx2_products",),
@@ -478,7 +478,7 @@ MUTATIONS = (
     Mutation(
         "avx2-border",
         "what a depthwise window sees beside the image is zero",
-        "c_code/products.c",
+        "kernels/c_code/products.c",
         "seen ? job->x +",
         "1 ? job->x +",
         ("avx2_products",),
@@ -486,7 +486,7 @@ MUTATIONS = (
     Mutation(
         "avx2-largest-code",
         "results above the range get the largest code",
-        "c_code/products.c",
+        "kernels/c_code/products.c",
         "_mm256_min_ps(_mm256_set1_ps(255.0f), ",
         "_mm256_min_ps(_mm256_set1_ps(1e30f), ",
         ("avx2_products",),
@@ -510,7 +510,7 @@ MUTATIONS = (
     Mutation(
         "avx2-int8",
         "products in C give int8 codes where these are asked for",
-        "c_code/products.c",
+        "kernels/c_code/products.c",
         "? (int64_t)0x8080808080808080 : 0",
         "? (int64_t)0x8080808080808000 : 0",
         ("avx2_products",),
@@ -526,7 +526,7 @@ MUTATIONS = (
     Mutation(
         "attention-zero-point",
         "attention in C takes the zero point of the values away",
-        "c_code/attention.c",
+        "kernels/c_code/attention.c",
         "(int)(job->how[ZEROS + 2] * total[r])",
         "0",
         ("int8_attention",),
@@ -534,7 +534,7 @@ MUTATIONS = (
     Mutation(
         "attention-rest",
         "attention in C computes the rows that are left over",
-        "c_code/attention.c",
+        "kernels/c_code/attention.c",
         "for (; row < end; row++)",
         "for (; row + 1 < end; row++)",
         ("int8_attention",),
@@ -542,7 +542,7 @@ MUTATIONS = (
     Mutation(
         "attention-repacked",
         "attention in C reads the keys of each head",
-        "c_code/attention.c",
+        "kernels/c_code/attention.c",
         "if (which != packed) {",
         "if (packed < 0) {",
         ("int8_attention",),
@@ -582,7 +582,7 @@ MUTATIONS = (
     Mutation(
         "step-heads",
         "heads that share keys read the right ones",
-        "c_code/steps.c",
+        "kernels/c_code/steps.c",
         "shared = head / h[GROUP];",
         "shared = head % (h[H] / h[GROUP]);",
         ("steps",),
@@ -590,7 +590,7 @@ MUTATIONS = (
     Mutation(
         "rotary-sign",
         "the second half of a head is subtracted",
-        "c_code/steps.c",
+        "kernels/c_code/steps.c",
         "x[n] * cosine[n] - x[half + n] * sine[n];",
         "x[n] * cosine[n] + x[half + n] * sine[n];",
         ("rotary",),
@@ -630,7 +630,7 @@ MUTATIONS = (
     Mutation(
         "mask-index",
         "an index out of range does not count as sizes without a plan",
-        "onednn/runner.py",
+        "kernels/onednn/runner.py",
         "if status == failures.INDEX and function.failure:",
         "if False:",
         ("masks",),
@@ -638,7 +638,7 @@ MUTATIONS = (
     Mutation(
         "whole-teams",
         "functions in C leave the threads as they are",
-        "c_code/openmp.h",
+        "kernels/c_code/openmp.h",
         "gomp_parallel(each_part, &all, (unsigned)threads, 0);",
         "gomp_parallel(each_part, &all, (unsigned)all.parts, 0);",
         ("teams",),
@@ -646,7 +646,7 @@ MUTATIONS = (
     Mutation(
         "step-place",
         "an index that is no place is an error",
-        "c_code/steps.c",
+        "kernels/c_code/steps.c",
         "if (place < 0 || place >= how[5])",
         "if (0)",
         ("steps",),
@@ -654,7 +654,7 @@ MUTATIONS = (
     Mutation(
         "token-proof",
         "a plan that computes other tokens than the model is not used",
-        "generation/decoder.py",
+        "api/generation/decoder.py",
         "if not found >= required:",
         "if False:",
         ("generation",),
@@ -662,7 +662,7 @@ MUTATIONS = (
     Mutation(
         "token-memory",
         "a cache that was changed is read again",
-        "generation/memory.py",
+        "api/generation/memory.py",
         "return all(layer.keys is k and layer.values is v for",
         "return True or all(layer.keys is k and layer.values is v for",
         ("generation",),
@@ -670,7 +670,7 @@ MUTATIONS = (
     Mutation(
         "token-weights",
         "tokens follow weights that were loaded",
-        "generation/decoder.py",
+        "api/generation/decoder.py",
         "if not self._of.is_of(model):",
         "if False:",
         ("generation",),
@@ -742,7 +742,7 @@ MUTATIONS = (
     Mutation(
         "low-bit-verdict",
         "low-bit layers that are slower than float ones are called so",
-        "lowbit/verdict.py",
+        "api/weight_verdict.py",
         "self.ratio < 1 / _MARGIN",
         "self.ratio > _MARGIN",
         ("low_bit_verdict",),
@@ -750,7 +750,7 @@ MUTATIONS = (
     Mutation(
         "report-count",
         "the report counts as int8 what ran int8",
-        "reporting.py",
+        "api/report.py",
         'sum(op.asked == "int8" and op.ran == "int8" for',
         'sum(op.asked == "int8" for',
         ("reference",),
@@ -850,7 +850,7 @@ MUTATIONS = (
     Mutation(
         "expert-index",
         "each expert is multiplied with its own weight",
-        "lowbit/experts.py",
+        "weights/experts.py",
         "self.get_submodule(str(int(index)))",
         "self.get_submodule(str(int(index) // 2))",
         ("experts",),
@@ -858,7 +858,7 @@ MUTATIONS = (
     Mutation(
         "expert-missing",
         "files must hold all experts; else the others move up",
-        "lowbit/sources.py",
+        "weights/files/sources.py",
         "if by_expert and set(counts.values()) != {shape[0]}:",
         "if False:",
         ("experts",),
@@ -866,7 +866,7 @@ MUTATIONS = (
     Mutation(
         "expert-order",
         "gate before up, as the model has them in one weight",
-        "lowbit/sources.py",
+        "weights/files/sources.py",
         "for pattern in converter.source_patterns])",
         "for pattern in reversed(converter.source_patterns)])",
         ("experts",),
@@ -874,7 +874,7 @@ MUTATIONS = (
     Mutation(
         "file-buffers",
         "buffers get the values of the files",
-        "lowbit/streamed.py",
+        "weights/files/streamed.py",
         "else value.read()",
         "else tensor",
         ("pretrained",),
@@ -922,7 +922,7 @@ MUTATIONS = (
     Mutation(
         "kept-by-others",
         "code that others could have put into the cache is not run",
-        "c_code/cache.py",
+        "process/cache.py",
         "        _check_own(os.fstat(parent), directory)\n",
         "",
         ("c_build",),
@@ -930,7 +930,7 @@ MUTATIONS = (
     Mutation(
         "code-of-other-sources",
         "a library of other sources is not run",
-        "c_code/build.py",
+        "kernels/c_code/build.py",
         "    if of is None or of() != identity.encode():\n",
         "    if False:\n",
         ("c_build",),
@@ -938,7 +938,7 @@ MUTATIONS = (
     Mutation(
         "addresses-in-code",
         "no address is called that holds no instructions",
-        "onednn/elf.py",
+        "kernels/onednn/elf.py",
         "    if outside := _outside(library, code, known):\n",
         "    if outside := 0:\n",
         ("plans",),
@@ -946,7 +946,7 @@ MUTATIONS = (
     Mutation(
         "dtypes-in-c",
         "a dtype that a function in C does not know is an error",
-        "c_code/steps.c",
+        "kernels/c_code/steps.c",
         "        EXPECT(t ? is_read(dtype) : is_written(dtype), OTHER_DTYPE);\n",
         "        (void)dtype;\n",
         ("c_calls",),
@@ -954,7 +954,7 @@ MUTATIONS = (
     Mutation(
         "one-row-panels",
         "one row is multiplied with all outputs",
-        "c_code/low_bit.c",
+        "kernels/c_code/low_bit.c",
         "            for (; p < stop; p++)                                              \\\n                tile(j, p, 0, 1, 1, bits);",
         "            for (; p + 1 < stop; p++)                                          \\\n                tile(j, p, 0, 1, 1, bits);",
         ("low_bit_c",),
@@ -994,7 +994,7 @@ MUTATIONS = (
     Mutation(
         "stale-weights",
         "a weight that hooks or parametrizations compute is quantized as it is computed, not as it was",
-        "lowbit/computed.py",
+        "algorithms/inputs/computed.py",
         "        if is_computed(module):\n",
         "        if False:\n",
         ("computed_weights",),
@@ -1036,7 +1036,7 @@ MUTATIONS = (
     Mutation(
         "rows-of-a-block",
         "each row of a recurrent layer has its own range in C",
-        "c_code/recurrent.c",
+        "kernels/c_code/recurrent.c",
         "values_of(m, s->sums + r * width, ranges[r],",
         "values_of(m, s->sums + r * width, ranges[0],",
         ("recurrent",),
@@ -1044,7 +1044,7 @@ MUTATIONS = (
     Mutation(
         "not-finite-rows",
         "what is not finite stays NaN in its row of a recurrent layer",
-        "c_code/recurrent.c",
+        "kernels/c_code/recurrent.c",
         "    if (!range.finite)\n",
         "    if (0)\n",
         ("recurrent",),
@@ -1052,7 +1052,7 @@ MUTATIONS = (
     Mutation(
         "inaccurate-operators",
         "a dynamic operator whose own result is noise stays fp32",
-        "prepared.py",
+        "observed/prepared.py",
         "            if db >= LEAST_DB:\n",
         "            if db >= -LEAST_DB:\n",
         ("recurrent",),
@@ -1068,7 +1068,7 @@ MUTATIONS = (
     Mutation(
         "parts-of-bf16-left-out",
         "AMX multiplies all parts of weights and activations that fp32 sums would keep",
-        "c_code/low_bit_blocks_amx.h",
+        "kernels/c_code/low_bit_blocks_amx.h",
         "if (i + part >= MOST_PARTS)",
         "if (i + part >= MOST_PARTS - 1)",
         ("low_bit_blocks_c",),
@@ -1092,7 +1092,7 @@ MUTATIONS = (
     Mutation(
         "sums-of-groups-shared",
         "each row has its own sums of groups",
-        "c_code/low_bit_blocks.c",
+        "kernels/c_code/low_bit_blocks.c",
         "j->sums[m * w->groups + g] = sum;",
         "j->sums[g] = sum;",
         ("low_bit_blocks_c",),

@@ -59,7 +59,7 @@ def test_a_wheel_has_the_compiled_code_and_serves_every_python(wheel, tmp_path):
     )
     package, library, name = done.stdout.splitlines()
     assert Path(package).parent == tmp_path / "site" / "nc"
-    assert Path(library) == tmp_path / "site" / "nc" / "c_code" / "runner.so"
+    assert Path(library) == tmp_path / "site" / "nc" / "kernels" / "c_code" / "runner.so"
     assert name == "C"
 
 

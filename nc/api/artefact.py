@@ -13,6 +13,7 @@ import torch
 
 from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.quantized import QuantizedModel, checked
+from nc.api.weight_report import weight_report
 from nc.backends import choose_backend, cpu, engine_options, export_formats, exporting_backends, first_that_can, get_backend, why_chosen
 from nc.backends.auto_order import kind_of_model
 from nc.backends.base import Backend, EngineModel, check_bf16, exports_of, lower
@@ -131,7 +132,7 @@ def load(
             if given is not None and not isinstance(given, torch.nn.Module):
                 msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
                 raise InputError(msg)
-            return set_backend(low_bit.read(content, given), backend)
+            return set_backend(low_bit.read(content, given, lambda built: str(weight_report(built))), backend)
         stored = store.checked(content)
         if choose_backend(backend).name != REFERENCE:  # which computes in fp32, alike on every CPU
             _check_cpu(stored.plan.isa, stored.directory)

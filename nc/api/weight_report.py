@@ -22,25 +22,11 @@ from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.planning.layer_plan import other_parts, others_text
 from nc.text.table import WIDTH, flowing, folded, format_table, largest
 from nc.weights.accuracy import hopeless_layers, hopeless_text
+from nc.weights.history import Record
 from nc.weights.speed import LayerSpeed, layer_speeds
 
 #: Columns with what differs between equal layers.
 _MEASURED = ("loss", "rtn loss", "us", "GB/s", "% of reading")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What was done to a model; it is the model's attribute `nc_record`.
-
-    Attributes:
-        plan: the decisions, as plain values (`WeightPlan.to_dict`); None for a model that was loaded from another tool's files.
-        applied: what each transform did.
-        config: the configuration, as plain values.
-    """
-
-    plan: dict[str, Any] | None = None
-    applied: tuple[Applied, ...] = ()
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,6 @@ import torch
 
 from nc.algorithms.inputs.layers import layers_of, memory_of, names_of
 from nc.algorithms.transforms import Rotation
-from nc.api.weight_report import Record
 from nc.errors import ArtefactError, UnsupportedError
 from nc.interchange.folder import CONFIG, KEY
 from nc.interchange.layer import Layer
@@ -18,6 +17,7 @@ from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class
 from nc.weights.experts import Experts
+from nc.weights.history import Record
 
 Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
 

@@ -219,7 +219,7 @@ dequantize_per_group = _operator(
     _dequantize_per_group,
     _values,
 )
-#: Floating-point formats, by the name of their `nc.formats.DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
+#: Floating-point formats, by the name of their `DType`. The scale is one number, or a tensor as for `quantize_tensor`: so these two
 #: are for every granularity.
 quantize_float = _operator(
     "quantize_float(Tensor x, Tensor scale, str dtype) -> Tensor",

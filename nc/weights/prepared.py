@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.copies import own_tensors, sharing
 from nc.algorithms.inputs.layers import is_low_bit, settle_layers
-from nc.api.weight_report import Record
 from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
@@ -23,6 +22,7 @@ from nc.process.modes import PlainPath, evaluating
 from nc.weights.accuracy import FirstCall, first_call, goes_on
 from nc.weights.driver import Driver, Progress
 from nc.weights.encoders import zeros_at_padding
+from nc.weights.history import Record
 from nc.weights.saved_calls import RecordedCalls
 
 

@@ -86,7 +86,7 @@ def address() -> int:
 
 
 def isa() -> int:
-    """Return the best instruction set that the code has and may use here, a number of `nc.kernels.c_code.isas`; only where it is available."""
+    """Return the best instruction set that the code has and may use here, a number of `c_code.isas`; only where it is available."""
     return isas.NUMBERS[usable()[0]]
 
 

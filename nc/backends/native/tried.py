@@ -1,6 +1,6 @@
 """torch's int8 convolutions, tried on noise before they are used: where their sums are wrong, they are computed in fp32.
 
-torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `nc.kernels.onednn.trials`). A plan takes another kernel
+torch's operators run the kernels of its own oneDNN, some of which give wrong sums (see `onednn.trials`). A plan takes another kernel
 instead; without one there is no choice, so the operators below ask once for each set of sizes, also for those that come later.
 """
 

@@ -1,4 +1,4 @@
-"""Linears, 1 x 1 and depthwise convolutions as functions in C (`nc/kernels/c_code/products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
+"""Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
 
 There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum (docs/benchmarks.md). What the
 functions can't do is left to oneDNN, whose convolutions with larger windows are as fast.
