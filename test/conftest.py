@@ -19,6 +19,7 @@ import torch
 from models import WHY_NO_PLANS, library
 
 from nc.backends import get_backend
+from nc.process.unavailable import Unavailable
 
 hypothesis.settings.register_profile("nc", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("nc")
@@ -92,7 +93,9 @@ def no_time_to_measure(monkeypatch):
 def without_c(monkeypatch):
     """As where the C code of low-bit kernels can't be compiled."""
     for module in ("compiled", "compiled_blocks"):
-        monkeypatch.setattr(f"nc.backends.low_bit.{module}._code", lambda: "its C code can't be loaded: there is no C compiler")
+        monkeypatch.setattr(
+            f"nc.backends.low_bit.{module}._code", lambda: Unavailable("its C code can't be loaded: there is no C compiler")
+        )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ from nc.kernels.onednn.runner import call_once
 from nc.numerics import int16_pairs
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
+from nc.process.unavailable import Unavailable
 
 _WHY = available_backends()["native"] or functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
@@ -270,7 +271,7 @@ def test_other_cpus_have_kernels_in_onednn(monkeypatch, feature):
 
 @pytest.mark.needs_plans
 def test_without_a_compiler_onednn_computes(without_vnni, monkeypatch):
-    monkeypatch.setattr(avx2, "_functions", lambda: "there is no C compiler")
+    monkeypatch.setattr(avx2, "_functions", lambda: Unavailable("there is no C compiler"))
     x = torch.randn(4, 16)
     q = quantized(nn.Linear(16, 8).eval(), x, None, "native")
     assert next(iter(kernels(q).values())).startswith("matmul")

@@ -17,6 +17,7 @@ from nc.backends.native.qdq_rewrites import quantize
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.runner import runner
 from nc.numerics.metrics import worst_sqnr_db
+from nc.process.unavailable import Unavailable
 
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
@@ -257,7 +258,7 @@ def test_a_cpu_without_vnni_takes_the_parts(monkeypatch):
 
 
 def test_a_machine_without_the_function_takes_the_parts(monkeypatch):
-    monkeypatch.setattr(int8_attention, "_function", lambda: "there is no C compiler")
+    monkeypatch.setattr(int8_attention, "_function", lambda: Unavailable("there is no C compiler"))
     case().check(whole=False)
 
 

@@ -19,6 +19,7 @@ from nc.formats.reasons import Cause
 from nc.numerics.metrics import sqnr_db
 from nc.ops import RECURRENT
 from nc.planning.rules import fit
+from nc.process.unavailable import Unavailable
 
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
 LAYERS = [
@@ -493,7 +494,7 @@ def test_a_result_of_zeros_is_not_inaccurate():
 
 
 def test_without_c_code_the_reference_computes_and_the_report_says_why(monkeypatch):
-    monkeypatch.setattr(recurrent, "_code", lambda: "there is no C compiler")
+    monkeypatch.setattr(recurrent, "_code", lambda: Unavailable("there is no C compiler"))
     model = Layer(nn.LSTM)
     with torch.no_grad():
         q = converted(model, model.inputs(3, 5))

@@ -20,6 +20,7 @@ from nc.api.generation.step import captured
 from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
 from nc.nn import QuantLinear
 from nc.numerics.metrics import worst_sqnr_db
+from nc.process.unavailable import Unavailable
 from nc.process.warn import warn
 
 #: Arguments of a decoding step that plans know. Others may be given if they ask for nothing.
@@ -78,7 +79,7 @@ class Decoder:
         self.__code__ = getattr(model.forward, "__code__", None)  # and torch.export where that is from
         self._of = Snapshot(model)
         #: For each kind of step what computes it, or why it is left to the model.
-        self._found: dict[_Kind, _Compared | str] = {}
+        self._found: dict[_Kind, _Compared | Unavailable] = {}
         self._steps: dict[bool, _Step] = {}
         self._memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
@@ -95,7 +96,7 @@ class Decoder:
         found = self._found.get(kind)
         if found is None or (isinstance(found, _Compared) and found.tokens < _COMPARED):
             return self._compare(kind, kwargs, strict=False)
-        if isinstance(found, str) or (memory is None and why_unknown(cache)):
+        if isinstance(found, Unavailable) or (memory is None and why_unknown(cache)):
             return self._forward(**kwargs)
         memory = memory or memory_of(cache)
         try:
@@ -137,7 +138,7 @@ class Decoder:
         for (masked, several, counted), found in sorted(self._found.items()):
             more = (", some places hidden" if masked else "") + (", positions not given" if counted else "")
             what = ("batches" if several else "one text") + more
-            how = f"the model itself ({found})" if isinstance(found, str) else f"by a plan, {found.db:.0f} dB to the model"
+            how = f"the model itself ({found})" if isinstance(found, Unavailable) else f"by a plan, {found.db:.0f} dB to the model"
             lines.append(f"{what}: {how}")
         return "; ".join(lines)
 
@@ -201,7 +202,7 @@ class Decoder:
 
     def _leave(self, kind: _Kind, why: str) -> None:
         """Leave such steps to the model."""
-        self._found[kind] = why
+        self._found[kind] = Unavailable(why)
         warn(f"Tokens are computed by the model itself: {why}")
 
     def _agreement(self, kind: _Kind, kwargs: Mapping[str, Any], output: Any, memory: Memory, count: int) -> _Compared:

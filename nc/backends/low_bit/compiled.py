@@ -24,6 +24,7 @@ from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.numerics.groups import about_middle
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
+from nc.process.unavailable import Unavailable
 
 #: Dtypes of scales → their numbers in the C code.
 SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -38,13 +39,13 @@ _MEMORY = LargePages()
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    return found if isinstance(found, str) else why_none(found.isas, usable())
+    return found.reason if isinstance(found, Unavailable) else why_none(found.isas, usable())
 
 
 def usable() -> tuple[str, ...]:
     """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
     code = _code()
-    return () if isinstance(code, str) else of_this_cpu(code.isas)
+    return () if isinstance(code, Unavailable) else of_this_cpu(code.isas)
 
 
 def of_this_cpu(compiled: Collection[str]) -> tuple[str, ...]:
@@ -73,13 +74,13 @@ class _Code:
 
 
 @functools.cache
-def _code() -> _Code | str:
+def _code() -> _Code | Unavailable:
     """Return the code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     try:
         library = load("low_bit")
         openmp.connect(library)
     except (BackendUnavailableError, OSError) as error:
-        return f"its C code can't be loaded: {error}"
+        return Unavailable(f"its C code can't be loaded: {error}")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = library.nc_low_bit_linear
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
@@ -92,7 +93,7 @@ def _code() -> _Code | str:
 def address() -> int:
     """Of the function that computes a linear in a list of calls, see `nc_low_bit_step`; only where it is available."""
     code = _code()
-    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
     return code.step
 
 
@@ -171,7 +172,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         bias = bias.float().contiguous()
     result = torch.empty(rows, outputs, dtype=torch.float32, device="cpu")
     code = _code()
-    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
     failed = code.function(
         x.data_ptr(),
         rows,

@@ -26,6 +26,7 @@ from nc.kernels.c_code.failures import words
 from nc.numerics.groups import about_middle, chunks
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
+from nc.process.unavailable import Unavailable
 
 #: What the inputs of a group are padded to.
 STEP = 8
@@ -43,13 +44,13 @@ _MEMORY = LargePages()
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     found = _code()
-    return found if isinstance(found, str) else compiled.why_none(found.isas, usable())
+    return found.reason if isinstance(found, Unavailable) else compiled.why_none(found.isas, usable())
 
 
 def usable() -> tuple[str, ...]:
     """Instruction sets that this CPU has and the C code was compiled for, the best one first."""
     code = _code()
-    if isinstance(code, str):
+    if isinstance(code, Unavailable):
         return ()
     asked = compiled.usable()  # asks the operating system for AMX, for the whole process
     return tuple(name for name in compiled.of_this_cpu(code.isas) if name != "amx" or name in asked)
@@ -65,11 +66,11 @@ class _Code:
 
 
 @functools.cache
-def _code() -> _Code | str:
+def _code() -> _Code | Unavailable:
     """Return the code, or why there is none. It runs on the threads of the OpenMP library that torch uses."""
     library = load_on_threads("low_bit_blocks")
-    if isinstance(library, str):
-        return f"its C code can't be loaded: {library}"
+    if isinstance(library, Unavailable):
+        return Unavailable(f"its C code can't be loaded: {library}")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function = library.nc_low_bit_blocks_linear
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
@@ -81,7 +82,7 @@ def _code() -> _Code | str:
 def address() -> int:
     """Of the function that computes a linear in a list of calls, see `nc_low_bit_blocks_step`; only where it is available."""
     code = _code()
-    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
     return code.step
 
 
@@ -248,7 +249,7 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
         bias = bias.float().contiguous()
     result = torch.empty(x.shape[0], outputs, dtype=torch.float32, device="cpu")
     code = _code()
-    assert not isinstance(code, str), "kernels that are not available are never chosen"
+    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
     failed = code.function(
         x.data_ptr(),
         x.shape[0],

@@ -24,6 +24,7 @@ from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.isas import ISAS, NUMBERS, compiled
 from nc.numerics.recurrent import weights_of_layers
 from nc.ops import RECURRENT
+from nc.process.unavailable import Unavailable
 
 #: Outputs of a panel, and inputs of a word, as in the C code.
 _PANEL, _WORD = 16, 4
@@ -72,10 +73,10 @@ class _Code:
 
 
 @functools.cache
-def _code() -> _Code | str:
+def _code() -> _Code | Unavailable:
     """Return the code, or why there is none."""
     library = load_on_threads("recurrent")
-    if isinstance(library, str):
+    if isinstance(library, Unavailable):
         return library
     function = library.nc_recurrent
     function.restype, function.argtypes = ctypes.c_int64, (ctypes.POINTER(_CLayer),)
@@ -85,7 +86,7 @@ def _code() -> _Code | str:
 def why_unavailable() -> str:
     """Why the C code can't be used here; "" when it can."""
     code = _code()
-    if isinstance(code, str):
+    if isinstance(code, Unavailable):
         return f"its C code can't be loaded: {code}"
     return "" if code.isa() else "its C code has no form for this CPU"
 
@@ -263,7 +264,7 @@ def _direction(
 ) -> None:
     """All steps of one direction of one layer; writes outputs to `y` and the last states over the first ones."""
     code = _code()
-    assert not isinstance(code, str), "layers are replaced only where there is code"
+    assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
     x = x if x.stride(-1) == 1 else x.contiguous()
     steps, rows, features = x.shape
     gates = x.new_empty((steps * rows, matrices[0][1].shape[0]))

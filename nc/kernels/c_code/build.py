@@ -17,6 +17,7 @@ from pathlib import Path
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import flags, isas, openmp
 from nc.process import cache
+from nc.process.unavailable import Unavailable
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 300
@@ -47,13 +48,6 @@ class Loaded:
         return f"{self.where}, by {self.compiler}, code for {code}" + (f"; not {'; '.join(self.passed_over)}" if self.passed_over else "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Missing:
-    """There is no library."""
-
-    reason: str
-
-
 def load(name: str) -> ctypes.CDLL:
     """Return the library of the source `name`.c.
 
@@ -76,7 +70,7 @@ def loaded(name: str) -> Loaded:
         msg = f"the source {name}.c can't be read: {error}"
         raise BackendUnavailableError(msg) from error
     found = _found(source, identity, _compiler(), cache.folder())
-    if isinstance(found, _Missing):
+    if isinstance(found, Unavailable):
         raise BackendUnavailableError(found.reason)
     return found
 
@@ -86,18 +80,18 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _HERE.glob("*.c")))
 
 
-def load_on_threads(name: str) -> ctypes.CDLL | str:
+def load_on_threads(name: str) -> ctypes.CDLL | Unavailable:
     """Return the library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
     try:
         library = load(name)
         openmp.connect(library)
     except (BackendUnavailableError, OSError) as error:
-        return str(error)
+        return Unavailable(str(error))
     return library
 
 
 @functools.cache
-def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded | _Missing:
+def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded | Unavailable:
     """Return the first library that can be loaded: the shipped one, that of an earlier process, a new one."""
     kept = folder / f"{source.stem}-{identity}-{_identity_of(compiler)}.so"
     passed_over: list[str] = []
@@ -112,7 +106,7 @@ def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded |
             library, where = found
             library.nc_compiler.restype = ctypes.c_char_p
             return Loaded(library, where, library.nc_compiler().decode(), isas.compiled(library), tuple(passed_over))
-    return _Missing("; ".join(reversed(passed_over)))  # the last one is what the user can do something about
+    return Unavailable("; ".join(reversed(passed_over)))  # the last one is what the user can do something about
 
 
 def _attempt(way: Callable[[], tuple[ctypes.CDLL, str]], passed_over: list[str]) -> tuple[ctypes.CDLL, str] | None:

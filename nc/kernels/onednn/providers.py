@@ -22,6 +22,7 @@ from nc.kernels.onednn import elf
 from nc.kernels.onednn.api import NEEDED, OPTIONAL, Library
 from nc.kernels.onednn.primitives import Maker
 from nc.kernels.onednn.self_test import why_wrong
+from nc.process.unavailable import Unavailable
 
 #: The path of a library, or one of "torch", "package", "system", or "none" for torch's operators.
 VARIABLE = "NC_ONEDNN"
@@ -55,16 +56,16 @@ def provider() -> Provider:
         BackendUnavailableError: there is none, with the reasons.
     """
     found = _find(os.environ.get(VARIABLE, ""))
-    if isinstance(found, str):
-        raise BackendUnavailableError(found)
+    if isinstance(found, Unavailable):
+        raise BackendUnavailableError(found.reason)
     return found
 
 
 @functools.cache
-def _find(named: str) -> Provider | str:
+def _find(named: str) -> Provider | Unavailable:
     """Return the provider, or why there is none."""
     if named == "none":
-        return f"{VARIABLE} is 'none'"
+        return Unavailable(f"{VARIABLE} is 'none'")
     sources = dict(_SOURCES)
     if named:
         sources = {named: sources[named]} if named in sources else {named: lambda: _exported(named)}
@@ -79,7 +80,7 @@ def _find(named: str) -> Provider | str:
             if not why:
                 return Provider(name, maker, tuple(passed_over))
         passed_over.append(f"{name}: {why}")
-    return f"no oneDNN library can be used ({'; '.join(passed_over)})"
+    return Unavailable(f"no oneDNN library can be used ({'; '.join(passed_over)})")
 
 
 def _hidden() -> Mapping[str, int]:

@@ -25,6 +25,7 @@ from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.isas import ISAS, compiled
 from nc.kernels.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
 from nc.kernels.onednn.runner import Function, call_once
+from nc.process.unavailable import Unavailable
 
 #: CPUs with one of these have other kernels in oneDNN.
 _OTHERS = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
@@ -77,15 +78,15 @@ class _After:
 
 
 @functools.cache
-def _functions() -> Mapping[str, Function] | str:
+def _functions() -> Mapping[str, Function] | Unavailable:
     """Return the functions by name, or why there are none."""
     if why := functions.why_unavailable():
-        return why
+        return Unavailable(why)
     library = load_on_threads("products")
-    if isinstance(library, str):
+    if isinstance(library, Unavailable):
         return library
     if "avx2" not in compiled(library):
-        return "its C code was compiled without AVX2"
+        return Unavailable("its C code was compiled without AVX2")
     names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
     addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
     return {name: functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
@@ -100,7 +101,7 @@ def why_unavailable() -> str:
     if other:
         return f"oneDNN has kernels for {other}"
     found = _functions()
-    return found if isinstance(found, str) else ""
+    return found.reason if isinstance(found, Unavailable) else ""
 
 
 def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> bool:
@@ -145,7 +146,7 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
 
 def _function(name: str) -> Function:
     found = _functions()
-    assert not isinstance(found, str), "products are for where these functions are available"
+    assert not isinstance(found, Unavailable), "products are for where these functions are available"
     return found[name]
 
 

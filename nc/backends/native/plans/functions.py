@@ -15,6 +15,7 @@ from nc.backends.native.plans.values import Traced
 from nc.kernels.c_code.build import load_on_threads, loaded
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.kernels.onednn.runner import Function
+from nc.process.unavailable import Unavailable
 
 #: Numbers of the dtypes in the C code: those it computes with, all that it reads, and all that there are.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
@@ -34,10 +35,10 @@ MOST_DIMS = 8
 
 
 @functools.cache
-def _functions() -> Mapping[str, Function] | str:
+def _functions() -> Mapping[str, Function] | Unavailable:
     """Return the functions in C by name, or why there are none."""
     library = load_on_threads("steps")
-    if isinstance(library, str):
+    if isinstance(library, Unavailable):
         return library
     place = _address(library, "nc_step_set")
     return {name: Function(name, _address(library, f"nc_step_{name}"), place, _FAILURES.get(name, "")) for name in _NAMES}
@@ -52,7 +53,7 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 def why_unavailable() -> str:
     """Why there are no such functions here; "" when there are."""
     found = _functions()
-    return found if isinstance(found, str) else ""
+    return found.reason if isinstance(found, Unavailable) else ""
 
 
 def remark() -> str:
@@ -66,7 +67,7 @@ def remark() -> str:
 def function(name: str) -> Function:
     """One of the functions of the C code."""
     found = _functions()
-    assert not isinstance(found, str), "callers ask `why_unavailable` before"
+    assert not isinstance(found, Unavailable), "callers ask `why_unavailable` before"
     return found[name]
 
 

@@ -30,6 +30,7 @@ from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.isas import ISAS, compiled
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.kernels.onednn.runner import Function
+from nc.process.unavailable import Unavailable
 
 #: In profiles.
 NAME = "int8_attention"
@@ -72,13 +73,13 @@ class _Attention:
 
 
 @functools.cache
-def _function() -> Function | str:
+def _function() -> Function | Unavailable:
     """Return the function in C, or why there is none."""
     library = load_on_threads("attention")
-    if isinstance(library, str):
+    if isinstance(library, Unavailable):
         return library
     if _ISA not in compiled(library):
-        return f"its C code was compiled without {_ISA}"
+        return Unavailable(f"its C code was compiled without {_ISA}")
     address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
     assert address is not None
     return functions.of_address(NAME, address)
@@ -91,7 +92,7 @@ def why_unavailable() -> str:
     if functions.why_unavailable():
         return functions.why_unavailable()
     found = _function()
-    return found if isinstance(found, str) else ""
+    return found.reason if isinstance(found, Unavailable) else ""
 
 
 def is_scores(node: fx.Node) -> bool:
@@ -132,7 +133,7 @@ def attention(
     chain = _chain(a["left"])
     found = _read(recorder, chain, a) if chain and a["output_dtype"] in (torch.uint8, torch.float32) else None
     function = _function()
-    if chain is None or found is None or isinstance(function, str):
+    if chain is None or found is None or isinstance(function, Unavailable):
         return None
     (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
     sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]

@@ -27,6 +27,7 @@ from nc.graph.catalogue import schema_arguments
 from nc.kernels.c_code import openmp
 from nc.kernels.onednn.providers import Provider, provider
 from nc.kernels.onednn.runner import Runner, runner
+from nc.process.unavailable import Unavailable
 
 
 class Otherwise(Protocol):
@@ -98,7 +99,7 @@ class PlannedModel:
         self._otherwise = functools.cache(otherwise)
         self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
         self._weights = Weights()
-        self._plans: dict[_Key, Plan | str] = {}
+        self._plans: dict[_Key, Plan | Unavailable] = {}
         self._used: dict[_Key, int] = {}
         self._clock = itertools.count()
         #: Held while a plan is recorded: one thread makes it, and others that want one wait.
@@ -109,21 +110,21 @@ class PlannedModel:
         """Flat outputs."""
         inputs = tuple(map(_regular, inputs))
         plan = self._found(inputs)
-        return self._otherwise().call(*inputs) if isinstance(plan, str) else self._context(plan).run(inputs)
+        return self._otherwise().call(*inputs) if isinstance(plan, Unavailable) else self._context(plan).run(inputs)
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the plan for these inputs; raises BackendError where there can be none."""
         with torch.no_grad():
             found = self._found(tuple(map(_regular, inputs)))
-        if isinstance(found, str):
-            raise BackendError(found)
+        if isinstance(found, Unavailable):
+            raise BackendError(found.reason)
 
     def steps(self, inputs: Sequence[torch.Tensor]) -> tuple[Step, ...]:
         """Every entry of the plan for these inputs, with the time that it took in one run."""
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
             plan = self._found(inputs)
-            if isinstance(plan, str):
+            if isinstance(plan, Unavailable):
                 return tuple(self._otherwise().steps(inputs))
             times = self._separate(plan).clocked(inputs)
         return _timed_steps(plan, times)
@@ -133,7 +134,7 @@ class PlannedModel:
         inputs = tuple(map(_regular, inputs))
         with torch.no_grad():
             plan = self._found(inputs)
-            if isinstance(plan, str):
+            if isinstance(plan, Unavailable):
                 return self._otherwise().profile(inputs)
             separate = self._separate(plan)
             for _ in range(WARM_UP):
@@ -200,9 +201,9 @@ class PlannedModel:
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
-        return tuple(dict.fromkeys(plan for plan in list(self._plans.values()) if isinstance(plan, str)))
+        return tuple(dict.fromkeys(plan.reason for plan in list(self._plans.values()) if isinstance(plan, Unavailable)))
 
-    def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
+    def _found(self, inputs: tuple[torch.Tensor, ...]) -> Plan | Unavailable:
         """Return the plan for inputs, made if need be, or why there is none."""
         key = _key(inputs)
         plan = self._plans.get(key)
@@ -221,7 +222,7 @@ class PlannedModel:
             arena = torch.empty(plan.arena + plan.scratchpad, dtype=torch.uint8, device="cpu")
             return Context(plan, self._source.maker, self._runner, arena, together=False)
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | str:
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> Plan | Unavailable:
         """Return a new plan, or why there is none.
 
         Raises:
@@ -231,15 +232,16 @@ class PlannedModel:
         try:
             plan = recorder.record(inputs)
         except BackendError as error:
-            return str(error)
+            return Unavailable(str(error))
 
         def look(names: frozenset[str]) -> tuple[Sequence[Any], Mapping[str, torch.Tensor]]:
             watched = [each for each in recorder.watched() if not names.isdisjoint(each.names)]
             return self._separate(plan).watch([tensor.clone() for tensor in inputs], watched)
 
-        return self.checks.why_wrong(_key(inputs), inputs, look) or plan
+        why = self.checks.why_wrong(_key(inputs), inputs, look)
+        return Unavailable(why) if why else plan
 
-    def _keep(self, key: _Key, plan: Plan | str) -> None:
+    def _keep(self, key: _Key, plan: Plan | Unavailable) -> None:
         """Keep a new plan; the caller holds the lock."""
         self._used[key] = next(self._clock)
         self._plans[key] = plan
