@@ -131,14 +131,14 @@ def installed(tmp_path, monkeypatch):
     """A folder with two files of nc-quant and the hashes that the installation wrote."""
     (tmp_path / "nc").mkdir()
     (tmp_path / "nc/__init__.py").write_text("one")
-    (tmp_path / "nc/graph/plan.py").write_text("two")
+    (tmp_path / "nc/two.py").write_text("two")
     info = tmp_path / "nc_quant-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: nc-quant\nVersion: 0.1.0\n")
     # printf one | openssl dgst -sha256 -binary | basenc --base64url
     (info / "RECORD").write_text(
         "nc/__init__.py,sha256=dpLDrTVAu4A8Ags67mbNiIcSMjTqDG5xQ8Ct1z_0Me0,3\n"
-        "nc/graph/plan.py,sha256=P8TM_nRYcOLA2Z9x8w_wZWyN7dQcwdfT03aw2-aF4vM,3\n"
+        "nc/two.py,sha256=P8TM_nRYcOLA2Z9x8w_wZWyN7dQcwdfT03aw2-aF4vM,3\n"
         "nc/__pycache__/plan.cpython-311.pyc,,\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -152,7 +152,7 @@ def test_overwritten_and_missing_files_are_counted(installed):
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert installation.altered_files() in result.stdout
-    (installed / "nc/graph/plan.py").unlink()
+    (installed / "nc/two.py").unlink()
     assert installation.altered_files().startswith("Files that are missing or not as nc-quant installed them: 2, e.g. ")
 
 

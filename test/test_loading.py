@@ -19,6 +19,7 @@ from nc.backends.native import fuse
 from nc.backends.native.plans import model as planning
 from nc.backends.native.plans.recorder import Weights
 from nc.graph.qdq import expected_outputs
+from nc.process.unavailable import Unavailable
 from nc.storage import mapped
 
 native = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
@@ -167,7 +168,7 @@ def test_codes_come_back_for_kernels_that_want_another_layout(folder, q_model, m
 @native
 def test_sizes_that_can_not_be_planned_get_the_codes_too(folder, q_model, monkeypatch):
     loaded = load(folder, backend="native")
-    monkeypatch.setattr(planning.PlannedModel, "_record", lambda self, inputs: "no plan")
+    monkeypatch.setattr(planning.PlannedModel, "_record", lambda self, inputs: Unavailable("no plan"))
     x = torch.randn(3, 5, 64)
     torch.testing.assert_close(loaded(x), q_model.reference(x), rtol=0.05, atol=0.05)
 
