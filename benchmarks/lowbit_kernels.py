@@ -28,6 +28,7 @@ from nc.backends.low_bit.aten import INT4PACK
 from nc.backends.low_bit.bag import BAG
 from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
 from nc.backends.low_bit.compiled import C_BF16, C_BF16_IN_FP32, C_FP32, C_INT8, C_INT8_BLOCK32, KERNELS
+from nc.backends.low_bit.compiled_blocks import C_BLOCKS, C_BLOCKS_BF16, C_BLOCKS_INT8
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.profiling.bandwidth import read_bandwidth
 from nc.nn import QuantLinear
@@ -218,6 +219,7 @@ def crossover(weight: PackedWeight, group: int, options: argparse.Namespace) -> 
     """Print for each number of rows how much longer it takes to dequantize blocks for a GEMM: `max_rows` of a kernel is where that is 1."""
     outputs, inputs = weight.shape
     pairs = [(C_INT8, BLOCKS), (C_INT8_BLOCK32, BLOCKS), (C_FP32, BLOCKS), (C_BF16, BLOCKS_BF16), (C_BF16_IN_FP32, BLOCKS)]
+    pairs += [(C_BLOCKS, BLOCKS), (C_BLOCKS_INT8, BLOCKS), (C_BLOCKS_BF16, BLOCKS_BF16)]
     pairs = [(row, other) for row, other in pairs if not any(r.why_not(weight.form, weight.shape, r.activations[-1]) for r in (row, other))]
     print(f"\n{outputs} x {inputs}, groups of {group}, {options.threads} threads: time with blocks / time of the kernel\n")
     print(f"| rows | {' | '.join(row.name for row, _ in pairs)} |\n{'|---' * (len(pairs) + 1)}|")

@@ -303,6 +303,6 @@ C_BLOCKS_BF16 = dataclasses.replace(
     name="c blocks bf16",
     what="the same with activations in bf16; AMX multiplies weights that are rounded to bf16, others those in fp32",
     activations=("bf16",),
-    max_rows=1024,  # above, blocks that are dequantized for a GEMM in bf16 take less time
+    max_rows=1024,  # above, blocks that are dequantized for a GEMM in bf16 take less time with AVX2; with AMX from 4096 on
 )
 KERNELS = (C_BLOCKS_INT8, C_BLOCKS_INT8_BLOCK32, C_BLOCKS, C_BLOCKS_BF16)
