@@ -28,10 +28,11 @@ class NewSizes:
         run: the engine.
         graph: the quantized model; it must stay as it is.
         engine: how it is called in messages.
+        why_wrong: flat input tensors → why the engine is known to be wrong for their sizes, "" for others.
     """
 
-    def __init__(self, run: Run, graph: QDQGraph, engine: str) -> None:
-        self._run, self._graph, self._engine = run, graph, engine
+    def __init__(self, run: Run, graph: QDQGraph, engine: str, why_wrong: Callable[[Sequence[torch.Tensor]], str] | None = None) -> None:
+        self._run, self._graph, self._engine, self._known_wrong = run, graph, engine, why_wrong
         self._is_right = {_sizes(graph.example): True}
         # other inputs than the example's lose more or less to quantization
         self._required = max(FLOOR_DB, required_db(graph) - CHANCE_DB)
@@ -46,23 +47,27 @@ class NewSizes:
         if torch._C._is_tracing():  # the graph's operators would become part of the trace
             return outputs
         expected = self._of_graph(inputs)
-        if not all(map(_tells, (*inputs, *expected))):
-            return outputs
-        found = worst_sqnr_db(expected, outputs) if shapes(expected) == shapes(outputs) else None
-        right = found is not None and found >= self._required
+        why = "" if self._known_wrong is None else self._known_wrong([tensor.clone() for tensor in inputs])
+        if not why:
+            if not all(map(_tells, (*inputs, *expected))):
+                return outputs
+            why = self._why_unlike(expected, outputs)
         if len(self._is_right) > _MOST_KEPT:
             self._is_right = {_sizes(self._graph.example): True}
-        self._is_right[sizes] = right
-        if right:
+        self._is_right[sizes] = not why
+        if not why:
             return outputs
-        what = "gives outputs of other shapes"
-        if found is not None:
-            what = f"computes something else: {found:.1f} dB, expected at least {self._required:.0f}"
         warn(
-            f"For inputs of sizes {', '.join(map(str, sizes))} {self._engine} {what}. The quantized graph itself computes these "
-            "sizes, in fp32 and slowly. verify_sizes=False does not compare."
+            f"{self._engine} is not used for inputs of sizes {', '.join(map(str, sizes))}: {why}. The quantized graph itself computes "
+            "these sizes, in fp32 and slowly. verify_sizes=False does not compare."
         )
         return expected
+
+    def _why_unlike(self, expected: Sequence[Any], outputs: Sequence[Any]) -> str:
+        if shapes(expected) != shapes(outputs):
+            return "it gives outputs of other shapes"
+        found = worst_sqnr_db(expected, outputs)
+        return "" if found >= self._required else f"it computes something else: {found:.1f} dB, expected at least {self._required:.0f}"
 
     def details(self) -> dict[str, str]:
         """Return what a report says of it; nothing where no new sizes came."""

@@ -1,6 +1,7 @@
 """What every backend must do. A subclass names the backend; a case that it can't pass it overrides and says why."""
 
 import threading
+import traceback
 
 import pytest
 import torch
@@ -521,8 +522,8 @@ class BackendSuite:
             x = torch.randn(shape)
             try:
                 results[name] = self.quantized(build(), x), x
-            except Exception as error:  # noqa: BLE001 - what a thread raises would be lost
-                results[name] = error
+            except Exception:  # noqa: BLE001 - what a thread raises would be lost
+                results[name] = traceback.format_exc()
 
         threads = [threading.Thread(target=work, args=(name,)) for name in ("mlp", "residual", "conv1d")]
         for thread in threads:

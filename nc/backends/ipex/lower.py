@@ -15,6 +15,7 @@ from nc.backends.dynamic import packed_bytes
 from nc.backends.ipex.compile_gate import Gate
 from nc.backends.ipex.executed_graph import build_report, executed_graph
 from nc.backends.ipex.isolate import failures_named, first_run_in_child, is_tested
+from nc.backends.ipex.one_place import one_place
 from nc.backends.ipex.passes import passes
 from nc.backends.ipex.quiet import quiet
 from nc.backends.ipex.timing import profile_script
@@ -63,7 +64,7 @@ def lower(graph: QDQGraph, *, verify: str = "raise", verify_sizes: bool = True, 
     sqnr = verify_outputs(graph, outputs, verify, "IPEX", lambda: first_disagreement(module, inputs, _run_part))
     weight_bytes = _constant_bytes(frozen) + packed_bytes(module)
     run = _Runner(frozen)
-    new_sizes = NewSizes(run, graph, "IPEX") if verify_sizes and verify != "off" else None
+    new_sizes = NewSizes(run, graph, "IPEX", one_place(graph.module)) if verify_sizes and verify != "off" else None
     low_bit = kernel_choices(engine)
 
     def report() -> EngineReport:

@@ -174,7 +174,10 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
 
 
 def _is_wrong_window(conv: Conv, node: fx.Node) -> bool:
-    """Whether AMX kernels may sum other values: found with two thousand random convolutions, of which all others were right."""
+    """Whether AMX kernels may sum other values: found with two thousand random convolutions, of which all others were right.
+
+    A free size can be one place in a later call; `nc.backends.ipex.one_place` looks for that.
+    """
     outputs, channels, *_, width = conv.weight.meta["val"].shape
     if width == 1:
         return False
