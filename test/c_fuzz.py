@@ -30,9 +30,10 @@ import sanitizers
 if __name__ == "__main__" and "--sanitize" in sys.argv:
     sanitizers.use()  # what follows loads C code
 
-import test_low_bit_blocks_c
-from test_low_bit_c import bound, exact, form, rounded, weight
-from test_recurrent import float64_layers
+from suites import low_bit_blocks
+from suites.low_bit import exact, form, weight
+from suites.low_bit_c import bound, rounded
+from suites.recurrent import float64_layers
 
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
@@ -417,8 +418,8 @@ def case_low_bit() -> str:
 
 
 def case_low_bit_blocks() -> str:
-    name = random.choice((*test_low_bit_blocks_c.INTEGERS, *compiled_blocks.FLOATS))
-    kind = random.choice(("symmetric", "zero point", "minimum")) if name in test_low_bit_blocks_c.INTEGERS else "symmetric"
+    name = random.choice((*low_bit_blocks.INTEGERS, *compiled_blocks.FLOATS))
+    kind = random.choice(("symmetric", "zero point", "minimum")) if name in low_bit_blocks.INTEGERS else "symmetric"
     group = random.choice((1, 3, 8, 12, 16, 24, 48, 100, -1))
     inputs = group * random.randrange(1, 1 + max(1, 300 // group)) if group > 0 else random.choice((1, 7, 8, 83, 383, 384, 385, 1030))
     outputs = random.choice((1, 7, 15, 16, 17, 33, 48))
@@ -435,7 +436,7 @@ def case_low_bit_blocks() -> str:
     call(functions.of_address("low bit blocks", compiled_blocks.address()), [rows, x.stride(0), block, threads()], tensors)
     multiplied = rounded(x, block) if block not in (0, compiled.BF16) and rows else None
     given = x.bfloat16() if how == "bf16" else x
-    test_low_bit_blocks_c.check(packed, given, y, bias if bias.numel() else None, multiplied, isa)
+    low_bit_blocks.check(packed, given, y, bias if bias.numel() else None, multiplied, isa)
     return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, {how}, {isa}"
 
 

@@ -53,12 +53,18 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collectstart(collector):
     """Models that a module builds while it is imported are the same in every run too."""
     if isinstance(collector, pytest.Module):
-        torch.manual_seed(zlib.crc32(collector.nodeid.encode()))
+        torch.manual_seed(_hash(collector.nodeid))
 
 
 def _place(item):
     """A number that depends on the name of a test alone."""
-    return zlib.crc32(item.nodeid.encode())
+    return _hash(item.nodeid)
+
+
+def _hash(nodeid):
+    """A number that depends on the names of a file and a test, not on the folder of the file."""
+    file, separator, name = nodeid.partition("::")
+    return zlib.crc32(f"test/{file.rpartition('/')[2]}{separator}{name}".encode())
 
 
 def _mark_samples(items):
@@ -76,7 +82,7 @@ def _mark_samples(items):
 @pytest.fixture(autouse=True)
 def seed(request):
     """Each test's own, the same in every run; `NC_TEST_SEED=<n>` tries another."""
-    value = int(os.environ.get("NC_TEST_SEED", zlib.crc32(request.node.nodeid.encode())))
+    value = int(os.environ.get("NC_TEST_SEED", _hash(request.node.nodeid)))
     torch.manual_seed(value)
     random.seed(value)
     request.node.user_properties.append(("seed", value))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from nc.errors import BackendUnavailableError
 from nc.kernels.onednn.providers import provider
 from nc.numerics.metrics import sqnr_db
 
+TEST = Path(__file__).parent
+
 
 def _why_no_plans():
     try:
@@ -29,6 +32,13 @@ def _why_no_plans():
 #: Why `native` has no oneDNN library to make plans with, in its own words; "" where it has. For tests of what only plans do.
 WHY_NO_PLANS = _why_no_plans()
 FP32 = StaticQuantConfig(w_dtype="fp32", act_dtype="fp32")
+
+
+class OwnLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2.0
 
 
 class MLP(nn.Module):
@@ -203,9 +213,19 @@ def assert_close(expected, got, relative):
         assert (a - b).abs().max() <= relative * a.abs().max().clamp(min=1e-9)
 
 
+def path():
+    """Return `PYTHONPATH` for a child process that imports these modules."""
+    return os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_ranks(file, count, folder, timeout):
     """Run a test file as a program once for each rank, with the rank and a folder as its arguments; all must end well."""
-    options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {
+        "env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path()},
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     processes = [subprocess.Popen([sys.executable, file, str(rank), str(folder)], **options) for rank in range(count)]
     try:
         for process in processes:

@@ -1119,6 +1119,11 @@ def mutate(folder: Path, mutation: Mutation) -> str:
 CRASH = "a crash of"
 
 
+def files_of(name: str) -> list[Path]:
+    """Return the test files of a name, wherever they are below the folder of tests."""
+    return sorted((ROOT / "test").rglob(f"test_{name}.py"))
+
+
 def failure(folder: Path, files: list[str], jobs: int) -> str:
     """The first test that fails in a copy, or a crash; "" when all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "-m", "not exhaustive"]
@@ -1166,7 +1171,7 @@ def _try(folder: Path, mutation: Mutation, jobs: int, targeted: bool) -> bool:
     """Whether a test notices a mutation, and passes without it."""
     start = time.monotonic()
     before = mutate(folder, mutation)
-    files = [f"test/test_{name}.py" for name in mutation.tests]
+    files = [str(found.relative_to(ROOT)) for name in mutation.tests for found in files_of(name)]
     caught = failure(folder, files, jobs if len(files) > 1 else 1)
     where = "" if caught else " (not in the files that should)"
     caught = caught or ("" if targeted else failure(folder, [], jobs))

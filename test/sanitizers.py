@@ -1,6 +1,6 @@
 """The tests of the C code under gcc's address and undefined-behaviour sanitizers, in processes whose C code is compiled for them.
 
-    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests test/test_steps.py …]
+    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests test/backends/native/test_steps.py …]
 
 Random sizes of c_fuzz.py, then every nth test of the files that call C code. The first message of a sanitizer ends its process, and is
 printed with what the process did last. Libraries that others have compiled (torch, oneDNN, OpenMP) are not instrumented. `make sanitize`
@@ -109,7 +109,9 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth test")
     parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of the N shares, and where random sizes begin")
     parser.add_argument("--cases", type=int, default=60, help="random sizes of each function")
-    parser.add_argument("--tests", nargs="*", default=[str(_HERE / f"test_{name}.py") for name in TESTS], help="files of pytest")
+    parser.add_argument(
+        "--tests", nargs="*", default=[str(found) for name in TESTS for found in _HERE.rglob(f"test_{name}.py")], help="files of pytest"
+    )
     options = parser.parse_args()
     us, jobs = str(Path(__file__)), range(options.jobs)
     each = -(-options.cases // options.jobs)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from models import call
 from nets import NETS
-from test_models import CASES
+from suites.architectures import CASES
 
 import nc
 from nc.backends.ipex.patterns import patterns

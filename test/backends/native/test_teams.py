@@ -1,0 +1,86 @@
+"""Functions in C leave the threads of the OpenMP library as they are: a smaller team would end some, and the next make new ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from suites.avx2_products import check, paired
+from suites.int8_attention import case
+from suites.low_bit import form, weight
+from suites.low_bit_c import HERE
+
+from nc.backends import available_backends, cpu
+from nc.backends.low_bit import compiled
+from nc.backends.native.plans import functions, int8_attention
+from nc.kernels.onednn.runner import call_once
+
+THREADS = 6
+_WHY = available_backends()["native"] or functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
+pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+def norm():
+    x, factor = torch.randn(100, 512), torch.ones(512)
+    return lambda: call_once(
+        functions.function("norm"), [0, 0, 100, 512, functions.bits(1e-5), 1, THREADS, 0, 0], [x, x.clone(), factor, factor]
+    )
+
+
+def image():
+    x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
+    return lambda: call_once(functions.function("image"), [1, 64 * 300, functions.bits(1.0), 0, THREADS], [y, x])
+
+
+def attention():
+    made = case(batch=1, count=2, rows=64, keys=64, width=64, wide=64)
+    planned = made.planned()
+    return lambda: planned(*made.inputs)
+
+
+def product():
+    x, w = torch.randint(0, 256, (61, 64), dtype=torch.uint8), paired(64, 64)
+    return lambda: check(x, w, x.double() @ w.double().T, ((61, 64), (64, 1)), None, "nothing", None, THREADS, zero_point=0)
+
+
+def low_bit():
+    packed = weight(form("int4", 64), 400, 512)
+    layout, bias, x = compiled.pack(packed, next(iter(HERE.values()))), torch.zeros(400), torch.randn(1, 512)
+    return lambda: compiled.linear(x, layout, packed, bias, -1)
+
+
+CALLS = {
+    "norm": (norm, ""),
+    "image": (image, ""),
+    "attention": (attention, int8_attention.why_unavailable() if not _WHY else ""),
+    "product": (product, "" if "avx2" in cpu.detected() else "this CPU has no AVX2"),
+    "low-bit": (low_bit, "" if HERE else "this CPU has none of the instruction sets"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_threads_stay(name):
+    make, why = CALLS[name]
+    if why:
+        pytest.skip(why)
+    call, x, y = make(), torch.randn(2**20), torch.empty(2**20)
+
+    def with_all_threads():
+        torch.add(x, 1.0, out=y)
+        return set(Path("/proc/self/task").iterdir())
+
+    with_all_threads()
+    call()
+    before = with_all_threads()
+    assert len(before) >= THREADS
+    for _ in range(3):
+        call()
+        assert with_all_threads() == before
