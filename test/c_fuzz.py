@@ -38,7 +38,8 @@ from suites.recurrent import float64_layers
 from nc.backends import cpu
 from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
-from nc.backends.native.plans import avx2, functions, int8_attention
+from nc.backends.native.operators import avx2, int8_attention
+from nc.backends.native.plans import c_functions
 from nc.kernels.c_code import build, openmp
 from nc.kernels.c_code.failures import words
 from nc.kernels.c_code.isas import ISAS, NUMBERS
@@ -166,10 +167,10 @@ def case_map() -> str:
     expected = UNARY[op](*wide) if op in UNARY else BINARY[op](*wide) if op in BINARY else torch.where(wide[0] != 0, wide[1], wide[2])
     dtype = torch.bool if op == "not" else random.choice(FLOATS)
     y = spread(torch.zeros(shape, dtype=dtype))
-    numbers = [functions._OPERATORS.index(op), len(shape), *shape]
+    numbers = [c_functions._OPERATORS.index(op), len(shape), *shape]
     for x in (y, *operands):
         numbers += [DTYPES[x.dtype], *x.stride()]
-    call(functions.function("map"), numbers, [y, *operands])
+    call(c_functions.function("map"), numbers, [y, *operands])
     close(y, expected, 8e-3 if dtype is torch.bfloat16 else 3e-6)
     return f"{op} {shape} {dtype} {[x.dtype for x in operands]}"
 
@@ -177,7 +178,7 @@ def case_map() -> str:
 def case_mean() -> str:
     shape, types = (random.choice((1, 2, 5)), random.choice(SIZES)), random.choices(FLOATS, k=2)
     x, y = rows_of(shape, types[1]), torch.empty(shape[0], dtype=types[0])
-    call(functions.function("mean"), [DTYPES[types[0]], DTYPES[types[1]], *shape, x.stride(0)], [y, x])
+    call(c_functions.function("mean"), [DTYPES[types[0]], DTYPES[types[1]], *shape, x.stride(0)], [y, x])
     close(y, x.double().mean(1), 8e-3 if types[0] is torch.bfloat16 else 3e-6, 1e-6)
     return f"{shape} {types}"
 
@@ -193,8 +194,8 @@ def case_norm() -> str:
     x, y = torch.randn(rows, n).to(of), torch.zeros(rows, n).to(to)
     factors = [torch.rand(n) + 0.5 if random.random() < 0.7 else torch.empty(0) for _ in range(2)]
     scale, zero_point = 0.05, random.randrange(-20, 20) if to is torch.int8 else random.randrange(256)
-    given = [DTYPES[to], DTYPES[of], rows, n, functions.bits(1e-5), int(layer), threads(), functions.bits(1 / scale), zero_point]
-    call(functions.function("norm"), given, [y, x, *factors])
+    given = [DTYPES[to], DTYPES[of], rows, n, c_functions.bits(1e-5), int(layer), threads(), c_functions.bits(1 / scale), zero_point]
+    call(c_functions.function("norm"), given, [y, x, *factors])
     wide = x.double() - (x.double().mean(1, keepdim=True) if layer else 0)
     wide = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt()
     wide = wide * factors[0].double() if factors[0].numel() else wide
@@ -219,7 +220,7 @@ def case_place() -> str:
     y, x = (many.clone(), plain) if scatters else (plain.clone(), many)
     apart = many.stride(0)
     numbers = [size, rows, apart if scatters else size, size if scatters else apart, size, places, scatters, one]
-    call(functions.function("place"), numbers, [y, x, indices])
+    call(c_functions.function("place"), numbers, [y, x, indices])
     expected = (many if scatters else plain).clone()
     for row in range(rows):
         at = indices[0 if one else row]
@@ -248,7 +249,7 @@ def case_attention() -> str:
     factor = width**-0.5
     numbers = [batch, heads, group, keys, width, wide, kind, *map(DTYPES.get, types), DTYPES[mask[0].dtype] if mask else 0]
     numbers += [*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *y.stride()[:2], *(mask[0].stride() if mask else (0, 0, 0))]
-    call(functions.function("attention"), [*numbers, functions.bits(factor), threads()], [y, q, k, v, *mask])
+    call(c_functions.function("attention"), [*numbers, c_functions.bits(factor), threads()], [y, q, k, v, *mask])
     scores = torch.einsum("bhw,bhkw->bhk", q.double(), k.double().repeat_interleave(group, 1)) * factor
     if kind:
         scores = scores.masked_fill(~mask[0], -math.inf) if kind == 1 else scores + mask[0].double()
@@ -268,8 +269,8 @@ def case_rotary() -> str:
     y, scale, zero_point = torch.zeros(*sizes, 2 * half).to(to), 0.1, -3 if to is torch.int8 else 100
     strides = [step for t in (y, x, cosine, sine) for step in t.stride()[:3]]
     call(
-        functions.function("rotary"),
-        [DTYPES[to], half, *sizes, threads(), functions.bits(1 / scale), zero_point, *strides],
+        c_functions.function("rotary"),
+        [DTYPES[to], half, *sizes, threads(), c_functions.bits(1 / scale), zero_point, *strides],
         [y, x, cosine, sine],
     )
     wide = x.double()
@@ -285,7 +286,7 @@ def case_image() -> str:
     images, pixels = random.choice((1, 2, 3)), random.choice((1, 5, 255, 256, 257, 3000))
     scale, zero_point = 0.02, random.randrange(256)
     x, y = torch.randn(images, 3, pixels), torch.zeros(images, pixels, 3, dtype=torch.uint8)
-    call(functions.function("image"), [images, pixels, functions.bits(1 / scale), zero_point, threads()], [y, x])
+    call(c_functions.function("image"), [images, pixels, c_functions.bits(1 / scale), zero_point, threads()], [y, x])
     close(y, codes(x.double().mT, scale, zero_point, torch.uint8), 0, 1)
     return f"{images} {pixels}"
 
@@ -309,7 +310,7 @@ def case_int8_attention() -> str:
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
     numbers = [batch, heads, rows, keys, width, wide, *(s for t in (q, k, v, y) for s in t.stride()[:3]), *zeros]
     numbers += [
-        *map(functions.bits, (factor, 1 / probability, value, 1 / scale)),
+        *map(c_functions.bits, (factor, 1 / probability, value, 1 / scale)),
         int(to_codes),
         parts,
         bytes_,
@@ -332,7 +333,7 @@ def case_int8_attention() -> str:
 
 def product_numbers(written, added, outputs, scale, zero_point, shapes):
     floats = (0.0, 0.0, 0.5, 0.0, 1 / scale, float(zero_point + 128 * (written == 2)))
-    return [threads(), outputs, added, written, random.choice((0, 1)), *map(functions.bits, floats), *shapes]
+    return [threads(), outputs, added, written, random.choice((0, 1)), *map(c_functions.bits, floats), *shapes]
 
 
 def check_product(numbers, y, exact_sums, scales, bias, old, scale, zero_point):
@@ -409,7 +410,7 @@ def case_low_bit() -> str:
     bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
     tensors = [y, x, sizes, found, offsets, nothing if shifts is None else shifts, values, bias]
-    call(functions.of_address("low bit", compiled.address()), [rows, columns, block, threads()], tensors)
+    call(c_functions.of_address("low bit", compiled.address()), [rows, columns, block, threads()], tensors)
     wide = x[:, :inputs]
     wide = rounded(wide, block) if block else wide.double()
     given = bias if bias.numel() else torch.zeros(outputs)
@@ -433,7 +434,7 @@ def case_low_bit_blocks() -> str:
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
     block = {"fp32": 0, "bf16": compiled.BF16, "int8": -1, "int8_block32": 32}[how]
     tensors = [y, x, sizes, found, scale, nothing if offset is None else offset, values, bias]
-    call(functions.of_address("low bit blocks", compiled_blocks.address()), [rows, x.stride(0), block, threads()], tensors)
+    call(c_functions.of_address("low bit blocks", compiled_blocks.address()), [rows, x.stride(0), block, threads()], tensors)
     multiplied = rounded(x, block) if block not in (0, compiled.BF16) and rows else None
     given = x.bfloat16() if how == "bf16" else x
     low_bit_blocks.check(packed, given, y, bias if bias.numel() else None, multiplied, isa)
@@ -545,7 +546,7 @@ def possible() -> dict[str, str]:
         "product": products,
         "depthwise": products,
     }
-    return {name: why.get(name, functions.why_unavailable()) for name in CASES}
+    return {name: why.get(name, c_functions.why_unavailable()) for name in CASES}
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation(
         "sizes-of-kernels",
         "kernels in C are given no sizes that do not fit",
-        "backends/native/plans/products.py",
+        "backends/native/operators/linear.py",
         "    check_sizes(x.tensor.shape[-1] == inputs, node, x.tensor.shape, weight.tensor.shape)\n",
         "",
         ("plans",),
@@ -494,7 +494,7 @@ MUTATIONS = (
     Mutation(
         "avx2-zero-point",
         "products in C take the zero point of what they read away",
-        "backends/native/plans/avx2.py",
+        "backends/native/operators/avx2.py",
         'sums * -a["x_zero_point"]',
         "sums * 0",
         ("avx2_products",),
@@ -518,7 +518,7 @@ MUTATIONS = (
     Mutation(
         "avx2-in-place-twice",
         "channels that are computed twice are added once",
-        "backends/native/plans/avx2.py",
+        "backends/native/operators/avx2.py",
         " or (in_place and outputs % _PANEL)",
         "",
         ("avx2_products",),
@@ -550,7 +550,7 @@ MUTATIONS = (
     Mutation(
         "attention-in-place",
         "attention is not computed later than something that changes what it reads",
-        "backends/native/plans/int8_attention.py",
+        "backends/native/operators/int8_attention.py",
         "if works_in_place(between):",
         "if False:",
         ("int8_attention",),
@@ -558,7 +558,7 @@ MUTATIONS = (
     Mutation(
         "norm-in-place",
         "a norm in single operators that something changes meanwhile stays",
-        "backends/native/norms.py",
+        "backends/native/operators/norm.py",
         "any(order[found.nodes[0]] < place < order[found.nodes[-1]] for place in changes)",
         "False",
         ("norms",),
@@ -566,7 +566,7 @@ MUTATIONS = (
     Mutation(
         "norm-variance",
         "only the variance without Bessel's correction makes a layer norm",
-        "backends/native/norms.py",
+        "backends/native/operators/norm.py",
         'if a.get("correction") == 0 or a.get("unbiased") is False else None',
         "",
         ("norms",),
@@ -574,7 +574,7 @@ MUTATIONS = (
     Mutation(
         "norm-readers",
         "a norm whose parts are read elsewhere stays",
-        "backends/native/norms.py",
+        "backends/native/operators/norm.py",
         "if any(user not in inner for node in inner if node is not last for user in node.users):",
         "if False:",
         ("norms",),
@@ -598,7 +598,7 @@ MUTATIONS = (
     Mutation(
         "rotary-halves",
         "only the second half of the same tensor is negated",
-        "backends/native/rotary.py",
+        "backends/native/operators/rotary.py",
         "and _half(second, 1) is x else None",
         "else None",
         ("rotary",),
@@ -606,7 +606,7 @@ MUTATIONS = (
     Mutation(
         "mask-readers",
         "who sees a mask gets one of its own, written out",
-        "backends/native/plans/masks.py",
+        "backends/native/operators/mask.py",
         "return all(user.target in _READERS or",
         "return True or all(user.target in _READERS or",
         ("masks",),
@@ -614,7 +614,7 @@ MUTATIONS = (
     Mutation(
         "mask-constants",
         "a constant that hides something stays in a mask",
-        "backends/native/plans/masks.py",
+        "backends/native/operators/mask.py",
         "not recorder.follow and mask.tensor.all() and",
         "not recorder.follow and",
         ("masks",),
@@ -622,9 +622,9 @@ MUTATIONS = (
     Mutation(
         "mask-positions",
         "only positions in even steps are a view",
-        "backends/native/plans/masks.py",
-        "return steps if torch.equal(even, index) else None",
-        "return steps",
+        "backends/native/operators/mask.py",
+        "need(torch.equal(even, index), ",
+        "need(True, ",
         ("masks",),
     ),
     Mutation(
@@ -694,7 +694,7 @@ MUTATIONS = (
     Mutation(
         "plan-sizes",
         "a plan is made for one set of input sizes",
-        "backends/native/plans/model.py",
+        "backends/native/planned.py",
         "((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)",
         "((tensor.dim(), tensor.dtype) for tensor in inputs)",
         ("plans",),
@@ -906,7 +906,7 @@ MUTATIONS = (
     Mutation(
         "one-recording",
         "threads that want the same new sizes record them once",
-        "backends/native/plans/model.py",
+        "backends/native/planned.py",
         "            with self._recording:\n",
         "            if True:\n",
         ("plans",),

@@ -11,8 +11,7 @@ from torch import nn
 
 import nc
 from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationError, available_backends
-from nc.backends.native import lower
-from nc.backends.native.plans import model as plans
+from nc.backends.native import lower, operators, planned
 from nc.backends.passes import Pass
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import run_with
@@ -167,17 +166,29 @@ def test_a_wrong_kernel_is_an_error_that_names_it(monkeypatch):
     assert "tensors are wrong" in q.report().details["kernels compared"]
 
 
+def only_way():
+    (way,) = operators.table()[QLINEAR].ways.values()
+    return way
+
+
+def instead(monkeypatch, way):
+    """Let plans compute linears another way."""
+    known = operators.table()
+    known = {**known, QLINEAR: dataclasses.replace(known[QLINEAR], ways={"faulty": way})}
+    monkeypatch.setattr(operators, "table", lambda: known)
+
+
 @pytest.mark.needs_plans
 def test_a_wrong_plan_is_not_used(monkeypatch):
     """What runs the graph is then the next executor, and the report says why."""
-    handler = plans._HANDLERS[QLINEAR]
+    way = only_way()
     seen = []
 
     def faulty(recorder, node, arguments):
         seen.append(node)
-        return handler(recorder, node, {**arguments, "output_scale": arguments["output_scale"] * (1.1 if len(seen) == 6 else 1)})
+        return way(recorder, node, {**arguments, "output_scale": arguments["output_scale"] * (1.1 if len(seen) == 6 else 1)})
 
-    monkeypatch.setitem(plans._HANDLERS, QLINEAR, faulty)
+    instead(monkeypatch, faulty)
     q = quantized(deep(), torch.randn(64, 32), StaticQuantConfig(), backend="native")
     assert (
         q.report()
@@ -190,14 +201,14 @@ def test_a_wrong_plan_is_not_used(monkeypatch):
 @pytest.fixture
 def wrong_for_one_row(monkeypatch):
     """A kernel that is wrong for a batch of one."""
-    handler = plans._HANDLERS[QLINEAR]
+    way = only_way()
 
     def faulty(recorder, node, arguments):
         if recorder.read(arguments["qx"]).tensor.shape[0] == 1 and node.meta["operators"] == ["10", "11"]:
             arguments = {**arguments, "output_scale": arguments["output_scale"] * 2}
-        return handler(recorder, node, arguments)
+        return way(recorder, node, arguments)
 
-    monkeypatch.setitem(plans._HANDLERS, QLINEAR, faulty)
+    instead(monkeypatch, faulty)
 
 
 @pytest.mark.usefixtures("wrong_for_one_row")
@@ -246,7 +257,7 @@ def test_where_nothing_is_right_the_call_fails(monkeypatch):
 
 @pytest.mark.needs_plans
 def test_given_up_plans_are_compared_once(monkeypatch):
-    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
+    monkeypatch.setattr(planned, "_MOST_PLANS", 2)
     x = torch.randn(8, 32)
     q = quantized(deep(2), x, StaticQuantConfig(), backend="native")
     for rows in (1, 2, 3, 4, 1, 2, 3, 4):
@@ -256,7 +267,7 @@ def test_given_up_plans_are_compared_once(monkeypatch):
 
 @pytest.mark.needs_plans
 def test_wrong_sizes_stay_known_when_their_plan_is_given_up(monkeypatch, wrong_for_one_row):
-    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
+    monkeypatch.setattr(planned, "_MOST_PLANS", 2)
     torch.manual_seed(0)
     x = torch.randn(64, 32)
     q = quantized(deep(), x, StaticQuantConfig(), backend="native")

@@ -5,8 +5,9 @@ import torch
 from models import library
 from torch import fx, nn
 
-from nc.backends.native.operators import product
-from nc.backends.native.plans import int8_attention, model
+from nc.backends.native import planned as model
+from nc.backends.native.operators import int8_attention
+from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.entries import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
 from nc.kernels.onednn.runner import runner

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.operators import ACCUMULATOR, SUM, functional_sum
 from nc.backends.native.qdq_rewrites import dequantize, quantize
+from nc.backends.native.torch_library import ACCUMULATOR, SUM, functional_sum
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import inline

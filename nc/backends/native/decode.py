@@ -10,8 +10,9 @@ from torch import fx
 from nc.backends.low_bit.engine import LowBitEngine
 from nc.backends.low_bit.graph import replace_low_bit
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
-from nc.backends.native.plans import functions
-from nc.backends.native.plans.model import SMALL_HANDLERS, SMALL_LATER, PlannedModel
+from nc.backends.native import operators
+from nc.backends.native.planned import PlannedModel
+from nc.backends.native.plans import c_functions
 from nc.errors import BackendError, BackendUnavailableError
 from nc.kernels.onednn.providers import provider
 from nc.kernels.onednn.runner import runner
@@ -29,7 +30,7 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
     Raises:
         BackendUnavailableError: this machine has no compiler, and the package no compiled code for it; or oneDNN is missing.
     """
-    why = functions.why_unavailable()
+    why = c_functions.why_unavailable()
     if why:
         msg = f"Tokens can't be computed by a plan here: {why}."
         raise BackendUnavailableError(msg)
@@ -48,5 +49,5 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
     def otherwise() -> NoReturn:
         raise BackendError("; ".join(planned.unplanned()))
 
-    planned = PlannedModel(module, source, runner(source.maker.library)[0], otherwise, SMALL_HANDLERS, SMALL_LATER, follow=True)
+    planned = PlannedModel(module, source, runner(source.maker.library)[0], otherwise, operators.table(one_token=True), follow=True)
     return planned

@@ -16,8 +16,8 @@ from torch import fx
 
 from nc.backends.native.judge import Judge
 from nc.backends.native.packing import HELPERS, SPELLING, packed, refused, refused_sizes
+from nc.backends.native.planned import planned, why_not
 from nc.backends.native.plans.checks import PlanChecks
-from nc.backends.native.plans.model import planned, why_not
 from nc.backends.native.qdq_rewrites import CONVERTERS, dequantize, quantize
 from nc.backends.profiling.nodes import node_steps, profile_nodes
 from nc.backends.profiling.profile import Profile, Step
@@ -127,7 +127,11 @@ class PlanExecutor:
         model.check(example)
 
         def details() -> Mapping[str, str]:
-            more = {"wrong sums, so not taken": model.wrong_kernels(), "not planned": model.unplanned()}
+            more = {
+                "wrong sums, so not taken": model.wrong_kernels(),
+                "not planned": model.unplanned(),
+                "computed by torch": model.refusals(),
+            }
             known = {"kernels": model.how()} | {key: "; ".join(texts) for key, texts in more.items() if texts}
             return known | sizes_compared(model.checks)
 

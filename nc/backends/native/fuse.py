@@ -10,8 +10,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.backends.native.grouped import join, joined
-from nc.backends.native.operators import prepack
 from nc.backends.native.regions import ACTIVATIONS, Region, is_sum, region_of
+from nc.backends.native.torch_library import prepack
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name
 from nc.graph.fx_utils import constant_of, give_values_of, run_with
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted

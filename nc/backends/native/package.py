@@ -14,8 +14,8 @@ from torch import fx
 from nc.backends.base import EngineModel
 from nc.backends.native.compiled import check_compiler
 from nc.backends.native.lower import executed
-from nc.backends.native.operators import in_place
 from nc.backends.native.passes import finish, kernels
+from nc.backends.native.torch_library import in_place
 from nc.backends.passes import run_passes
 from nc.backends.verify import check_option, first_disagreement, verify_outputs
 from nc.errors import BackendError, UnsupportedError

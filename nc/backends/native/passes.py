@@ -15,13 +15,13 @@ from nc.backends.native.compiled import functional
 from nc.backends.native.factors import fold_factors, sum_first
 from nc.backends.native.fuse import fuse, note_shapes, why_not_int8
 from nc.backends.native.inductor_names import name_convolutions
-from nc.backends.native.matmul import fuse_products, signed, why_not_product
 from nc.backends.native.merge import merge
-from nc.backends.native.norms import recompose_norms
+from nc.backends.native.operators.matmul import fuse_products, signed, why_not_product
+from nc.backends.native.operators.norm import recompose_norms
+from nc.backends.native.operators.rotary import recompose_rotary
+from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
 from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
-from nc.backends.native.rotary import recompose_rotary
-from nc.backends.native.transposed import fuse_transposed, why_not_transposed
 from nc.backends.passes import Pass
 from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline

@@ -22,14 +22,14 @@ from nc.api.generation import own_forward, status
 from nc.api.generation.memory import empty_cache
 from nc.api.generation.names import cache_argument, cache_field, cache_of
 from nc.backends import available_backends
-from nc.backends.native.plans import functions
+from nc.backends.native.plans import c_functions
 from nc.errors import InputError, NCWarning, UnsupportedError, VerificationError
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
     pytest.mark.skipif(
-        bool(available_backends()["native"] or functions.why_unavailable()),
-        reason=available_backends()["native"] or functions.why_unavailable(),
+        bool(available_backends()["native"] or c_functions.why_unavailable()),
+        reason=available_backends()["native"] or c_functions.why_unavailable(),
     ),
     pytest.mark.needs_plans,
 ]

@@ -12,14 +12,14 @@ from nc.api.generation import status
 from nc.api.generation.memory import empty_cache
 from nc.backends import available_backends
 from nc.backends.low_bit.engine import set_backend
-from nc.backends.native.plans import functions
+from nc.backends.native.plans import c_functions
 from nc.errors import NCWarning
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
     pytest.mark.skipif(
-        bool(available_backends()["native"] or functions.why_unavailable()),
-        reason=available_backends()["native"] or functions.why_unavailable(),
+        bool(available_backends()["native"] or c_functions.why_unavailable()),
+        reason=available_backends()["native"] or c_functions.why_unavailable(),
     ),
     pytest.mark.needs_plans,
 ]

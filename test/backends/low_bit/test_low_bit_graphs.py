@@ -16,9 +16,9 @@ from nc.backends.low_bit import graph as low_bit
 from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.native import package
+from nc.backends.native import planned as planning
 from nc.backends.native.execute import TorchScriptExecutor
-from nc.backends.native.plans import avx2
-from nc.backends.native.plans import model as planning
+from nc.backends.native.operators import avx2
 from nc.backends.native.plans.entries import AtenCall
 from nc.export import export
 from nc.graph.fx_utils import copy_module

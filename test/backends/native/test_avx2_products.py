@@ -12,14 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc.backends import available_backends, cpu
-from nc.backends.native.plans import avx2, functions
-from nc.backends.native.plans.values import Codes, Traced
+from nc.backends.native.operators import avx2
+from nc.backends.native.plans import c_functions
+from nc.backends.native.plans.values import Codes, PlanTensor
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Geometry, Sum
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
 from nc.process.unavailable import Unavailable
 
-_WHY = available_backends()["native"] or functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
+_WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 ADDED = "nothing", "codes", "fp32", "other"
@@ -204,7 +205,7 @@ def test_results_that_no_code_has_room_for(bias, code, dtype):
     x, weight = torch.zeros(7, 8, dtype=torch.uint8), paired(20, 8)
     result = torch.empty(7, 20, dtype=dtype)
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
-    product = avx2.Product(Traced(x, None), Traced(result, None), Codes("w", weight), torch.ones(1), torch.full((20,), bias), ())
+    product = avx2.Product(PlanTensor(x, None), PlanTensor(result, None), Codes("w", weight), torch.ones(1), torch.full((20,), bias), ())
     assert multiply(a, product)
     assert (result == code + torch.iinfo(dtype).min).all()
 
@@ -215,7 +216,7 @@ def test_channels_that_are_computed_twice_are_not_added_in_place(channels):
     a = {"x_scale": 1.0, "x_zero_point": 0, "output_scale": 0.01, "output_zero_point": 9}
     geometry = Geometry((1, 1), (1, 1), (1, 1), (1, 1), window=(3, 3))
     result = torch.full((1, 6, 6, channels), 5, dtype=torch.uint8).movedim(-1, 1)
-    given_ = Traced(x, None), Traced(result, None), Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)), torch.ones(1), None
+    given_ = PlanTensor(x, None), PlanTensor(result, None), Codes("w", torch.ones(channels, 1, 3, 3, dtype=torch.int8)), torch.ones(1), None
     product = avx2.Product(*given_, (Sum(1.0, 0, torch.uint8),), geometry=geometry, groups=channels)
     assert multiply(a, product) is (channels % 16 == 0)
 
@@ -225,8 +226,8 @@ def test_what_is_added_may_have_gaps_between_its_rows():
     x, weight, wide = torch.randint(0, 256, (5, 8), dtype=torch.uint8), paired(16, 8), torch.randn(5, 40)
     a = {"x_scale": 1.0, "x_zero_point": 0}
     for other, done in ((wide[:, :16], False), (wide[:, :16].contiguous(), True)):
-        given_ = Traced(x, None), Traced(torch.empty(5, 16), None), Codes("w", weight), torch.ones(1), None
-        product = avx2.Product(*given_, (BinaryOp("add", Desc.of(other)),), Traced(other, None))
+        given_ = PlanTensor(x, None), PlanTensor(torch.empty(5, 16), None), Codes("w", weight), torch.ones(1), None
+        product = avx2.Product(*given_, (BinaryOp("add", Desc.of(other)),), PlanTensor(other, None))
         assert multiply(a, product) is done
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import nc
 from nc.backends import available_backends, cpu
-from nc.backends.native.plans import int8_attention
+from nc.backends.native.operators import int8_attention
 from nc.kernels.c_code import openmp
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable

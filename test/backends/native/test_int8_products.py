@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from nc import StaticQuantConfig, available_backends, compare, load
 from nc.backends import cpu
-from nc.backends.native import matmul, passes
-from nc.backends.native.plans import int8_attention
+from nc.backends.native import passes
+from nc.backends.native.operators import int8_attention, matmul
 
 WHY = available_backends()["native"]
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")

@@ -16,7 +16,7 @@ from torch import nn
 from nc import ArtefactCorruptError, NCWarning, VerificationError, load
 from nc.backends import available_backends, verify
 from nc.backends.native import fuse
-from nc.backends.native.plans import model as planning
+from nc.backends.native import planned as planning
 from nc.backends.native.plans.recorder import Weights
 from nc.graph.qdq import expected_outputs
 from nc.process.unavailable import Unavailable

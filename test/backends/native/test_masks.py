@@ -9,14 +9,17 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from nc.backends import available_backends
-from nc.backends.native.plans import functions, int8_attention, masks
-from nc.backends.native.plans import model as planning
+from nc.backends.native import operators
+from nc.backends.native import planned as planning
+from nc.backends.native.operators import embedding, int8_attention
+from nc.backends.native.operators import mask as masks
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall
 from nc.errors import InputError
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 
-_WHY = available_backends()["native"] or functions.why_unavailable()
+_WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
 aten = torch.ops.aten
 LOWEST = torch.finfo(torch.float32).min
@@ -327,7 +330,9 @@ def test_a_whole_model_gives_the_same_with_operators_of_torch(monkeypatch):
     model, inputs = Encoder().eval(), tokens()
     q = quantized(model, inputs, None, "native")
     steps = q.engine.steps(list(inputs))
-    monkeypatch.setattr(planning, "_HANDLERS", {k: v for k, v in planning._HANDLERS.items() if k not in masks.HANDLERS})
+    of_masks = {target for row in (*masks.OPERATORS, *embedding.OPERATORS) for target in row.targets}
+    known = {target: row for target, row in operators.table().items() if target not in of_masks}
+    monkeypatch.setattr(operators, "table", lambda: known)
     without = quantized(model, inputs, None, "native")
     assert sum(not step.kernels for step in without.engine.steps(list(inputs))) > sum(not step.kernels for step in steps)
     for given_ in (inputs, tokens(), tokens(5, 33), tokens(1, 2)):

@@ -30,7 +30,7 @@ from nc import (
 )
 from nc.backends import cpu, get_backend
 from nc.backends.native import OPS, execute, fuse, passes, regions
-from nc.backends.native.plans import avx2
+from nc.backends.native.operators import avx2
 from nc.backends.profiling import onednn_verbose
 from nc.graph.catalogue import op_name
 from nc.graph.saturation import narrow

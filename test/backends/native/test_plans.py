@@ -25,13 +25,15 @@ from torch.nn import functional as F
 
 import nc
 from nc.backends import available_backends, cpu
-from nc.backends.native import fuse
+from nc.backends.native import fuse, operators
+from nc.backends.native import planned as planning
 from nc.backends.native.grouped import join
+from nc.backends.native.operators import avx2
 from nc.backends.native.passes import finish, kernels
-from nc.backends.native.plans import avx2, recorder, values
-from nc.backends.native.plans import model as planning
+from nc.backends.native.plans import recorder, values
 from nc.backends.native.plans.arena import ALIGNMENT, solve
 from nc.backends.native.plans.entries import AtenCall, Block, Call, Plan
+from nc.backends.native.plans.ways import Refused
 from nc.backends.passes import run_passes
 from nc.errors import BackendError, BackendUnavailableError, InputError, NCError
 from nc.graph.fx_utils import copy_module
@@ -299,19 +301,18 @@ def test_threads_do_not_disturb_each_other():
     assert not wrong
 
 
-def in_vain_first(handler):
-    """A handler that computes a node, takes memory besides, gives all of it up, and computes the node."""
+def in_vain_first(way):
+    """A way that computes a node, takes memory besides, gives all of it up, and computes the node."""
 
     def handled(recorder, node, named):
         def in_vain():
-            found = handler(recorder, node, named)
-            if found is not None:
-                more = recorder.new((1 << 20,), (1,), torch.float32)
-                recorder._slot(more.tensor)
-                recorder._ref(more)
+            way(recorder, node, named)
+            more = recorder.new((1 << 20,), (1,), torch.float32)
+            recorder._slot(more.tensor)
+            recorder._ref(more)
             raise Unimplemented
 
-        return recorder.first_possible(in_vain, lambda: handler(recorder, node, named))
+        return recorder.first_possible({"in vain": in_vain, "right": lambda: way(recorder, node, named)})
 
     return handled
 
@@ -329,8 +330,11 @@ def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
     monkeypatch.setattr(recorder, "_MOST_HELD", held)  # with 0, each call is made when it is recorded: also those of a way that is given up
     make, inputs = CASES[name]
     _, module, call = planned(make(), inputs[0])
-    handlers = {target: in_vain_first(handler) for target, handler in planning._HANDLERS.items()}
-    again = planning.PlannedModel(module, provider(), runner(provider().maker.library)[0], lambda: pytest.fail("no plan"), handlers)
+    known = {
+        target: dataclasses.replace(row, ways={name: in_vain_first(way) for name, way in row.ways.items()})
+        for target, row in operators.table().items()
+    }
+    again = planning.PlannedModel(module, provider(), runner(provider().maker.library)[0], lambda: pytest.fail("no plan"), known)
     with torch.no_grad():
         expected, got = call(*inputs[0]), again(*inputs[0])
     assert all(map(torch.equal, expected, got))
@@ -340,8 +344,8 @@ def test_nothing_is_left_of_a_way_that_was_given_up(monkeypatch, name, held):
 def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch):
     """Where too much memory waits while a way is tried, all calls are made: those before it must not be made again, nor its own."""
     _, module, _ = planned(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
-    plan = recorder.Recorder(module, provider().maker, values.Weights(), {}, {})
-    made = []
+    plan = recorder.Recorder(module, provider().maker, values.Weights(), {})
+    made, text = [], "no more"
 
     def way():
         plan._wait(lambda: made.append("given up"))
@@ -349,9 +353,11 @@ def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch
         plan._wait(lambda: made.append("too much"))
         plan._held = 5
         plan._wait(lambda: made.append("never"))
+        raise Refused(text)
 
     plan._wait(lambda: made.append("before"))
-    assert plan.first_possible(way) is None
+    with pytest.raises(Refused, match="way: no more"):
+        plan.first_possible({"way": way})
     assert made == ["before", "given up", "too much"]
     assert (plan._waiting, plan._held) == ([], 0)
     plan._wait(lambda: made.append("behind"))
@@ -361,7 +367,7 @@ def test_calls_that_waited_for_a_way_that_was_given_up_are_made_once(monkeypatch
 
 def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
     _, module, call = planned(nn.Sequential(nn.Linear(64, 32)), torch.randn(2, 64))
-    plan = recorder.Recorder(module, provider().maker, call._weights, {}, {})
+    plan = recorder.Recorder(module, provider().maker, call._weights, {})
     weight = values.Codes("w", torch.ones(4, 4, dtype=torch.int8))
 
     def way():
@@ -373,7 +379,8 @@ def test_weights_that_were_packed_for_a_way_that_was_given_up_go(monkeypatch):
     with torch.no_grad():
         call(torch.randn(2, 64))
     size = call._weights.size()
-    assert plan.first_possible(way) is None
+    with pytest.raises(Refused, match="way: "):
+        plan.first_possible({"way": way})
     assert call._weights.size() == size > 0
 
 
@@ -658,7 +665,8 @@ def test_sizes_without_a_plan_run_all_the_same_and_the_report_says_so(monkeypatc
 @pytest.mark.needs_plans
 def test_a_kernel_that_no_primitive_stands_for_is_left_to_torchs_operators(monkeypatch):
     """As where oneDNN has a reference kernel only."""
-    monkeypatch.setattr(planning, "_HANDLERS", {k: v for k, v in planning._HANDLERS.items() if not str(k).startswith("onednn.")})
+    known = {target: row for target, row in operators.table().items() if not str(target).startswith("onednn.")}
+    monkeypatch.setattr(operators, "table", lambda: known)
     make, inputs = CASES["residual"]
     q = quantized(make().eval(), inputs[0], None, "native")
     assert "there is no primitive for" in str(q.report().details)

@@ -9,17 +9,16 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from nc.backends import available_backends
-from nc.backends.native.operators import rotation
-from nc.backends.native.plans import functions
-from nc.backends.native.plans import model as planning
+from nc.backends.native import planned as planning
+from nc.backends.native.operators.rotary import recompose_rotary, rotation
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
-from nc.backends.native.rotary import recompose_rotary
 from nc.kernels.onednn.runner import runner
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
 
-_WHY = available_backends()["native"] or functions.why_unavailable()
+_WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
 aten = torch.ops.aten
 CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}

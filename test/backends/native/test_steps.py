@@ -11,16 +11,17 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from nc.backends import available_backends
-from nc.backends.native.plans import functions
-from nc.backends.native.plans import model as planning
+from nc.backends.native import operators
+from nc.backends.native import planned as planning
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
 from nc.kernels.onednn.runner import PythonRunner, call_once, runner
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or functions.why_unavailable()),
-    reason=available_backends()["native"] or functions.why_unavailable(),
+    bool(available_backends()["native"] or c_functions.why_unavailable()),
+    reason=available_backends()["native"] or c_functions.why_unavailable(),
 )
 aten = torch.ops.aten
 #: Of results in fp32 and bf16, relative to the largest: some roundings of each.
@@ -36,7 +37,7 @@ def planned(function, run_by=None):
     source = library()
     run_by = run_by or runner(source.maker.library)[0]
     never = (lambda: pytest.fail("no plan"),)
-    return planning.PlannedModel(graph(function), source, run_by, *never, planning.SMALL_HANDLERS, planning.SMALL_LATER)
+    return planning.PlannedModel(graph(function), source, run_by, *never, operators.table(one_token=True))
 
 
 def calls(call):
@@ -354,7 +355,7 @@ def by_hand(build, **buffers):
     source = library()
     never = (lambda: pytest.fail("no plan"),)
     run_by = runner(source.maker.library)[0]
-    return planning.PlannedModel(fx.GraphModule(root, nodes), source, run_by, *never, planning.SMALL_HANDLERS, planning.SMALL_LATER)
+    return planning.PlannedModel(fx.GraphModule(root, nodes), source, run_by, *never, operators.table(one_token=True))
 
 
 def test_what_changes_in_place_is_made_in_each_call():
@@ -414,11 +415,11 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
         x[0, 0, 0, 0] = 0.625  # between two codes: to the even one
         y = torch.zeros(images, rows * columns, 3, dtype=torch.uint8)
         (bits,) = struct.unpack("<i", struct.pack("<f", 4.0))
-        call_once(functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
+        call_once(c_functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
         expected = torch.clamp(torch.round(x.double() * 4) + zero_point, 0, 255).to(torch.uint8)
         assert torch.equal(y.view(images, rows, columns, 3).permute(0, 3, 1, 2), expected)
     x[0, 1, 0, 0] = float("nan")
-    call_once(functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
+    call_once(c_functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
     assert y[0, 0, 1] == 0
     assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
 

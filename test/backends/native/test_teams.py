@@ -12,11 +12,12 @@ from suites.low_bit_c import HERE
 
 from nc.backends import available_backends, cpu
 from nc.backends.low_bit import compiled
-from nc.backends.native.plans import functions, int8_attention
+from nc.backends.native.operators import int8_attention
+from nc.backends.native.plans import c_functions
 from nc.kernels.onednn.runner import call_once
 
 THREADS = 6
-_WHY = available_backends()["native"] or functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
+_WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
 
 
@@ -31,13 +32,13 @@ def threads():
 def norm():
     x, factor = torch.randn(100, 512), torch.ones(512)
     return lambda: call_once(
-        functions.function("norm"), [0, 0, 100, 512, functions.bits(1e-5), 1, THREADS, 0, 0], [x, x.clone(), factor, factor]
+        c_functions.function("norm"), [0, 0, 100, 512, c_functions.bits(1e-5), 1, THREADS, 0, 0], [x, x.clone(), factor, factor]
     )
 
 
 def image():
     x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
-    return lambda: call_once(functions.function("image"), [1, 64 * 300, functions.bits(1.0), 0, THREADS], [y, x])
+    return lambda: call_once(c_functions.function("image"), [1, 64 * 300, c_functions.bits(1.0), 0, THREADS], [y, x])
 
 
 def attention():

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import nc
 from nc import BackendError, InputError, UnsupportedError, available_backends
 from nc.backends.base import EngineModel
-from nc.backends.native.plans import avx2
+from nc.backends.native.operators import avx2
 from nc.backends.profiling import onednn_verbose, process
 from nc.backends.profiling.onednn_verbose import Kernel, Partition, parse
 from nc.backends.profiling.profile import Profile, Step

@@ -15,7 +15,8 @@ from torch import nn
 import nc
 from nc.backends import cpu
 from nc.backends.low_bit import compiled
-from nc.backends.native.plans import functions, int8_attention
+from nc.backends.native.operators import int8_attention
+from nc.backends.native.plans import c_functions
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import build, flags, isas
 from nc.kernels.onednn.runner import PythonRunner, runner
@@ -126,7 +127,7 @@ def test_where_nothing_can_be_loaded_python_calls_and_the_report_says_why(kept, 
     found, why = runner(library().maker.library)
     assert isinstance(found, PythonRunner)
     assert "failed to map segment" in why
-    monkeypatch.setattr(functions, "_functions", functions._functions.__wrapped__)
+    monkeypatch.setattr(c_functions, "_functions", c_functions._functions.__wrapped__)
     x = torch.randn(2, 8)
     q = nc.quantize(nn.Linear(8, 4).eval(), nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native")
     assert torch.isfinite(q(x)).all()
@@ -263,7 +264,7 @@ def old_compiler(monkeypatch, folder_of_old_compiler):
     monkeypatch.setattr(build, "_compiler", lambda: "cc -DNC_OLD_COMPILER -DNC_NO_CLONES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder_of_old_compiler))
     monkeypatch.setattr(compiled, "_code", compiled._code.__wrapped__)
-    monkeypatch.setattr(functions, "_functions", functions._functions.__wrapped__)
+    monkeypatch.setattr(c_functions, "_functions", c_functions._functions.__wrapped__)
 
 
 @pytest.mark.usefixtures("old_compiler")

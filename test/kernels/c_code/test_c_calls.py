@@ -12,12 +12,12 @@ import torch
 
 from nc.backends import available_backends
 from nc.backends.native import recurrent
-from nc.backends.native.plans import functions
+from nc.backends.native.plans import c_functions
 from nc.errors import BackendError
 from nc.kernels.c_code import failures
 from nc.kernels.onednn.runner import CallList, call_once, failed_call, failure
 
-_WHY = available_backends()["native"] or functions.why_unavailable()
+_WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 
@@ -221,14 +221,14 @@ def test_codes_are_no_dtype_of_sums():
     """`store` wrote bf16 for every dtype that it does not know."""
     x, y = torch.ones(4, dtype=torch.int64), torch.full((4,), -1)
     with pytest.raises(BackendError, match="'map' failed: it knows no such dtype"):
-        call_once(functions.function("map"), [functions._OPERATORS.index("copy"), 1, 4, 3, 1, 3, 1], [y, x])
+        call_once(c_functions.function("map"), [c_functions._OPERATORS.index("copy"), 1, 4, 3, 1, 3, 1], [y, x])
     assert y.tolist() == [-1] * 4
 
 
 def test_what_is_no_number_has_an_exponential():
     """Its integer part is none: the shift of a negative number."""
     x, y = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]), torch.zeros(4)
-    call_once(functions.function("map"), [functions._OPERATORS.index("exp"), 1, 4, 0, 1, 0, 1], [y, x])
+    call_once(c_functions.function("map"), [c_functions._OPERATORS.index("exp"), 1, 4, 0, 1, 0, 1], [y, x])
     assert y[0].isnan()
     assert y[1:].tolist() == [float("inf"), 0.0, pytest.approx(torch.e)]
 
@@ -248,10 +248,10 @@ def test_lists_tell_which_function_failed(by):
 
     source = library()
     calls = CallList()
-    good = [functions._OPERATORS.index("copy"), 1, 4, 0, 1, 0, 1]
+    good = [c_functions._OPERATORS.index("copy"), 1, 4, 0, 1, 0, 1]
     x, y = torch.rand(4), torch.zeros(4)
     for numbers in (good, [99, *good[1:]]):
-        calls.add_function(functions.function("map"), numbers, [(None, y.data_ptr()), (None, x.data_ptr())])
+        calls.add_function(c_functions.function("map"), numbers, [(None, y.data_ptr()), (None, x.data_ptr())])
     run = (runner(source.maker.library)[0] if by == "C" else PythonRunner(source.maker.library)).bind(calls, source.maker.stream())
     index, status = failed_call(run([]))
     assert (index, failures.words(status)) == (1, "it knows no such operation")

@@ -123,6 +123,19 @@ class AtenCall:
 Entry = Call | FunctionCall | AtenCall
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """An operator that torch computes in a plan, though it has ways of ours.
+
+    Attributes:
+        operator: of the user's model.
+        why: what each way said.
+    """
+
+    operator: str
+    why: str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # no slots: contexts refer to plans weakly
 class Plan:
     """All that is known before a call.
@@ -136,6 +149,7 @@ class Plan:
         offsets: where each block lies in the arena.
         scratchpad: bytes that every kernel may use, behind the blocks.
         wrong: for each operator, kernels that were passed over because their sums are wrong.
+        refusals: operators that torch computes though there are ways of ours.
     """
 
     entries: Sequence[Entry]
@@ -146,6 +160,7 @@ class Plan:
     offsets: Mapping[Block, int]
     scratchpad: int
     wrong: Mapping[str, tuple[str, ...]]
+    refusals: tuple[Refusal, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -6,11 +6,11 @@ only where an ATen operator reads what they give: most plans have none of these 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from nc.backends.native.plans.entries import (
     Part,
     Plan,
     Ref,
+    Refusal,
     Slot,
     Watched,
     references,
@@ -33,7 +34,7 @@ from nc.backends.native.plans.entries import (
 from nc.backends.native.plans.values import (
     Codes,
     Later,
-    Traced,
+    PlanTensor,
     Weights,
     alias,
     by_name,
@@ -45,6 +46,7 @@ from nc.backends.native.plans.values import (
     reads_inputs,
     tensors,
 )
+from nc.backends.native.plans.ways import Operator, Refused
 from nc.backends.native.qdq_rewrites import CONVERTERS
 from nc.backends.profiling.nodes import describe
 from nc.backends.profiling.onednn_verbose import Kernel
@@ -65,6 +67,9 @@ from nc.kernels.onednn.runner import Function, call_once
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 #: Bytes that calls which wait may keep from being free.
 _MOST_HELD = 2**29
+#: Why a way refuses what is not a tensor of the plan, or one that it needs when the plan is made.
+_NO_TENSOR = "one of its arguments is no tensor"
+_NO_CONSTANT = "one of its arguments is computed from the inputs"
 _SHORT = {
     torch.uint8: "u8",
     torch.int8: "s8",
@@ -75,8 +80,7 @@ _SHORT = {
     torch.float16: "f16",
 }
 
-
-Handler = Callable[["Recorder", fx.Node, Mapping[str, Any]], Any]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,8 +111,7 @@ class Recorder:
         module: lowered graph, with weights as they are.
         maker: of the oneDNN library.
         weights: those packed already.
-        handlers: what makes primitives of nodes, by target. A handler returns None where it can't.
-        later: whether a node with this target waits for its readers.
+        operators: what is known of operators, by target.
         follow: what is computed from constants of the module alone is computed in each call, so that changes of them are seen.
     """
 
@@ -117,12 +120,11 @@ class Recorder:
         module: fx.GraphModule,
         maker: Maker,
         weights: Weights,
-        handlers: Mapping[Any, Handler],
-        later: Mapping[Any, Callable[[fx.Node], bool]],
+        operators: Mapping[Any, Operator],
         follow: bool = False,
     ) -> None:
         self.module, self.maker, self.weights, self.follow = module, maker.keeping(), weights, follow
-        self._handlers, self._later = handlers, later
+        self.operators = operators
         self._entries: list[Entry] = []
         self._blocks: list[Block] = []
         #: For each slot, the bytes in front of its tensor.
@@ -137,6 +139,7 @@ class Recorder:
         self._takes_reference = False
         #: For each operator, kernels whose sums are wrong.
         self._wrong: dict[str, tuple[str, ...]] = {}
+        self._refusals: list[Refusal] = []
         self._restored: fx.GraphModule | None = None
         #: Nodes that are computed in each call, even if they read no input.
         self._each_time: set[fx.Node] = set()
@@ -149,7 +152,7 @@ class Recorder:
         Raises:
             BackendError: the graph can't be planned.
         """
-        given = [Traced(tensor, self._slot(tensor)) for tensor in inputs]
+        given = [PlanTensor(tensor, self._slot(tensor)) for tensor in inputs]
         remaining = iter(given)
         last_reader = {source: node for node in self.module.graph.nodes for source in node.all_input_nodes}
         ends: dict[fx.Node, list[fx.Node]] = {}
@@ -173,34 +176,64 @@ class Recorder:
 
     def watched(self) -> list[Watched]:
         """Those results that stand for values of the graph that was lowered."""
-        found = [(node.meta.get(GIVES, ()), value, behind) for node, value, behind in self._results if isinstance(value, Traced)]
+        found = [(node.meta.get(GIVES, ()), value, behind) for node, value, behind in self._results if isinstance(value, PlanTensor)]
         return [Watched(names, behind, self._place(value)) for names, value, behind in found if names]
 
-    def _place(self, value: Traced) -> Ref:
+    def _place(self, value: PlanTensor) -> Ref:
         """Where a tensor lies; unlike `_ref` it does not keep its memory."""
         return Constant(value.tensor) if value.root is None else Part(value.root, self._offset(value), value.desc)
 
-    def read(self, value: Any) -> Traced | None:
-        """Return a tensor argument of a handler, computed if it waits; None where there is none."""
+    def optional(self, value: Any) -> PlanTensor | None:
+        """Return a tensor argument of a way, computed if it waits; None where there is none."""
         if isinstance(value, Later):
             value = self._now(value.node, value.args, value.kwargs)
-        return value if isinstance(value, Traced) else None
+        return value if isinstance(value, PlanTensor) else None
 
-    def constant(self, value: Any) -> torch.Tensor | None:
-        """Return the tensor of a constant argument; None where there is none, or it is not constant."""
-        traced = self.read(value)
-        return traced.tensor if traced is not None and traced.root is None else None
+    def read(self, value: Any) -> PlanTensor:
+        """Return a tensor argument of a way, computed if it waits.
 
-    def first_possible(self, *ways: Callable[[], Any]) -> Any:
-        """Return what the first way gives that oneDNN has kernels for; None where there is none. Nothing is left of those before it."""
-        for way in ways:
+        Raises:
+            Refused: it is none.
+        """
+        found = self.optional(value)
+        if found is None:
+            raise Refused(_NO_TENSOR)
+        return found
+
+    def constant(self, value: Any) -> torch.Tensor:
+        """Return the tensor of a constant argument.
+
+        Raises:
+            Refused: it is computed from the inputs, or no tensor.
+        """
+        found = self.read(value)
+        if found.root is not None:
+            raise Refused(_NO_CONSTANT)
+        return found.tensor
+
+    def optional_constant(self, value: Any) -> torch.Tensor | None:
+        """Return the tensor of a constant argument; None where the argument is None.
+
+        Raises:
+            Refused: see `constant`.
+        """
+        return None if value is None else self.constant(value)
+
+    def first_possible(self, ways: Mapping[str, Callable[[], T]]) -> T:
+        """Return what the first way gives that does not refuse. Nothing is left of those before it.
+
+        Raises:
+            Refused: all of them do; says why, way by way.
+        """
+        why: list[str] = []
+        for name, way in ways.items():
             before = self._state()
-            with contextlib.suppress(Unimplemented):
-                result = way()
-                if result is not None:
-                    return result
+            try:
+                return way()
+            except (Refused, Unimplemented) as error:
+                why.append(f"{name}: {error}")
             self._restore(before)
-        return None
+        raise Refused("; ".join(why))
 
     def _state(self) -> _State:
         counts = len(self._entries), len(self._blocks), len(self._begins), len(self._waiting), len(self._results)
@@ -220,23 +253,23 @@ class Recorder:
             self._held = 0
         self.weights.give_up(state.weights)
 
-    def expanded(self, x: Traced, sizes: Sequence[int], node: fx.Node) -> Traced:
+    def expanded(self, x: PlanTensor, sizes: Sequence[int], node: fx.Node) -> PlanTensor:
         """Return a tensor repeated to these sizes, by torch."""
         self._make_calls(x)
         tensor = x.tensor.expand(tuple(sizes)).contiguous()
         if x.root is None:
-            return Traced(tensor, None)
+            return PlanTensor(tensor, None)
         slot = self._slot(tensor)
         arguments = self._refs(x), list(sizes)
         self._entries.append(AtenCall(torch.ops.aten.expand_copy.default, arguments, {}, (slot.index,), Step(name="aten::expand_copy")))
-        return Traced(tensor, slot)
+        return PlanTensor(tensor, slot)
 
-    def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Traced:
+    def new(self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> PlanTensor:
         """Memory for a result."""
         tensor = torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device="cpu")
         block = self._block(tensor)
         self._held += block.size
-        return Traced(tensor, block)
+        return PlanTensor(tensor, block)
 
     def _block(self, tensor: torch.Tensor) -> Block:
         """Memory like a tensor's, which the next entry writes."""
@@ -244,7 +277,9 @@ class Recorder:
         self._blocks.append(block)
         return block
 
-    def call(self, primitive: Primitive, tensors: Mapping[int, Traced | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node) -> None:
+    def call(
+        self, primitive: Primitive, tensors: Mapping[int, PlanTensor | torch.Tensor | tuple[Layout, torch.Tensor]], node: fx.Node
+    ) -> None:
         """Append a call, to be made when its result is read.
 
         Raises:
@@ -256,7 +291,7 @@ class Recorder:
         arguments: dict[int, tuple[Layout, Ref]] = {}
         now: dict[int, torch.Tensor] = {}
         for key, value in tensors.items():
-            if isinstance(value, Traced):
+            if isinstance(value, PlanTensor):
                 now[key] = value.tensor
                 arguments[key] = (primitive.layouts.get(key) or self.maker.layout(value.desc), self._ref(value))
             elif isinstance(value, tuple):
@@ -272,7 +307,7 @@ class Recorder:
         self,
         function: Function,
         numbers: Sequence[int],
-        tensors: Sequence[Traced | torch.Tensor],
+        tensors: Sequence[PlanTensor | torch.Tensor],
         node: fx.Node,
         factors: int = 1,
         also: Sequence[fx.Node] = (),
@@ -287,8 +322,8 @@ class Recorder:
             factors: how many of the tensors that it reads a profile names.
             also: other nodes that it computes.
         """
-        now = [value.tensor if isinstance(value, Traced) else value for value in tensors]
-        references = [self._ref(value) if isinstance(value, Traced) else Constant(value) for value in tensors]
+        now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
+        references = [self._ref(value) if isinstance(value, PlanTensor) else Constant(value) for value in tensors]
         self._wait(lambda: call_once(function, numbers, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
         kernel = Kernel("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
@@ -343,8 +378,8 @@ class Recorder:
         args, kwargs = tuple(self._arguments(args)), {key: self._arguments(value) for key, value in kwargs.items()}
         if node.target is operator.getitem and isinstance(args[0], list):
             return args[0][args[1]]
-        waits = self._later.get(node.target)
-        if waits is not None and waits(node):
+        operator_ = self.operators.get(node.target)
+        if operator_ is not None and operator_.waits is not None and operator_.waits(node):
             return Later(node, args, kwargs)
         return self._now(node, args, kwargs)
 
@@ -356,20 +391,33 @@ class Recorder:
 
     def _computed_by(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a node: of a primitive, or of its own operator."""
-        handler = self._handlers.get(node.target)
-        if handler is not None and (node in self._each_time or reads_inputs((args, kwargs))):
+        known = self.operators.get(node.target)
+        if known is None or not known.ways or not (node in self._each_time or reads_inputs((args, kwargs))):
+            return self._aten(node, args, kwargs)
+        named = by_name(node, args, kwargs)
+        ways = {name: functools.partial(way, self, node, named) for name, way in known.ways.items()}
+        try:
+            return self.first_possible(ways)
+        except Refused as refused:
+            why = str(refused)
+        if _is_of_onednn(node.target):
+            return self._with_reference_kernels(node, ways)
+        count = len(self._entries)
+        result = self._aten(node, args, kwargs)
+        if any(isinstance(entry, AtenCall) for entry in self._entries[count:]):  # a view costs nothing
+            self._refusals.append(Refusal(operator_name(node), why))
+        return result
 
-            def handled() -> Any:
-                return handler(self, node, by_name(node, args, kwargs))
-
-            result = self.first_possible(handled)
-            if result is None and _is_of_onednn(node.target):
-                self._takes_reference = True
-                result = self.first_possible(handled)
-                self._takes_reference = False
-            if result is not None:
-                return result
-        return self._aten(node, args, kwargs)
+    def _with_reference_kernels(self, node: fx.Node, ways: Mapping[str, Callable[[], T]]) -> T:
+        """Return the result of one of oneDNN's operators: torch's own may add in place, which its schema does not tell."""
+        self._takes_reference = True
+        try:
+            return self.first_possible(ways)
+        except Refused as refused:
+            msg = f"there is no primitive for {node.name} ({node.target}) here: {refused}"
+            raise BackendError(msg) from None
+        finally:
+            self._takes_reference = False
 
     def _arguments(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -380,14 +428,14 @@ class Recorder:
 
     def _attribute(self, name: str) -> Any:
         value = getattr(self.module, name)
-        return Traced(value, None) if isinstance(value, torch.Tensor) else value
+        return PlanTensor(value, None) if isinstance(value, torch.Tensor) else value
 
     def _aten(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the operator itself, now and, unless the result is constant or a view, in each call."""
         args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
         target: Any = node.target
         if _is_of_onednn(target):
-            msg = f"there is no primitive for {node.name} ({target}) here"  # torch's own may add in place, which its schema does not tell
+            msg = f"there is no primitive for {node.name} ({target}) here"
             raise BackendError(msg)
         tags = getattr(target, "tags", ())
         if any(tag in tags for tag in _UNPLANNABLE) and not is_gather(target, args):
@@ -407,13 +455,13 @@ class Recorder:
                 raise BackendError(msg)
             return result
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            if isinstance(args[0], Traced) and args[0].root is None:
+            if isinstance(args[0], PlanTensor) and args[0].root is None:
                 msg = f"{node.name} changes a constant, which the next call would find changed"
                 raise BackendError(msg)
             self._append(node, args, kwargs, ())
             return alias(found[0], (args, kwargs)) or self._unknown(node)
         if not reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags and node not in self._each_time:
-            made: list[Traced | None] = [Traced(tensor, None) for tensor in found]
+            made: list[PlanTensor | None] = [PlanTensor(tensor, None) for tensor in found]
         else:
             made = [alias(tensor, (args, kwargs)) for tensor in found]
             if any(alias is None or self._offset(alias) < 0 for alias in made):
@@ -424,7 +472,7 @@ class Recorder:
             return made
         return made[0]
 
-    def _made(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]) -> list[Traced]:
+    def _made(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]) -> list[PlanTensor]:
         """Append a call of a node's own operator, which writes into blocks where it can.
 
         New memory costs more than many an operator: the system gives large pieces page by page, and fills each with zeros.
@@ -433,8 +481,8 @@ class Recorder:
         if writing is None or not all(map(_may_lie_in_block, found)):
             slots = [self._slot(tensor) for tensor in found]
             self._append(node, args, kwargs, tuple(slot.index for slot in slots))
-            return [Traced(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
-        made = [Traced(tensor, self._block(tensor)) for tensor in found]
+            return [PlanTensor(tensor, slot) for tensor, slot in zip(found, slots, strict=True)]
+        made = [PlanTensor(tensor, self._block(tensor)) for tensor in found]
         overload, names = writing
         self._append(node, args, {**kwargs, **dict(zip(names, made, strict=True))}, (), overload)
         return made
@@ -481,7 +529,7 @@ class Recorder:
 
     def _computed(self, value: Any) -> Any:
         if isinstance(value, Later):
-            return self.read(value)
+            return self.optional(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._computed(v) for v in value)
         return value
@@ -491,13 +539,13 @@ class Recorder:
         return Slot(len(self._begins) - 1, Desc.of(tensor))
 
     def _refs(self, value: Any) -> Any:
-        if isinstance(value, Traced):
+        if isinstance(value, PlanTensor):
             return self._ref(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._refs(v) for v in value)
         return value
 
-    def _ref(self, value: Traced) -> Ref:
+    def _ref(self, value: PlanTensor) -> Ref:
         """Return the reference to a tensor that the entry about to be appended reads or writes."""
         if value.root is None:
             return Constant(value.tensor)
@@ -506,13 +554,13 @@ class Recorder:
             return value.root if whole else Part(value.root, self._offset(value), value.desc)
         return Part(value.root, self._offset(value), value.desc)
 
-    def _offset(self, value: Traced) -> int:
+    def _offset(self, value: PlanTensor) -> int:
         """Bytes from the begin of the memory, or of the tensor, that a tensor lies in."""
         return _begin(value.tensor) - (self._begins[value.root.index] if isinstance(value.root, Slot) else 0)
 
     def _output(self, value: Any) -> Any:
         value = self._computed(value)
-        if isinstance(value, Traced) and isinstance(value.root, Block):
+        if isinstance(value, PlanTensor) and isinstance(value.root, Block):
             value.root.returned = True
         return value
 
@@ -530,8 +578,18 @@ class Recorder:
         offsets, size = solve(block for block in self._blocks if not block.returned)
         calls = [entry for entry in self._entries if isinstance(entry, Call)]
         scratchpads = [call.primitive.layouts[SCRATCHPAD].size for call in calls if SCRATCHPAD in call.primitive.layouts]
-        refs = [self._ref(value) if isinstance(value, Traced) else value for value in outputs]
-        return Plan(self._entries, inputs, refs, len(self._begins), size, offsets, aligned(max(scratchpads, default=0)), self._wrong)
+        refs = [self._ref(value) if isinstance(value, PlanTensor) else value for value in outputs]
+        return Plan(
+            self._entries,
+            inputs,
+            refs,
+            slots=len(self._begins),
+            arena=size,
+            offsets=offsets,
+            scratchpad=aligned(max(scratchpads, default=0)),
+            wrong=self._wrong,
+            refusals=tuple(self._refusals),
+        )
 
 
 def _is_of_onednn(target: object) -> bool:

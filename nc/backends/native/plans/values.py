@@ -18,7 +18,7 @@ _SIZES = frozenset({"sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Traced:
+class PlanTensor:
     """A tensor of this run, and the memory that it will lie in: its block, its slot, or itself where it is constant."""
 
     tensor: torch.Tensor
@@ -136,7 +136,7 @@ def by_name(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def reads_inputs(value: Any) -> bool:
     """Whether an argument depends on the inputs of the call."""
-    if isinstance(value, Traced):
+    if isinstance(value, PlanTensor):
         return value.root is not None
     if isinstance(value, Later):
         return reads_inputs((value.args, value.kwargs))
@@ -158,7 +158,7 @@ def is_view(result: Any, arguments: Any) -> bool:
 
 def tensors(value: Any) -> Any:
     """Arguments with tensors in the place of values."""
-    if isinstance(value, Traced):
+    if isinstance(value, PlanTensor):
         return value.tensor
     if isinstance(value, (list, tuple)):
         return type(value)(tensors(v) for v in value)
@@ -177,7 +177,7 @@ def is_about_sizes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2] in _SIZES
 
 
-def alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
+def alias(tensor: torch.Tensor, arguments: Any) -> PlanTensor | None:
     """Return a result as a view of an argument; None when it has memory of its own."""
     if tensor.is_conj() or tensor.is_neg():
         return None  # sizes and strides do not tell that
@@ -186,12 +186,12 @@ def alias(tensor: torch.Tensor, arguments: Any) -> Traced | None:
         if value.tensor.layout is not torch.strided:
             continue  # a packed weight, whose memory torch does not show
         if address and value.tensor.untyped_storage().data_ptr() == address and value.tensor.dtype == tensor.dtype:
-            return Traced(tensor, value.root)
+            return PlanTensor(tensor, value.root)
     return None
 
 
-def _flat(value: Any) -> list[Traced]:
-    if isinstance(value, Traced):
+def _flat(value: Any) -> list[PlanTensor]:
+    if isinstance(value, PlanTensor):
         return [value]
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return [found for v in values for found in _flat(v)]

@@ -10,18 +10,19 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.operators import product
-from nc.backends.native.plans import functions
+from nc.backends.native.operators.matmul import matmul, product, strides_of
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.arena import aligned
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Later, Traced, check_sizes
+from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
+from nc.backends.native.plans.ways import Operator, Refused, need
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
@@ -40,6 +41,7 @@ _ISA = "avx512_vnni"
 _ROWS, _WIDEST, _HOW = 4, 512, ("add", "mul")
 #: Of the longest scores: keys and values of a head should stay in the second cache.
 _MOST_KEYS = 4096
+_NO_ATTENTION = "its first side is not what a softmax of a product gives"
 _SOFTMAX = ("softmax", "_softmax")
 #: Fewer rows of a head are not worth that another task packs its keys and values too.
 _FEWEST_ROWS = 64
@@ -61,11 +63,11 @@ class _Attention:
         value: as `score`.
     """
 
-    q: Traced
-    k: Traced
-    v: Traced
-    before: tuple[tuple[str, Traced], ...]
-    behind: tuple[tuple[str, Traced], ...]
+    q: PlanTensor
+    k: PlanTensor
+    v: PlanTensor
+    before: tuple[tuple[str, PlanTensor], ...]
+    behind: tuple[tuple[str, PlanTensor], ...]
     zero_points: tuple[int, int, int]
     score: float
     probability: float
@@ -82,15 +84,15 @@ def _function() -> Function | Unavailable:
         return Unavailable(f"its C code was compiled without {_ISA}")
     address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
     assert address is not None
-    return functions.of_address(NAME, address)
+    return c_functions.of_address(NAME, address)
 
 
 def why_unavailable() -> str:
     """Why there is no such function here; "" when there is one."""
     if missing := cpu.lacks(ISAS[_ISA]):
         return f"the CPU has no {', '.join(missing)}"
-    if functions.why_unavailable():
-        return functions.why_unavailable()
+    if c_functions.why_unavailable():
+        return c_functions.why_unavailable()
     found = _function()
     return found.reason if isinstance(found, Unavailable) else ""
 
@@ -119,25 +121,16 @@ def is_probabilities(node: fx.Node | None) -> bool:
     return True
 
 
-def attention(
-    recorder: Recorder, node: fx.Node, a: Mapping[str, Any], strides_of: Callable[[Sequence[int]], tuple[int, ...]]
-) -> Traced | None:
-    """`nc_native::qmatmul` of probabilities and values, with all that gives the probabilities; None where oneDNN has to do it.
-
-    Args:
-        recorder: of the plan.
-        node: the product.
-        a: its arguments by name.
-        strides_of: how a result of these sizes is to lie.
-    """
-    chain = _chain(a["left"])
-    found = _read(recorder, chain, a) if chain and a["output_dtype"] in (torch.uint8, torch.float32) else None
-    function = _function()
-    if chain is None or found is None or isinstance(function, Unavailable):
-        return None
+def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`nc_native::qmatmul` of probabilities and values, with all that gives the probabilities."""
+    chain, called = _chain(a["left"]), _function()
+    if isinstance(called, Unavailable):
+        raise Refused(called.reason)
+    need(a["output_dtype"] in (torch.uint8, torch.float32), f"its result is {a['output_dtype']}")
+    found = _read(recorder, chain, a)
     (batch, heads, rows, width), (keys, wide) = found.q.tensor.shape, found.v.tensor.shape[2:]
     sizes = (batch, heads, rows, wide)[4 - node.meta["val"].dim() :]
-    strides = strides_of(sizes)
+    strides = strides_of(node, sizes)
     result = recorder.new(sizes, strides if strides[-1] == 1 else contiguous_strides(sizes), a["output_dtype"])
     threads = openmp.threads()
     parts = max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS)) if batch * heads % threads else 1
@@ -146,80 +139,72 @@ def attention(
     numbers = [batch, heads, rows, keys, width, wide]
     numbers += [step for x in (found.q, found.k, found.v, _of_4_dims(result)) for step in x.tensor.stride()[:3]]
     numbers += [*found.zero_points, a["output_zero_point"]]
-    numbers += map(functions.bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
+    numbers += map(c_functions.bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
     numbers += [int(a["output_dtype"] is torch.uint8), parts, room.tensor.shape[1], threads, len(found.before), len(found.behind)]
     numbers += [number for how, other in followers for number in (_HOW.index(how), *other.tensor.stride())]
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
-    recorder.call_function(function, numbers, tensors, node, factors=3, also=[chain[2].node])
+    recorder.call_function(called, numbers, tensors, node, factors=3, also=[chain[2].node])
     return result
 
 
-def _chain(left: Any) -> tuple[Later, Later, Later] | None:
-    """Probabilities, softmax and scores, where all of them wait for the product that reads them."""
-    if not isinstance(left, Later) or left.node.target is not quantize:
-        return None
-    softmax = left.named["0"]
+def _chain(left: Any) -> tuple[Later, Later, Later]:
+    """Probabilities, softmax and scores, where all of them wait for the product that reads them; raises `Refused`."""
+    softmax = left.named["0"] if isinstance(left, Later) and left.node.target is quantize else None
     scores = softmax.named.get("self") if isinstance(softmax, Later) else None
-    return (left, softmax, scores) if isinstance(softmax, Later) and isinstance(scores, Later) else None
+    if not isinstance(left, Later) or not isinstance(softmax, Later) or not isinstance(scores, Later):
+        raise Refused(_NO_ATTENTION)
+    return left, softmax, scores
 
 
-def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any]) -> _Attention | None:
-    """Return what is to be computed; None where the function can't."""
+def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str, Any]) -> _Attention:
+    """Return what is to be computed; raises `Refused` for what the function can't."""
     probabilities, softmax, scores = chain
     first, dims = scores.named, softmax.node.meta["val"].dim()
     probability, zero_point = probabilities.named["1"], probabilities.named["2"]
-    if softmax.named["dim"] not in (-1, dims - 1) or softmax.named.get("dtype") not in (None, torch.float32):
-        return None
+    need(softmax.named["dim"] in (-1, dims - 1), "its softmax is not over keys")
+    need(softmax.named.get("dtype") in (None, torch.float32), "its softmax is not fp32")
+    need(not zero_point, "its probabilities have a zero point")
+    need(2 < dims <= 4, f"it has {dims} dimensions")
+    need(first["output_dtype"] is torch.float32, "its scores are quantized")
     q, k, v = (recorder.read(value) for value in (first["left"], first["right"], a["right"]))
     before, behind = ([recorder.read(value) for value in each["others"]] for each in (first, a))
-    if q is None or k is None or v is None or zero_point or not 2 < dims <= 4 or first["output_dtype"] is not torch.float32:
-        return None
-    if (q.tensor.dtype, k.tensor.dtype, v.tensor.dtype) != (torch.uint8, torch.int8, torch.int8):
-        return None
+    dtypes = q.tensor.dtype, k.tensor.dtype, v.tensor.dtype
+    need(dtypes == (torch.uint8, torch.int8, torch.int8), "its sides are not uint8, int8 and int8 codes")
     q, k, v = (_of_4_dims(x) for x in (q, k, v))
     (rows, width), (keys, wide) = q.tensor.shape[2:], v.tensor.shape[2:]
     check_sizes(k.tensor.shape[2:] == (width, keys), scores.node, q.tensor.shape, k.tensor.shape, v.tensor.shape)
     batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
+    need(batch * heads * rows, "it has no row")
+    need(0 < keys <= _MOST_KEYS, f"it has no key, or more than {_MOST_KEYS}")
+    need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
     q, k, v = (
         _repeated(q, (batch, heads, rows, width)),
-        _repeated(Traced(k.tensor.mT, k.root), (batch, heads, keys, width)),
+        _repeated(PlanTensor(k.tensor.mT, k.root), (batch, heads, keys, width)),
         _repeated(v, (batch, heads, keys, wide)),
     )
-    if q is None or k is None or v is None or not (batch * heads * rows and 0 < keys <= _MOST_KEYS):
-        return None
-    if not (0 < width <= _WIDEST and 0 < wide <= _WIDEST):
-        return None
     follow_scores, follow_result = (
         _followers(each["how"], others, (batch, heads, rows, last)) for each, others, last in ((first, before, keys), (a, behind, wide))
     )
-    if follow_scores is None or follow_result is None:
-        return None
     zero_points = first["left_zero_point"], first["right_zero_point"], a["right_zero_point"]
     score = first["left_scale"] * first["right_scale"] * first["factor"]
     return _Attention(q, k, v, follow_scores, follow_result, zero_points, score, probability, probability * a["right_scale"] * a["factor"])
 
 
-def _followers(how: Sequence[str], others: Sequence[Traced | None], sizes: tuple[int, ...]) -> tuple[tuple[str, Traced], ...] | None:
-    """Return what follows a product, repeated to its sizes; None where the function can't read one of them."""
-    found = []
-    for name, other in zip(how, others, strict=True):
-        if other is None or other.tensor.dtype is not torch.float32 or other.tensor.is_neg():
-            return None
-        whole = _repeated(_of_4_dims(other), sizes, follows=True)
-        if whole is None:
-            return None
-        found.append((name, whole))
-    return tuple(found)
+def _followers(how: Sequence[str], others: Sequence[PlanTensor], sizes: tuple[int, ...]) -> tuple[tuple[str, PlanTensor], ...]:
+    """Return what follows a product, repeated to its sizes."""
+    for other in others:
+        need(other.tensor.dtype is torch.float32, "what follows a product is not fp32")
+        need(not other.tensor.is_neg(), "a view negates what follows a product, which memory does not show")
+    return tuple((name, _repeated(_of_4_dims(other), sizes, follows=True)) for name, other in zip(how, others, strict=True))
 
 
-def _repeated(x: Traced, sizes: tuple[int, ...], *, follows: bool = False) -> Traced | None:
+def _repeated(x: PlanTensor, sizes: tuple[int, ...], *, follows: bool = False) -> PlanTensor:
     """Return a tensor with these sizes, whose last dimension has no gaps; what follows a product may be repeated there too."""
-    if any(a not in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)):
-        return None
+    need(all(a in (1, b) for a, b in zip(x.tensor.shape, sizes, strict=True)), "a tensor is larger than what reads it")
     whole = x.tensor.expand(sizes)
     # a dimension of 1 has any stride
-    fits = whole.stride(3) == 1 or sizes[3] == 1 or (follows and whole.stride(3) == 0)
-    return Traced(whole, x.root) if fits else None
+    need(whole.stride(3) == 1 or sizes[3] == 1 or (follows and whole.stride(3) == 0), "rows of a tensor have gaps")
+    return PlanTensor(whole, x.root)
 
 
 def _room(keys: int, width: int, wide: int) -> int:
@@ -228,5 +213,8 @@ def _room(keys: int, width: int, wide: int) -> int:
     return aligned(padded * (math.ceil(width / 4) * 4 + columns + 4 + _ROWS * (4 + 1)) + _ROWS * columns * 4)
 
 
-def _of_4_dims(x: Traced) -> Traced:
-    return Traced(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
+def _of_4_dims(x: PlanTensor) -> PlanTensor:
+    return PlanTensor(x.tensor[(None,) * (4 - x.tensor.dim())], x.root)
+
+
+OPERATORS = (Operator((product(),), {"C": attention, "oneDNN": matmul}, waits=is_scores),)

@@ -1,4 +1,4 @@
-"""Norms that a model writes as single operators → one call: up to ten passes over a tensor become one.
+"""Layer norm and RMS norm. Those that a model writes as single operators become one call: up to ten passes over a tensor become one.
 
     centred = x - x.mean(d, keepdim=True)
     y = centred / (centred.pow(2).mean(d, keepdim=True) + eps).sqrt() * weight + bias
@@ -13,16 +13,28 @@ the RMS norm of T5, Llama and others (B. Zhang and R. Sennrich, arXiv 1910.07467
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from nc.backends.native.fuse import constant
+from nc.backends.native.operators.elementwise import in_c
+from nc.backends.native.plans import c_functions
+from nc.backends.native.plans.c_functions import FLOATS, NUMBERS, as_fp32, bits, function
+from nc.backends.native.plans.products import with_qparams
+from nc.backends.native.plans.readers import only_quantized
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
+from nc.backends.native.plans.ways import Operator, OutputCodes, need
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import constant_value, give_values_of, take_over
 from nc.graph.tensor_meta import TENSORS, Traced, same_shape
 from nc.graph.views import Binary
+from nc.kernels.c_code import openmp
+from nc.kernels.onednn.descriptions import DST, SCALE, SHIFT, SRC, Attributes, contiguous_strides
 
 _aten = torch.ops.aten
 
@@ -221,3 +233,103 @@ def is_fp32(node: fx.Node) -> bool:
     """Whether a node gives a tensor in fp32."""
     value = node.meta.get("val")
     return isinstance(value, TENSORS) and value.dtype is torch.float32
+
+
+# ---- how plans compute them ----
+
+
+def layer_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::layer_norm` over the last dimension by oneDNN."""
+    x, weight, bias = _given(recorder, node, a)
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), torch.float32)
+    primitive = recorder.maker.layer_norm(x.desc, result.desc, a["eps"], Attributes())
+    recorder.call(primitive, {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: bias.contiguous()}, node)
+    return result
+
+
+def layer_norm_to_codes(recorder: Recorder, node: fx.Node, later: Later, codes: OutputCodes) -> PlanTensor:
+    """Return a layer norm that writes codes, by oneDNN: its kernels take no zero point, but what the norm adds can have it."""
+    x, weight, bias = _given(recorder, node, later.named)
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), codes.dtype)
+    shift = (bias.double() + codes.zero_point * codes.scale).float()
+    tensors: dict[int, Any] = {SRC: x, DST: result, SCALE: weight.contiguous(), SHIFT: shift}
+    attributes = with_qparams(Attributes(), tensors, DST, codes.scale, 0)
+    primitive = recorder.maker.layer_norm(x.desc, result.desc, later.named["eps"], attributes)
+    recorder.call(primitive, tensors, later.node)
+    return result
+
+
+def _given(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> tuple[PlanTensor, torch.Tensor, torch.Tensor]:
+    """Input, weight and bias of a layer norm that oneDNN computes; weight and bias that it has not are 1 and 0."""
+    x = recorder.read(a["input"])
+    need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}, not fp32")
+    need(x.tensor.is_contiguous() and x.tensor.numel(), "its input has gaps, or no element")
+    _check_last(node, x, a)
+    weight, bias = (recorder.optional_constant(a[name]) for name in ("weight", "bias"))
+    weight = torch.ones(a["normalized_shape"], dtype=torch.float32, device="cpu") if weight is None else weight
+    bias = torch.zeros(a["normalized_shape"], dtype=torch.float32, device="cpu") if bias is None else bias
+    return x, weight, bias
+
+
+def _check_last(node: fx.Node, x: PlanTensor, a: Mapping[str, Any]) -> None:
+    need(len(a["normalized_shape"]) == 1 and x.tensor.dim(), "it is a norm over more than the last dimension")
+    check_sizes(x.tensor.shape[-1] == a["normalized_shape"][0], node, x.tensor.shape, a["normalized_shape"])
+
+
+def layer_norm_in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::layer_norm` over the last dimension, of few elements, in C."""
+    return _in_c(recorder, node, a, in_c(recorder, a["input"]), (a["weight"], a["bias"]), is_layer_norm=True)
+
+
+def rms_norm(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::rms_norm` over the last dimension, of any number of elements, in C: oneDNN has none, and torch's is seven operators."""
+    x = _rows(recorder, a["input"])
+    need(a["eps"] is not None or x.tensor.dtype is torch.float32, "its input is bf16, and it has no eps of its own")
+    return _in_c(recorder, node, a, x, (a["weight"], None), is_layer_norm=False)
+
+
+def rms_norm_to_codes(recorder: Recorder, _: fx.Node, later: Later, codes: OutputCodes) -> PlanTensor:
+    """Return the same in fp32, as codes."""
+    x = _rows(recorder, later.named["input"])
+    need(x.tensor.dtype is torch.float32, f"its input is {x.tensor.dtype}, not fp32")
+    return _in_c(recorder, later.node, later.named, x, (later.named["weight"], None), is_layer_norm=False, codes=codes)
+
+
+def _rows(recorder: Recorder, value: Any) -> PlanTensor:
+    c_functions.available()
+    x = recorder.read(value)
+    need(x.tensor.dtype in FLOATS, f"its input is {x.tensor.dtype}, neither fp32 nor bf16")
+    need(x.tensor.numel() and not x.tensor.is_neg(), "its input has no element, or a view negates it")
+    return x
+
+
+def _in_c(
+    recorder: Recorder,
+    node: fx.Node,
+    a: Mapping[str, Any],
+    x: PlanTensor,
+    given: Sequence[Any],
+    *,
+    is_layer_norm: bool,
+    codes: OutputCodes | None = None,
+) -> PlanTensor:
+    """Return a norm of the rows of x; `given` are weight and bias, `codes` what the result is quantized to."""
+    constants = [recorder.optional_constant(value) for value in given]
+    need(x.tensor.is_contiguous(), "its input has gaps")
+    _check_last(node, x, a)
+    codes = OutputCodes(1.0, 0, x.tensor.dtype) if codes is None else codes
+    width = x.tensor.shape[-1]
+    result = c_functions.new(recorder, x.tensor.shape, codes.dtype)
+    eps = bits(torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"])
+    factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, PlanTensor(t, None)) for t in constants]
+    numbers = [NUMBERS[codes.dtype], NUMBERS[x.tensor.dtype], x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
+    numbers += [bits(1.0 / codes.scale), codes.zero_point]
+    recorder.call_function(function("norm"), numbers, [result, x, *factors], node)
+    return result
+
+
+OPERATORS = (
+    Operator((_aten.layer_norm.default,), {"oneDNN": layer_norm}, {"oneDNN": layer_norm_to_codes}, waits=only_quantized),
+    Operator((_aten.rms_norm.default,), {"C": rms_norm}, {"C": rms_norm_to_codes}, waits=only_quantized),
+    Operator((_aten.layer_norm.default,), {"C": layer_norm_in_c}, of_one_token=True),
+)

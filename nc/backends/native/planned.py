@@ -13,13 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from nc.backends.native.operators import transposed_convolution
-from nc.backends.native.plans import attention, elementwise, functions, int8_attention, low_bit, masks, others, products, steps
+from nc.backends.native import operators
+from nc.backends.native.operators import int8_attention
+from nc.backends.native.operators.transposed_convolution import transposed_convolution
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.checks import PlanChecks, PlanJudge
 from nc.backends.native.plans.context import Context
 from nc.backends.native.plans.entries import AtenCall, Call, Entry, FunctionCall, Plan
-from nc.backends.native.plans.recorder import Handler, Recorder
+from nc.backends.native.plans.products import PREPACKS
+from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Weights
+from nc.backends.native.plans.ways import Operator
 from nc.backends.profiling import onednn_verbose
 from nc.backends.profiling.profile import WARM_UP, Profile, Step, repeat, timed
 from nc.errors import BackendError, BackendUnavailableError
@@ -47,11 +51,7 @@ class Otherwise(Protocol):
 
 
 _Key = tuple[Any, ...]
-_HANDLERS = {**products.HANDLERS, **elementwise.HANDLERS, **others.HANDLERS, **attention.HANDLERS, **low_bit.HANDLERS, **masks.HANDLERS}
-_LATER = {**products.LATER, **others.LATER, **attention.LATER}
-#: Of graphs of one token, whose operators are small.
-SMALL_HANDLERS = {**_HANDLERS, **steps.HANDLERS}
-SMALL_LATER = {**_LATER, **steps.LATER}
+#: Kinds of primitives for what torch has no int8 kernel for.
 _OWN = ("matmul", "deconvolution")
 #: Plans of a model; the one that was used longest ago goes.
 _MOST_PLANS = 64
@@ -76,8 +76,7 @@ class PlannedModel:
         source: of oneDNN.
         run_by: what calls the primitives.
         otherwise: makes what runs the graph for sizes that can't be planned.
-        handlers: what makes calls of nodes, by target; a node without one stays a call of torch's operator. None: those of int8 graphs.
-        later: whether a node with this target waits for its readers.
+        known: what is known of operators, by target; a node of none stays a call of torch's operator. None: those of int8 graphs.
         follow: changes of the module's constants are seen, also by what is computed from them alone.
         judge: compares each plan with the quantized graph when it is made, the first one and, where it says so, those for new sizes.
             A plan that computes something else is not used. None: nothing is compared.
@@ -89,12 +88,11 @@ class PlannedModel:
         source: Provider,
         run_by: Runner,
         otherwise: Callable[[], Otherwise],
-        handlers: Mapping[Any, Handler] | None = None,
-        later: Mapping[Any, Callable[[fx.Node], bool]] = _LATER,
+        known: Mapping[Any, Operator] | None = None,
         follow: bool = False,
         judge: PlanJudge | None = None,
     ) -> None:
-        self._recorder = functools.partial(Recorder, handlers=_HANDLERS if handlers is None else handlers, later=later, follow=follow)
+        self._recorder = functools.partial(Recorder, operators=operators.table() if known is None else known, follow=follow)
         self._module, self._source, self._runner = module, source, run_by
         self._otherwise = functools.cache(otherwise)
         self.checks = PlanChecks(judge, lambda *inputs: self._otherwise().call(*inputs))
@@ -170,7 +168,7 @@ class PlannedModel:
     def weight_bytes(self) -> int:
         """Bytes of the constants that it holds: packed weights, and what is no weight."""
         nodes = self._module.graph.nodes
-        packed = {source for node in nodes if node.target in products.PREPACKS for source in node.all_input_nodes}
+        packed = {source for node in nodes if node.target in PREPACKS for source in node.all_input_nodes}
         packed |= {schema_arguments(node)["qw"] for node in nodes if node.target is transposed_convolution()}
         names = {str(node.target) for node in nodes if node.op == "get_attr" and node not in packed}
         values = [value for name in names if isinstance(value := getattr(self._module, name), torch.Tensor)]
@@ -188,7 +186,7 @@ class PlannedModel:
 
     def how(self) -> str:
         """Who calls what, in words."""
-        return "; ".join(filter(None, (f"{self._source}, called by {self._runner.name}", functions.remark())))
+        return "; ".join(filter(None, (f"{self._source}, called by {self._runner.name}", c_functions.remark())))
 
     def wrong_kernels(self) -> tuple[str, ...]:
         """Kernels that plans passed over because their sums are wrong, each with the operators that it was meant for."""
@@ -198,6 +196,14 @@ class PlannedModel:
                 for kernel in kernels:
                     found.setdefault(kernel, {})[operator] = None
         return tuple(f"{kernel} ({', '.join(operators)})" for kernel, operators in found.items())
+
+    def refusals(self) -> tuple[str, ...]:
+        """Operators that torch computes in the plans that there are though they have ways of ours, by what these ways say."""
+        found: dict[str, dict[str, None]] = {}
+        for plan in list(self._plans.values()):
+            for refusal in plan.refusals if isinstance(plan, Plan) else ():
+                found.setdefault(refusal.why, {})[refusal.operator] = None
+        return tuple(f"{', '.join(names)} ({why})" for why, names in found.items())
 
     def unplanned(self) -> tuple[str, ...]:
         """Why sizes that were seen can't be planned, one text for each reason."""
@@ -266,7 +272,7 @@ class PlannedModel:
 def _packed_only(module: fx.GraphModule) -> set[str]:
     """Names of the constants that are weights of primitives, and nothing else."""
     reads = [node for node in module.graph.nodes if node.op == "get_attr"]
-    others = {str(node.target) for node in reads if any(user.target not in products.PREPACKS for user in node.users)}
+    others = {str(node.target) for node in reads if any(user.target not in PREPACKS for user in node.users)}
     return {str(node.target) for node in reads} - others
 
 

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from nc.backends import cpu
-from nc.backends.native.plans import functions
+from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Codes, Traced
+from nc.backends.native.plans.values import Codes, PlanTensor
+from nc.backends.native.plans.ways import Refused, need
 from nc.kernels.c_code import openmp
 from nc.kernels.c_code.build import load_on_threads
 from nc.kernels.c_code.isas import ISAS, compiled
@@ -38,6 +39,9 @@ _WRITTEN, _SHIFT = {torch.uint8: 0, torch.float32: 1, torch.int8: 2}, 128
 _PANEL, _WIDTH, _TAPS = 16, 8, 64
 
 
+_TOO_MUCH = "more than a sum and an activation follow it"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Product:
     """What a linear or convolution computes.
@@ -54,13 +58,13 @@ class Product:
         groups: of the channels.
     """
 
-    x: Traced
-    result: Traced
+    x: PlanTensor
+    result: PlanTensor
     weight: Codes
     scales: torch.Tensor
     bias: torch.Tensor | None
     post_ops: tuple[PostOp, ...]
-    other: Traced | None = None
+    other: PlanTensor | None = None
     geometry: Geometry | None = None
     groups: int = 1
 
@@ -80,7 +84,7 @@ class _After:
 @functools.cache
 def _functions() -> Mapping[str, Function] | Unavailable:
     """Return the functions by name, or why there are none."""
-    if why := functions.why_unavailable():
+    if why := c_functions.why_unavailable():
         return Unavailable(why)
     library = load_on_threads("products")
     if isinstance(library, Unavailable):
@@ -89,7 +93,7 @@ def _functions() -> Mapping[str, Function] | Unavailable:
         return Unavailable("its C code was compiled without AVX2")
     names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
     addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
-    return {name: functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
+    return {name: c_functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
 
 
 def why_unavailable() -> str:
@@ -104,8 +108,8 @@ def why_unavailable() -> str:
     return found.reason if isinstance(found, Unavailable) else ""
 
 
-def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> bool:
-    """Append the call of a product; False where there is no function for it.
+def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: Product) -> None:
+    """Append the call of a product; raises `Refused` where there is no function for it.
 
     Args:
         recorder: of the plan.
@@ -113,35 +117,32 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         a: its arguments, of which scales and zero points are read.
         product: what to compute.
     """
+    why = why_unavailable()
+    need(not why, why)
     x, result, weight = product.x.tensor, product.result.tensor, product.weight
     after = _after(product.post_ops)
-    if after is None or x.dtype is not torch.uint8 or result.dtype not in _WRITTEN or not result.numel():
-        return False
+    need(x.dtype is torch.uint8 and result.dtype in _WRITTEN, f"it reads {x.dtype} and writes {result.dtype}")
+    need(result.numel(), "its result has no element")
     if _is_pointwise(product):
         form, make = "product", _in_panels
         inputs = weight.tensor.shape[1]
-        if product.other is not None and not product.other.tensor.is_contiguous():
-            return False
+        need(product.other is None or product.other.tensor.is_contiguous(), "what it adds has gaps")
         shapes = [inputs, x.stride(0) if product.geometry is None else inputs, x.numel() // inputs]
-        more: list[Traced | torch.Tensor] = [] if product.other is None else [product.other]
-    elif _is_depthwise(product, in_place=after.added != 0):
+        more: list[PlanTensor | torch.Tensor] = [] if product.other is None else [product.other]
+    else:
+        need(_is_depthwise(product, in_place=after.added != 0), "its window is larger than 1 x 1, and it is not depthwise in a known form")
         form, make = "depthwise", _by_channels
         shapes = _window(product)
         more = [torch.full((x.shape[1],), a["x_zero_point"], dtype=torch.uint8, device="cpu")]
-    else:
-        return False
-    if why_unavailable():
-        return False
     packed, sums = recorder.weights.formed(weight, form, lambda: make(recorder.in_memory(weight)))
     outputs, size = weight.tensor.shape[0], sums.numel()
     factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
-    tensors: list[Traced | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
+    tensors: list[PlanTensor | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
     shift = _SHIFT if result.dtype is torch.int8 else 0
     to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"] + shift))
     floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
-    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(functions.bits, floats), *shapes]
+    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(c_functions.bits, floats), *shapes]
     recorder.call_function(_function(form), numbers, tensors, node, factors=2)
-    return True
 
 
 def _function(name: str) -> Function:
@@ -150,30 +151,26 @@ def _function(name: str) -> Function:
     return found[name]
 
 
-def _after(post_ops: Sequence[PostOp]) -> _After | None:
-    """Return what follows a sum; None for what the C code does not know."""
-    after, rest = _After(), list(post_ops)
-    if rest and isinstance(rest[0], Sum):
-        added = _CODES_IN_PLACE if rest[0].dtype is torch.uint8 else _FP32_IN_PLACE
-        if added == _FP32_IN_PLACE and rest[0].dtype not in (None, torch.float32):
-            return None
-        after = _After(added, rest[0].scale, rest[0].zero_point)
-        rest = rest[1:]
-    elif rest and isinstance(rest[0], BinaryOp):
-        if rest[0].name != "add" or rest[0].other.dtype is not torch.float32:
-            return None
+def _after(post_ops: Sequence[PostOp]) -> _After:
+    """Return what follows a sum; raises `Refused` for what the C code does not know."""
+    first, *rest = post_ops or (None,)
+    if isinstance(first, Sum):
+        in_codes = first.dtype is torch.uint8
+        need(in_codes or first.dtype in (None, torch.float32), f"it adds to {first.dtype}")
+        need(in_codes or not first.zero_point, "it adds to fp32 with a zero point")
+        after = _After(_CODES_IN_PLACE if in_codes else _FP32_IN_PLACE, first.scale, first.zero_point)
+    elif isinstance(first, BinaryOp):
+        need(first.name == "add" and first.other.dtype is torch.float32, "what follows it is no addition of fp32")
         after = _After(_FP32_OTHER)
-        rest = rest[1:]
-    if after.added == _FP32_IN_PLACE and after.zero_point:
-        return None
+    else:
+        after, rest = _After(), list(post_ops)
     if not rest:
         return after
-    last = rest[0]
-    if len(rest) > 1 or not isinstance(last, Eltwise):
-        return None
+    last, *more = rest
+    if more or not isinstance(last, Eltwise):
+        raise Refused(_TOO_MUCH)
     name = "leaky_relu" if last.name == "relu" and last.alpha else last.name
-    if name not in _OPERATIONS:
-        return None
+    need(name in _OPERATIONS, f"it has no {name}")
     return dataclasses.replace(after, operation=_OPERATIONS.index(name), alpha=last.alpha, beta=last.beta)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from nc.backends.native.plans.recorder import Recorder
-from nc.backends.native.plans.values import Traced
+from nc.backends.native.plans.values import PlanTensor
+from nc.backends.native.plans.ways import need
 from nc.kernels.c_code.build import load_on_threads, loaded
 from nc.kernels.onednn.descriptions import contiguous_strides
 from nc.kernels.onednn.runner import Function
@@ -56,6 +57,12 @@ def why_unavailable() -> str:
     return found.reason if isinstance(found, Unavailable) else ""
 
 
+def available() -> None:
+    """Raise `Refused` where there are no such c_functions."""
+    why = why_unavailable()
+    need(not why, why)
+
+
 def remark() -> str:
     """Return what a report says where these functions are missing, or slower than they can be; "" else."""
     if why := why_unavailable():
@@ -82,7 +89,7 @@ def bits(number: float) -> int:
     return int(found)
 
 
-def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, *operands: Traced) -> None:
+def apply(recorder: Recorder, node: fx.Node, operation: str, result: PlanTensor, *operands: PlanTensor) -> None:
     """Append `result = operation(*operands)`, elementwise; operands are repeated to the sizes of the result."""
     given = (result, *operands)
     sizes = tuple(result.tensor.shape)
@@ -93,19 +100,19 @@ def apply(recorder: Recorder, node: fx.Node, operation: str, result: Traced, *op
     recorder.call_function(function("map"), numbers, given, node)
 
 
-def as_fp32(recorder: Recorder, node: fx.Node, x: Traced) -> Traced:
+def as_fp32(recorder: Recorder, node: fx.Node, x: PlanTensor) -> PlanTensor:
     """Return the tensor in fp32, without gaps."""
     return x if x.tensor.dtype is torch.float32 and x.tensor.is_contiguous() else converted(recorder, node, x, torch.float32)
 
 
-def converted(recorder: Recorder, node: fx.Node, x: Traced, dtype: torch.dtype) -> Traced:
+def converted(recorder: Recorder, node: fx.Node, x: PlanTensor, dtype: torch.dtype) -> PlanTensor:
     """Return a copy in another dtype, without gaps."""
     result = new(recorder, x.tensor.shape, dtype)
     apply(recorder, node, "copy", result, x)
     return result
 
 
-def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> Traced:
+def new(recorder: Recorder, sizes: Sequence[int], dtype: torch.dtype) -> PlanTensor:
     """Memory for a result without gaps."""
     return recorder.new(tuple(sizes), contiguous_strides(sizes), dtype)
 

@@ -21,16 +21,6 @@ from nc.numerics import affine
 
 _onednn = torch.ops.onednn
 SUM = _onednn.qconv2d_pointwise.binary
-_PRODUCT = (
-    "qmatmul(Tensor left, float left_scale, int left_zero_point, Tensor right, float right_scale, int right_zero_point, float factor, "
-    "Tensor[] others, str[] how, float output_scale, int output_zero_point, ScalarType output_dtype) -> Tensor"
-)
-_TRANSPOSED = (
-    "qconv_transpose(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, Tensor? bias, int[] stride, int[] padding, "
-    "int[] output_padding, int[] dilation, int groups, float output_scale, int output_zero_point, ScalarType output_dtype, str attr, "
-    "float[] scalars, str algorithm) -> Tensor"
-)
-_ROTATION = "rotation(Tensor x, Tensor cosine, Tensor sine) -> Tensor"
 #: Its argument for the tensor that it adds to, and where that stands.
 ACCUMULATOR = "qaccum"
 _POSITION = [a.name for a in SUM._schema.arguments].index(ACCUMULATOR)
@@ -43,40 +33,29 @@ def library() -> torch.library.Library:
     for kernel in (_onednn.qlinear_prepack.default, _onednn.qconv_prepack.default):
         _define(own, kernel._schema.name.partition("::")[2], kernel, kernel, _packed)
     _define(own, "qconv2d_sum", SUM, _sum, _like_accumulator)
-    of_plans = (_PRODUCT, _product, _product_like), (_TRANSPOSED, _transposed, _transposed_like), (_ROTATION, _rotated, _rotated)
-    for schema, run, fake in of_plans:
-        name = schema[: schema.index("(")]
-        own.define(schema)  # type: ignore[no-untyped-call] # torch does not annotate it
-        own.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
-        torch.library.register_fake(f"nc_native::{name}", fake, lib=own)
     return own
+
+
+def define(schema: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+    """Return a new operator of the namespace; call it once for each.
+
+    Args:
+        schema: as torch writes it, without the namespace.
+        run: computes it, in fp32: a plan has kernels instead, or the report says that it has none.
+        fake: gives a tensor with the shape and dtype of the result.
+    """
+    own, name = library(), schema[: schema.index("(")]
+    own.define(schema)  # type: ignore[no-untyped-call] # torch does not annotate it
+    own.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call] # as above
+    torch.library.register_fake(f"nc_native::{name}", fake, lib=own)
+    found: torch._ops.OpOverload = getattr(torch.ops.nc_native, name).default
+    return found
 
 
 def functional_sum() -> torch._ops.OpOverload:
     """`qconv2d_pointwise.binary` that returns a new tensor; arguments are the same."""
     library()
     return torch.ops.nc_native.qconv2d_sum.default
-
-
-def product() -> torch._ops.OpOverload:
-    """`left @ right * factor`, then "add" or "mul" with each of the others: a product of uint8 codes and int8 codes.
-
-    Itself it computes in fp32; a plan has a kernel instead, or the report says that it has none.
-    """
-    library()
-    return torch.ops.nc_native.qmatmul.default
-
-
-def transposed_convolution() -> torch._ops.OpOverload:
-    """Return a transposed convolution of uint8 codes with int8 codes, and an activation; for plans as well."""
-    library()
-    return torch.ops.nc_native.qconv_transpose.default
-
-
-def rotation() -> torch._ops.OpOverload:
-    """Rotary embedding, `x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32; for plans as well."""
-    library()
-    return torch.ops.nc_native.rotation.default
 
 
 def prepack(kind: str) -> torch._ops.OpOverload:
@@ -126,71 +105,12 @@ def _like_accumulator(*arguments: Any) -> torch.Tensor:
     return torch.empty_like(arguments[_POSITION], memory_format=torch.channels_last)
 
 
-def _product(
-    left: torch.Tensor,
-    left_scale: float,
-    left_zero_point: int,
-    right: torch.Tensor,
-    right_scale: float,
-    right_zero_point: int,
-    factor: float,
-    others: Sequence[torch.Tensor],
-    how: Sequence[str],
-    output_scale: float,
-    output_zero_point: int,
-    output_dtype: torch.dtype,
-) -> torch.Tensor:
-    values = affine.dequantize(left, left_scale, left_zero_point) @ affine.dequantize(right, right_scale, right_zero_point) * factor
-    for name, other in zip(how, others, strict=True):
-        values = values + other if name == "add" else values * other
-    return stored(values, output_scale, output_zero_point, output_dtype)
-
-
 def stored(values: torch.Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> torch.Tensor:
     """fp32 values as the result of a kernel: as they are, or as codes."""
     if dtype.is_floating_point:
         return values.to(dtype)
     limits = torch.iinfo(dtype)
     return affine.quantize(values, scale, zero_point, limits.min, limits.max, dtype=dtype)
-
-
-def _product_like(left: torch.Tensor, _scale: float, _zero_point: int, right: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.matmul(left.float(), right.float()).to(rest[-1])
-
-
-def _transposed(
-    qx: torch.Tensor,
-    x_scale: float,
-    x_zero_point: int,
-    qw: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    output_scale: float,
-    output_zero_point: int,
-    output_dtype: torch.dtype,
-    attr: str,
-    scalars: Sequence[float],
-    algorithm: str,
-) -> torch.Tensor:
-    weight = qw.float() * w_scale.view(1, -1, *[1] * (qw.dim() - 2))
-    convolution = {3: functional.conv_transpose1d, 4: functional.conv_transpose2d, 5: functional.conv_transpose3d}[qx.dim()]
-    x = affine.dequantize(qx, x_scale, x_zero_point)
-    values = convolution(x, weight, bias, list(stride), list(padding), list(output_padding), groups, list(dilation))
-    return stored(ACTIVATIONS[attr](values, scalars, algorithm), output_scale, output_zero_point, output_dtype)
-
-
-def _transposed_like(qx: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _transposed(qx, *rest)
-
-
-def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat([-second, first], -1) * sine
 
 
 #: Activations by the names that oneDNN's operators of torch have for them; arguments are values, numbers and the algorithm.

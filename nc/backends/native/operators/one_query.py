@@ -1,0 +1,87 @@
+"""Attention of one query per head, in graphs of one token; keys that heads share are read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.operators.move import reshape_in_c
+from nc.backends.native.plans.c_functions import FLOATS, bits, function, new
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
+from nc.backends.native.plans.ways import Operator, need
+from nc.graph.catalogue import first_input, op_name
+from nc.kernels.c_code import openmp
+
+_aten = torch.ops.aten
+#: The widest head.
+_WIDEST = 512
+_NO_MASK, _BOOL_MASK, _FLOAT_MASK = 0, 1, 2
+
+
+def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`aten::scaled_dot_product_attention` in C."""
+    query, mask = recorder.read(a["query"]), recorder.optional(a["attn_mask"])
+    need(not a["dropout_p"] and not a["is_causal"], "it drops values, or is causal")
+    need(query.tensor.dim() == 4 and query.tensor.shape[2] == 1, "it has more than one query")
+    key, value = (_shared(recorder, a[name]) for name in ("key", "value"))
+    need(key.tensor.dim() == value.tensor.dim() == 4, "its keys have other than four dimensions")
+    batch, heads, _, width = query.tensor.shape
+    (_, of_key, keys, _), wide = key.tensor.shape, value.tensor.shape[3]
+    check_sizes(key.tensor.shape[3] == width, node, query.tensor.shape, key.tensor.shape)
+    sides = query, key, value
+    given = (*sides, *((mask,) if mask is not None else ()))
+    need(not any(v.tensor.is_neg() for v in given), "a view negates one of its tensors, which memory does not show")
+    need(all(v.tensor.dtype in FLOATS for v in sides), "one of its tensors is neither fp32 nor bf16")
+    need(max(width, wide) <= _WIDEST, f"a head is wider than {_WIDEST}")
+    need(keys and not heads % of_key, "it has no keys, or heads that can't share them evenly")
+    need(all(v.tensor.shape[:2] == (batch, of_key) for v in (key, value)), "keys and values have other sizes than the query")
+    need(all(v.tensor.stride(3) == 1 for v in sides), "rows of its tensors have gaps")
+    shares = a["enable_gqa"] or isinstance(a["key"], Later)
+    need(of_key == heads or shares, "heads share keys without `enable_gqa`")
+    need(value.tensor.shape[2] == keys, "it has other numbers of keys and values")
+    kind, mask_dtype, mask_strides = _mask(mask, (batch, heads, 1, keys))
+    result = new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
+    dtypes = (*(FLOATS[v.tensor.dtype] for v in (*given[:3], result)), mask_dtype)
+    strides = [stride for v, count in ((query, 2), (key, 3), (value, 3), (result, 2)) for stride in v.tensor.stride()[:count]]
+    factor = a["scale"] if a["scale"] is not None else width**-0.5
+    numbers = [batch, heads, heads // of_key, keys, width, wide, kind, *dtypes, *strides, *mask_strides, bits(factor), openmp.threads()]
+    recorder.call_function(function("attention"), numbers, [result, *given], node)
+    return result
+
+
+def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> tuple[int, int, tuple[int, int, int]]:
+    """Kind, dtype, and strides of batch, head and key of a mask."""
+    if mask is None:
+        return _NO_MASK, 0, (0, 0, 0)
+    need(mask.tensor.dtype in (torch.bool, *FLOATS), f"its mask is {mask.tensor.dtype}")
+    need(mask.tensor.dim() <= len(sizes), "its mask has more than four dimensions")
+    spread = mask.tensor.expand(sizes).stride()
+    strides = spread[0], spread[1], spread[3]
+    return (_BOOL_MASK, 0, strides) if mask.tensor.dtype is torch.bool else (_FLOAT_MASK, FLOATS[mask.tensor.dtype], strides)
+
+
+def is_repeated(node: fx.Node) -> bool:
+    """Whether a reshape only repeats heads for attention: it waits, because a kernel can read the same head twice."""
+    source, readers = first_input(node), list(node.users)
+    if source is None or op_name(source) != "expand" or not readers:
+        return False
+    return all(reader.target is _aten.scaled_dot_product_attention.default for reader in readers)
+
+
+def _shared(recorder: Recorder, value: Any) -> PlanTensor:
+    """Keys or values; those that were repeated for heads, in front of that."""
+    if isinstance(value, Later) and value.node.target is _aten.reshape.default:
+        x, sizes = recorder.optional(value.named["self"]), value.named["shape"]
+        if x is not None and x.tensor.dim() == 5 and x.tensor.stride(2) == 0 and sizes[1] == x.tensor.shape[1] * x.tensor.shape[2]:
+            return PlanTensor(x.tensor[:, :, 0], x.root)
+    return recorder.read(value)
+
+
+OPERATORS = (
+    Operator((_aten.scaled_dot_product_attention.default,), {"C": attention}, of_one_token=True),
+    Operator((_aten.reshape.default,), {"C": reshape_in_c}, waits=is_repeated, of_one_token=True),
+)

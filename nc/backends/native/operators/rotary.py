@@ -1,0 +1,166 @@
+"""Rotary embeddings (J. Su et al., arXiv 2104.09864, equation 34, with the halves of a head as pairs).
+
+    y = x * cos + torch.cat((-x[..., n:], x[..., :n]), -1) * sin
+
+as in Llama, Qwen, ModernBERT and GPT-NeoX. In single operators a tensor is read and written five times; one function in C does it once,
+also where the result is quantized.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.operators.norm import is_fp32
+from nc.backends.native.plans import c_functions
+from nc.backends.native.plans.c_functions import NUMBERS, bits, function
+from nc.backends.native.plans.layouts import dense_strides
+from nc.backends.native.plans.readers import only_quantized
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import Later, PlanTensor
+from nc.backends.native.plans.ways import Operator, OutputCodes, need
+from nc.backends.native.regions import only_user
+from nc.backends.native.torch_library import define
+from nc.graph.catalogue import op_name, schema_arguments, works_in_place
+from nc.graph.fx_utils import take_over
+from nc.graph.tensor_meta import same_shape
+from nc.graph.views import Binary
+from nc.kernels.c_code import openmp
+
+#: As in the C code: the longest row.
+_ROW = 512
+
+
+@functools.cache
+def rotation() -> torch._ops.OpOverload:
+    """`x * cosine + (-second half of x, first half of x) * sine` along the last dimension, in fp32; for plans."""
+    return define("rotation(Tensor x, Tensor cosine, Tensor sine) -> Tensor", _rotated, _rotated)
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+# ---- how it is found in a graph ----
+
+
+def recompose_rotary(module: fx.GraphModule) -> None:
+    """Replace every rotary embedding by one call. Not where operators work in place: there a value depends on when it is read."""
+    if any(works_in_place(node) for node in module.graph.nodes):
+        return
+    for node in list(module.graph.nodes):
+        found = rotary_of(node)
+        if found is None:
+            continue
+        (x, cosine, sine), inner = found
+        with module.graph.inserting_before(node):
+            call = module.graph.call_function(rotation(), (x, cosine, sine))
+        take_over(call, node)
+        call.meta["operators"] = [n.meta["operator"] for n in (node, *inner) if "operator" in n.meta]
+        node.replace_all_uses_with(call)
+        for old in (node, *inner):
+            module.graph.erase_node(old)
+
+
+def rotary_of(node: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node], tuple[fx.Node, ...]] | None:
+    """x, cos and sin of the rotary embedding whose sum a node is, and the other nodes of it, last first; None where it is none."""
+    if op_name(node) != "add" or Binary.of(node).alpha != 1:
+        return None
+    for straight, turned in (Binary.of(node).sides, Binary.of(node).sides[::-1]):
+        if not _is_product(straight, node) or not _is_product(turned, node):
+            continue
+        for joined, sine in (Binary.of(turned).sides, Binary.of(turned).sides[::-1]):
+            found = _turned(joined, turned)
+            if found is None or not isinstance(sine, fx.Node):
+                continue
+            x, inner = found
+            left, right = Binary.of(straight).sides
+            cosine = right if left is x else left if right is x else None
+            if not isinstance(cosine, fx.Node) or {cosine, sine} & {straight, turned, *inner}:
+                continue  # it would be computed from what is replaced
+            if all(map(is_fp32, (x, cosine, sine))) and same_shape(node.meta["val"].shape, x.meta["val"].shape):
+                return (x, cosine, sine), (straight, turned, *inner)
+    return None
+
+
+def _is_product(node: object, reader: fx.Node) -> bool:
+    return isinstance(node, fx.Node) and op_name(node) == "mul" and only_user(node) is reader
+
+
+def _turned(node: object, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """Return the x of `cat((-x[..., n:], x[..., :n]), -1)`, and the nodes that compute this, last first."""
+    if not isinstance(node, fx.Node) or op_name(node) != "cat" or only_user(node) is not reader:
+        return None
+    a, dims = schema_arguments(node), node.meta["val"].dim()
+    if len(a["tensors"]) != 2 or a["dim"] % dims != dims - 1:
+        return None
+    negative, first = a["tensors"]
+    if op_name(negative) != "neg" or len(negative.users) > 1 or len(first.users) > 1:
+        return None
+    (second,) = negative.all_input_nodes
+    x = _half(first, 0)
+    return (x, (node, negative, second, first)) if x is not None and len(second.users) == 1 and _half(second, 1) is x else None
+
+
+def _half(node: fx.Node, which: int) -> fx.Node | None:
+    """Return what a node is the first (0) or the second (1) half of, along the last dimension."""
+    if op_name(node) != "slice":
+        return None
+    a = schema_arguments(node)
+    source: fx.Node = a["self"]
+    *before, width = source.meta["val"].shape
+    start, end = a["start"] or 0, a["end"]
+    along_last = a["dim"] % (len(before) + 1) == len(before) and a["step"] == 1
+    known = isinstance(width, int) and isinstance(start, int) and isinstance(end, (int, type(None)))
+    if not along_last or not known or width % 2:
+        return None
+    begin, stop, _ = slice(start, end).indices(width)
+    return source if (begin, stop) == (which * width // 2, (which + 1) * width // 2) else None
+
+
+# ---- how plans compute it ----
+
+
+def rotate(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
+    """`nc_native::rotation` in C."""
+    return _in_c(recorder, node, a, OutputCodes(1.0, 0, torch.float32))
+
+
+def rotate_to_codes(recorder: Recorder, _: fx.Node, later: Later, codes: OutputCodes) -> PlanTensor:
+    """Return the same as codes."""
+    return _in_c(recorder, later.node, later.named, codes)
+
+
+def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: OutputCodes) -> PlanTensor:
+    c_functions.available()
+    given = x, cosine, sine = [recorder.read(a[name]) for name in ("x", "cosine", "sine")]
+    need(0 < x.tensor.dim() <= 4 and x.tensor.numel(), "its input has no element, or more than four dimensions")
+    *sizes, width = x.tensor.shape
+    need(width % 2 == 0 and width <= _ROW, f"its rows are odd, or longer than {_ROW}")
+    need(all(v.tensor.dtype is torch.float32 for v in given), "one of its tensors is not fp32")
+    need(all(v.tensor.shape[-1] == width for v in given), "cos or sin have other rows")
+    need(not any(v.tensor.is_neg() for v in given), "a view negates one of its tensors, which memory does not show")
+    need(all(v.tensor.stride(-1) == 1 for v in given), "rows of its tensors have gaps")
+    need(not any(_is_larger(v.tensor, x.tensor) for v in given), "cos or sin are larger than its input")
+    strides = dense_strides(x.tensor)
+    need(strides[-1] == 1, "rows of its result have gaps")
+    result = recorder.new(x.tensor.shape, strides, codes.dtype)
+    missing = (1,) * (3 - len(sizes))
+    numbers = [NUMBERS[codes.dtype], width // 2, *missing, *sizes, openmp.threads(), bits(1.0 / codes.scale), codes.zero_point]
+    for value in (result, *given):
+        numbers += [*(0 for _ in missing), *value.tensor.expand(x.tensor.shape).stride()[:-1]]
+    recorder.call_function(function("rotary"), numbers, [result, *given], node)
+    return result
+
+
+def _is_larger(value: torch.Tensor, than: torch.Tensor) -> bool:
+    """Whether a tensor can't be repeated to the sizes of another."""
+    return value.dim() > than.dim() or any(n not in (1, m) for n, m in zip(reversed(value.shape), reversed(than.shape), strict=False))
+
+
+OPERATORS = (Operator((rotation(),), {"C": rotate}, {"C": rotate_to_codes}, waits=only_quantized),)

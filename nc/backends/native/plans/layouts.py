@@ -1,0 +1,63 @@
+"""How tensors lie in memory, and copies of them that lie otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.recorder import Recorder
+from nc.backends.native.plans.values import PlanTensor
+from nc.kernels.onednn.descriptions import DST, SRC, Attributes, Desc, channels_last_strides, contiguous_strides
+
+
+def flat(*tensors: PlanTensor) -> list[Desc]:
+    """Layouts of tensors that are treated element by element: of one dimension where all lie alike and without gaps, else as they lie.
+
+    Kernels for one dimension are faster, and do not fall back to reference kernels for an unusual order of the dimensions.
+    """
+    first = tensors[0].tensor
+    if all(t.tensor.shape == first.shape and t.tensor.stride() == first.stride() and is_dense(t.tensor) for t in tensors):
+        return [Desc.dense((first.numel(),), t.tensor.dtype) for t in tensors]
+    strides = tensors[0].desc.plain().strides
+    order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+    return [Desc.of(t.tensor.permute(order)) for t in tensors]
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a new tensor that keeps the order of the dimensions in memory."""
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of at least one element lies without gaps, whatever the order of its dimensions."""
+    return tensor.numel() > 0 and tuple(tensor.stride()) == dense_strides(tensor)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether strides are those of [N, ..., C]; where a size is 1 its stride does not count for torch, but kernels are chosen by it."""
+    return tuple(tensor.stride()) == channels_last_strides(tensor.shape)
+
+
+def copy(recorder: Recorder, source: PlanTensor, target: PlanTensor, node: fx.Node) -> None:
+    """Copy values to memory of another layout."""
+    maker = recorder.maker
+    primitive = maker.reorder(maker.layout(source.desc), maker.layout(target.desc), Attributes())
+    recorder.call(primitive, {SRC: source, DST: target}, node)
+
+
+def in_rows(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
+    """Return a tensor that lies row by row: itself, or a copy."""
+    if x.tensor.is_contiguous():
+        return x
+    result = recorder.new(x.tensor.shape, contiguous_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return result
+
+
+def channels_last(recorder: Recorder, x: PlanTensor, node: fx.Node) -> PlanTensor:
+    """Return a tensor whose channels lie next to each other: itself, or a copy."""
+    if is_channels_last(x.tensor):
+        return x
+    result = recorder.new(x.tensor.shape, channels_last_strides(x.tensor.shape), x.tensor.dtype)
+    copy(recorder, x, result, node)
+    return result

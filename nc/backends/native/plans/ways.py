@@ -1,0 +1,56 @@
+"""Ways to compute a node in a plan. A way records calls and returns their result, or refuses and says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from nc.backends.native.plans.values import PlanTensor
+
+
+class Refused(Exception):
+    """A way can't compute a node; the text says why. The recorder then takes the next one."""
+
+
+def need(condition: object, why: str) -> None:
+    """Raise `Refused` for this reason unless a condition holds."""
+    if not condition:
+        raise Refused(why)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputCodes:
+    """What a result is quantized to where it is written: `round(x / scale) + zero_point`, in the limits of the dtype."""
+
+    scale: float
+    zero_point: int
+    dtype: torch.dtype
+
+
+#: Recorder, node, its arguments by name → the result; raises `Refused` for what it can't do.
+Way = Callable[..., PlanTensor]
+#: Recorder, the node that waits, `OutputCodes` → its result as codes; for a node that one quantize node alone reads.
+WayToCodes = Callable[..., PlanTensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operator:
+    """What plans know of some operators.
+
+    Attributes:
+        targets: the operators of torch.
+        ways: by their names in reports, the best first.
+        to_codes: those that write codes.
+        waits: whether a node waits for its readers, which may take it into their own kernels.
+        of_one_token: these ways take the place of others in graphs of one token, whose tensors are small.
+    """
+
+    targets: tuple[Any, ...]
+    ways: Mapping[str, Way] = dataclasses.field(default_factory=dict)
+    to_codes: Mapping[str, WayToCodes] = dataclasses.field(default_factory=dict)
+    waits: Callable[[fx.Node], bool] | None = None
+    of_one_token: bool = False
