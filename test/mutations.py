@@ -457,7 +457,7 @@ MUTATIONS = (
         "backends/native/plans/recorder.py",
         " and node not in self._each_time:",
         ":",
-        ("steps",),
+        ("one_token",),
     ),
     Mutation(
         "plan-view",
@@ -465,7 +465,7 @@ MUTATIONS = (
         "backends/native/plans/recorder.py",
         "            return value.root if whole else Part(value.root, self._offset(value), value.desc)",
         "            return value.root if whole else Part(value.root, 0, value.desc)",
-        ("steps",),
+        ("one_token",),
     ),
     Mutation(
         "avx2-rows-left-over",
@@ -473,7 +473,7 @@ MUTATIONS = (
         "kernels/c_code/products.c",
         "        TILE(3);\n",
         "",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-border",
@@ -481,7 +481,7 @@ MUTATIONS = (
         "kernels/c_code/products.c",
         "seen ? job->x +",
         "1 ? job->x +",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-largest-code",
@@ -489,7 +489,7 @@ MUTATIONS = (
         "kernels/c_code/products.c",
         "_mm256_min_ps(_mm256_set1_ps(255.0f), ",
         "_mm256_min_ps(_mm256_set1_ps(1e30f), ",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-zero-point",
@@ -497,7 +497,7 @@ MUTATIONS = (
         "backends/native/operators/avx2.py",
         'sums * -a["x_zero_point"]',
         "sums * 0",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-seven-bits",
@@ -505,7 +505,7 @@ MUTATIONS = (
         "backends/native/regions.py",
         'activation = Activation("hardtanh", tuple(',
         'activation = Activation("none", tuple(',
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-int8",
@@ -513,7 +513,7 @@ MUTATIONS = (
         "kernels/c_code/products.c",
         "? (int64_t)0x8080808080808080 : 0",
         "? (int64_t)0x8080808080808000 : 0",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "avx2-in-place-twice",
@@ -521,7 +521,7 @@ MUTATIONS = (
         "backends/native/operators/avx2.py",
         " or (in_place and outputs % _PANEL)",
         "",
-        ("avx2_products",),
+        ("avx2",),
     ),
     Mutation(
         "attention-zero-point",
@@ -561,7 +561,7 @@ MUTATIONS = (
         "backends/native/operators/norm.py",
         "any(order[found.nodes[0]] < place < order[found.nodes[-1]] for place in changes)",
         "False",
-        ("norms",),
+        ("norm",),
     ),
     Mutation(
         "norm-variance",
@@ -569,7 +569,7 @@ MUTATIONS = (
         "backends/native/operators/norm.py",
         'if a.get("correction") == 0 or a.get("unbiased") is False else None',
         "",
-        ("norms",),
+        ("norm",),
     ),
     Mutation(
         "norm-readers",
@@ -577,7 +577,7 @@ MUTATIONS = (
         "backends/native/operators/norm.py",
         "if any(user not in inner for node in inner if node is not last for user in node.users):",
         "if False:",
-        ("norms",),
+        ("norm",),
     ),
     Mutation(
         "step-heads",
@@ -585,7 +585,7 @@ MUTATIONS = (
         "kernels/c_code/steps.c",
         "shared = head / h[GROUP];",
         "shared = head % (h[H] / h[GROUP]);",
-        ("steps",),
+        ("one_token",),
     ),
     Mutation(
         "rotary-sign",
@@ -609,7 +609,7 @@ MUTATIONS = (
         "backends/native/operators/mask.py",
         "return all(user.target in _READERS or",
         "return True or all(user.target in _READERS or",
-        ("masks",),
+        ("mask",),
     ),
     Mutation(
         "mask-constants",
@@ -617,7 +617,7 @@ MUTATIONS = (
         "backends/native/operators/mask.py",
         "not recorder.follow and mask.tensor.all() and",
         "not recorder.follow and",
-        ("masks",),
+        ("mask",),
     ),
     Mutation(
         "mask-positions",
@@ -625,7 +625,7 @@ MUTATIONS = (
         "backends/native/operators/mask.py",
         "need(torch.equal(even, index), ",
         "need(True, ",
-        ("masks",),
+        ("mask",),
     ),
     Mutation(
         "mask-index",
@@ -633,7 +633,7 @@ MUTATIONS = (
         "kernels/onednn/runner.py",
         "if status == failures.INDEX and function.failure:",
         "if False:",
-        ("masks",),
+        ("mask",),
     ),
     Mutation(
         "whole-teams",
@@ -649,7 +649,7 @@ MUTATIONS = (
         "kernels/c_code/steps.c",
         "if (place < 0 || place >= how[5])",
         "if (0)",
-        ("steps",),
+        ("one_token",),
     ),
     Mutation(
         "token-proof",

@@ -1,6 +1,6 @@
 """The tests of the C code under gcc's address and undefined-behaviour sanitizers, in processes whose C code is compiled for them.
 
-    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests test/backends/native/test_steps.py …]
+    python test/sanitizers.py [--jobs 2] [--share 4] [--turn 1] [--cases 60] [--tests test/backends/native/test_one_token.py …]
 
 Random sizes of c_fuzz.py, then every nth test of the files that call C code. The first message of a sanitizer ends its process, and is
 printed with what the process did last. Libraries that others have compiled (torch, oneDNN, OpenMP) are not instrumented. `make sanitize`
@@ -30,12 +30,12 @@ TESTS = (
     "low_bit_engines",
     "c_calls",
     "recurrent",
-    "steps",
+    "one_token",
     "int8_attention",
-    "avx2_products",
-    "masks",
+    "avx2",
+    "mask",
     "rotary",
-    "norms",
+    "norm",
     "teams",
     "plans",
 )
