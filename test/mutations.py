@@ -687,8 +687,8 @@ MUTATIONS = (
         "plan-values",
         "what depends on values of the inputs is not planned",
         "backends/native/plans/recorder.py",
-        "if any(tag in tags for tag in _UNPLANNABLE)",
-        "if all(tag in tags for tag in _UNPLANNABLE)",
+        'return any(tag in getattr(target, "tags", ()) for',
+        'return all(tag in getattr(target, "tags", ()) for',
         ("plans",),
     ),
     Mutation(

@@ -69,37 +69,51 @@ def attention_of(node: fx.Node) -> Attention | None:
     softmax, value = Binary.of(node).sides
     if not _is_own(softmax, "softmax") or Softmax.of(softmax).dim not in (-1, 3) or Softmax.of(softmax).dtype not in (None, torch.float32):
         return None
-    factor, inner = 1.0, [softmax]
-    biases: list[fx.Node] = []
-    scores: object = Softmax.of(softmax).input
-    while _is_own(scores, "add", "mul", "div"):
-        inner.append(scores)
-        view = Binary.of(scores)
-        left, right = view.sides
-        if op_name(scores) != "add":
-            if not isinstance(right, (int, float)) or view.rounding_mode is not None:
-                return None  # a factor that depends on the inputs, or a division that rounds
-            factor = factor * right if op_name(scores) == "mul" else factor / right
-            scores = left
-        elif factor != 1.0 or view.alpha != 1:
-            return None  # the factor would hold for the bias too
-        else:
-            scores, bias = (left, right) if _holds_product(left) else (right, left)
-            if not isinstance(bias, fx.Node):
-                return None
-            biases.append(bias)
-    if not _is_own(scores, "matmul") or not _is_4d(scores) or not all(is_float_tensor(bias) for bias in biases):
-        return None
-    if not same_shape(scores.meta["val"].shape, softmax.meta["val"].shape):
+    behind = _behind_scores(Softmax.of(softmax).input)
+    if behind is None or not same_shape(behind.scores.meta["val"].shape, softmax.meta["val"].shape):
         return None  # a bias with more rows or heads than the scores
-    query, key = Binary.of(scores).sides
+    query, key = Binary.of(behind.scores).sides
     if op_name(key) != "transpose" or not _is_4d(key) or {Transpose.of(key).dim0 % 4, Transpose.of(key).dim1 % 4} != {2, 3}:
         return None
     batches = [side.meta["val"].shape[:2] for side in (query, key, value)]
     if not all(same_shape(batches[0], other) for other in batches[1:]) or not (_is_4d(query) and _is_4d(value)):
         return None  # `matmul` repeats what is missing, the one call does not
-    inner += [scores, key] if len(key.users) == 1 else [scores]
-    return Attention(query, Transpose.of(key).input, value, factor, tuple(biases), tuple(inner))
+    inner = [softmax, *behind.nodes, behind.scores, *([key] if len(key.users) == 1 else [])]
+    return Attention(query, Transpose.of(key).input, value, behind.factor, behind.biases, tuple(inner))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Behind:
+    """What lies between a product of four dimensions and a softmax: `factor * scores + biases`, computed by `nodes`, last first."""
+
+    scores: fx.Node
+    factor: float
+    biases: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+def _behind_scores(node: object) -> _Behind | None:
+    """Return the product that a node leads back to through factors, and then biases; None where there is something else."""
+    factor = 1.0
+    nodes: list[fx.Node] = []
+    biases: list[fx.Node] = []
+    while _is_own(node, "add", "mul", "div"):
+        nodes.append(node)
+        view = Binary.of(node)
+        left, right = view.sides
+        if op_name(node) != "add":
+            if not isinstance(right, (int, float)) or view.rounding_mode is not None:
+                return None  # a factor that depends on the inputs, or a division that rounds
+            factor = factor * right if op_name(node) == "mul" else factor / right
+            node = left
+            continue
+        if factor != 1.0 or view.alpha != 1:
+            return None  # the factor would hold for the bias too
+        node, bias = (left, right) if _holds_product(left) else (right, left)
+        if not isinstance(bias, fx.Node) or not is_float_tensor(bias):
+            return None
+        biases.append(bias)
+    return _Behind(node, factor, tuple(biases), tuple(nodes)) if _is_own(node, "matmul") and _is_4d(node) else None
 
 
 def _holds_product(node: object) -> bool:

@@ -82,16 +82,21 @@ def _factor_of(module: fx.GraphModule, node: fx.Node, user: fx.Node) -> torch.Te
         value: torch.Tensor | None = torch.tensor(other, dtype=torch.float64, device="cpu")
     else:
         value = constant_value(module, other)
-    known = user.meta.get("val")
-    if value is None or not isinstance(known, TENSORS) or known.dtype is not torch.float32 or value.is_complex():
-        return None
-    behind, dims, channels = _BEHIND[str(kind_of_node(node))], known.dim(), len(weight_of(module, Weighted.of(node).weight)[0])
-    if node.meta["val"].dim() != dims or value.dim() > dims or (behind and dims != behind + 2):
-        return None
-    if value.numel() > 1 and (value.numel() != channels or value.dim() <= behind or value.shape[-1 - behind] != channels):
+    channels = len(weight_of(module, Weighted.of(node).weight)[0])
+    if value is None or value.is_complex() or not _fits_channels(value, node, user.meta.get("val"), channels):
         return None
     value = value.detach().double().reshape(-1) if value.numel() > 1 else value.detach().double().reshape(())
     return 1 / value if op_name(user) == "div" else value
+
+
+def _fits_channels(value: torch.Tensor, node: fx.Node, result: object, channels: int) -> bool:
+    """Whether a factor has one number, or one for each channel of the product, and leaves its shape and fp32."""
+    if not isinstance(result, TENSORS) or result.dtype is not torch.float32:
+        return False
+    behind, dims = _BEHIND[str(kind_of_node(node))], result.dim()
+    if node.meta["val"].dim() != dims or value.dim() > dims or (behind and dims != behind + 2):
+        return False
+    return value.numel() == 1 or (value.numel() == channels and value.dim() > behind and value.shape[-1 - behind] == channels)
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, factor: torch.Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -56,32 +59,46 @@ def hoist(module: fx.GraphModule, *, coded_pads: bool = True) -> None:
     if works_in_place(module):
         return
     for node in reversed(list(module.graph.nodes)):
-        if not _keeps_values(node) or not is_float_tensor(node):
+        narrowed = _narrowed_by_all(node) if _keeps_values(node) and is_float_tensor(node) else None
+        sources = _float_sources(node) if narrowed is not None else []
+        if narrowed is None or not sources:
             continue
-        found = {(user.target, *options(user)) if user.target in _NARROW else None for user in node.users}
-        first = next(iter(found), None)
-        if len(found) != 1 or first is None:
+        operator, *qparams = narrowed
+        zero_point = qparams[1] if qparams else 0
+        if op_name(node) in _PADS and zero_point and not coded_pads:
             continue
-        operator, *qparams = first
-        assert isinstance(operator, torch._ops.OpOverload)
-        if op_name(node) in _PADS and not coded_pads and qparams and qparams[1]:
-            continue
-        inputs = joined_inputs(node) if op_name(node) in JOINS else [first_input(node)]
-        sources = [source for source in inputs if isinstance(source, fx.Node) and is_float_tensor(source)]
-        if not sources or len(sources) < len(inputs):
-            continue
-        for source in dict.fromkeys(sources):
-            with module.graph.inserting_before(node):
-                codes = call_operator(module.graph, operator, source, *qparams)
-            codes.meta["val"] = source.meta.get("val")
-            node.replace_input_with(source, codes)
-        if op_name(node) in _PADS:
-            zero = float(Quantize.of(codes).numbers[1]) if qparams else 0.0
-            node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
-        give_values_of(node, *node.users)
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
-            module.graph.erase_node(user)
+        _move_in_front(module, node, sources, operator, qparams)
+
+
+def _narrowed_by_all(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return the conversion, and its numbers, through which all that reads a node reads it."""
+    found = {(user.target, *options(user)) if user.target in _NARROW else None for user in node.users}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _float_sources(node: fx.Node) -> list[fx.Node]:
+    """Return what a node moves or joins; [] unless all are floating-point tensors."""
+    inputs = joined_inputs(node) if op_name(node) in JOINS else [first_input(node)]
+    sources = [source for source in inputs if isinstance(source, fx.Node) and is_float_tensor(source)]
+    return sources if len(sources) == len(inputs) else []
+
+
+def _move_in_front(
+    module: fx.GraphModule, node: fx.Node, sources: Sequence[fx.Node], operator: torch._ops.OpOverload, qparams: Sequence[Any]
+) -> None:
+    """Convert what a node reads in place of what it gives."""
+    for source in dict.fromkeys(sources):
+        with module.graph.inserting_before(node):
+            codes = call_operator(module.graph, operator, source, *qparams)
+        codes.meta["val"] = source.meta.get("val")
+        node.replace_input_with(source, codes)
+    if op_name(node) in _PADS:
+        zero = float(Quantize.of(codes).numbers[1]) if qparams else 0.0
+        node.args, node.kwargs = tuple({**schema_arguments(node), "value": zero}.values()), {}  # the code of 0
+    give_values_of(node, *node.users)
+    for user in list(node.users):
+        user.replace_all_uses_with(node)
+        module.graph.erase_node(user)
 
 
 def _keeps_values(node: fx.Node) -> bool:

@@ -79,10 +79,15 @@ def region_of(anchor: fx.Node) -> Region:
     if narrow is not None and not _has_all_codes(narrow):
         codes, limits = (*narrow.numbers, narrow.dtype), (narrow.quant_min, narrow.quant_max)
         activation = Activation("hardtanh", tuple((limit - narrow.numbers[1]) * narrow.numbers[0] for limit in limits))
-    if other is not None and codes is not None and (other.target is not dequantize_per_tensor or codes[2] is not torch.uint8):
-        codes = None  # kernels add uint8 codes to uint8 codes, and fp32 to fp32
+    if other is not None and codes is not None and not _adds_codes(other, codes[2]):
+        codes = None
     bf16 = other is None and {user.target for user in nodes[-1].users} == {to_bf16}
     return Region(anchor, other, activation, tuple(nodes), codes, bf16, limits)
+
+
+def _adds_codes(other: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether kernels add codes of another tensor to codes of this dtype: uint8 to uint8, and fp32 to fp32."""
+    return other.target is dequantize_per_tensor and dtype is torch.uint8
 
 
 def activation_of(node: fx.Node) -> Activation | None:

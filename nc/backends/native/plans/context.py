@@ -14,6 +14,7 @@ from nc.backends.native.plans.entries import (
     Block,
     Call,
     Constant,
+    Entry,
     FunctionCall,
     Part,
     Plan,
@@ -65,18 +66,9 @@ class Context:
         #: How a tensor lies in that memory that is all of it, so that it can be returned as it is; else the memory's bytes.
         self._whole = [ref.desc if _is_whole(ref) else Desc.dense((block.size,), torch.uint8) for block, ref in returned.items()]
         self._keep: list[torch.UntypedStorage] = []
-        self._parts: list[_Run] = []
-        calls: list[Call | FunctionCall] = []
-        for entry in plan.entries:
-            if calls and not (together and isinstance(entry, (Call, FunctionCall))):
-                self._parts.append(self._calls(calls))
-                calls = []
-            if isinstance(entry, (Call, FunctionCall)):
-                calls.append(entry)
-            else:
-                self._parts.append(self._operator(entry))
-        if calls:
-            self._parts.append(self._calls(calls))
+        self._parts: list[_Run] = [
+            self._operator(part) if isinstance(part, AtenCall) else self._calls(part) for part in _parts(plan.entries, together=together)
+        ]
         self._outputs = [self._bound(value) for value in plan.outputs]
         self._own = [isinstance(value, Constant) for value in plan.outputs]
         self._slots = [slot.index for slot in plan.inputs]
@@ -208,6 +200,20 @@ class Context:
             whole = ref.desc == self._whole[index - self._count] and not ref.offset
             return _Fill(index) if whole else _Fill(index, ref.desc, ref.offset)
         return _part(self._arena, ref.desc, self._offsets[ref.root] + ref.offset)
+
+
+def _parts(entries: Sequence[Entry], *, together: bool) -> list[AtenCall | list[Call | FunctionCall]]:
+    """Return entries in order: operators of torch's, and lists of other calls, as long as can be or of one each."""
+    found: list[AtenCall | list[Call | FunctionCall]] = []
+    for entry in entries:
+        last = found[-1] if found else None
+        if isinstance(entry, AtenCall):
+            found.append(entry)
+        elif together and isinstance(last, list):
+            last.append(entry)
+        else:
+            found.append([entry])
+    return found
 
 
 def _error(entries: Sequence[Call | FunctionCall], failed: int) -> Exception:

@@ -437,10 +437,26 @@ class Recorder:
         if _is_of_onednn(target):
             msg = f"there is no primitive for {node.name} ({target}) here"
             raise BackendError(msg)
-        tags = getattr(target, "tags", ())
-        if any(tag in tags for tag in _UNPLANNABLE) and not is_gather(target, args):
+        if _depends_on_values(target) and not is_gather(target, args):
             msg = f"the result of {node.name} depends on values in a way that a plan can't follow"
             raise BackendError(msg)
+        result = self._called_now(target, args, kwargs)
+        is_list = isinstance(result, (list, tuple))
+        found = [r for r in (result if is_list else [result]) if isinstance(r, torch.Tensor)]
+        if not found:
+            if is_list or (reads_inputs((args, kwargs)) and not is_about_sizes(target)):
+                msg = f"{node.name} reads a value of a tensor, which a plan can't follow"
+                raise BackendError(msg)
+            return result
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            return self._changed_in_place(node, args, kwargs, found[0])
+        if is_list and len(found) < len(result):
+            self._unknown(node)
+        made = self._traced(node, args, kwargs, found)
+        return made if is_list else made[0]
+
+    def _called_now(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator of torch's; calls that wait are made where it reads what they write."""
         may_view = isinstance(target, torch._ops.OpOverload) and target.is_view
         if not may_view:
             self._make_calls((args, kwargs))
@@ -448,29 +464,24 @@ class Recorder:
         if may_view and self._waiting and not is_view(result, (args, kwargs)):
             self._make_calls((args, kwargs))
             result = target(*tensors(args), **{key: tensors(value) for key, value in kwargs.items()})
-        found = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(r, torch.Tensor)]
-        if not found:
-            if isinstance(result, (list, tuple)) or reads_inputs((args, kwargs)) and not is_about_sizes(target):
-                msg = f"{node.name} reads a value of a tensor, which a plan can't follow"
-                raise BackendError(msg)
-            return result
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            if isinstance(args[0], PlanTensor) and args[0].root is None:
-                msg = f"{node.name} changes a constant, which the next call would find changed"
-                raise BackendError(msg)
-            self._append(node, args, kwargs, ())
-            return alias(found[0], (args, kwargs)) or self._unknown(node)
-        if not reads_inputs((args, kwargs)) and torch.Tag.nondeterministic_seeded not in tags and node not in self._each_time:
-            made: list[PlanTensor | None] = [PlanTensor(tensor, None) for tensor in found]
-        else:
-            made = [alias(tensor, (args, kwargs)) for tensor in found]
-            if any(alias is None or self._offset(alias) < 0 for alias in made):
-                made = [*self._made(node, args, kwargs, found)]
-        if isinstance(result, (list, tuple)):
-            if len(found) < len(result):
-                self._unknown(node)
-            return made
-        return made[0]
+        return result
+
+    def _changed_in_place(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor) -> PlanTensor:
+        """Append a call of an operator that changes its first argument."""
+        if isinstance(args[0], PlanTensor) and args[0].root is None:
+            msg = f"{node.name} changes a constant, which the next call would find changed"
+            raise BackendError(msg)
+        self._append(node, args, kwargs, ())
+        return alias(result, (args, kwargs)) or self._unknown(node)
+
+    def _traced(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]
+    ) -> Sequence[PlanTensor]:
+        """Return results of an operator as constants, as views of its arguments, or as what each call computes."""
+        if not reads_inputs((args, kwargs)) and not _is_random(node.target) and node not in self._each_time:
+            return [PlanTensor(tensor, None) for tensor in found]
+        views = [view for tensor in found if (view := alias(tensor, (args, kwargs))) is not None and self._offset(view) >= 0]
+        return views if len(views) == len(found) else self._made(node, args, kwargs, found)
 
     def _made(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]) -> list[PlanTensor]:
         """Append a call of a node's own operator, which writes into blocks where it can.
@@ -590,6 +601,15 @@ class Recorder:
             wrong=self._wrong,
             refusals=tuple(self._refusals),
         )
+
+
+def _depends_on_values(target: object) -> bool:
+    """Whether a tensor's data decides about a size or a number that an operator gives."""
+    return any(tag in getattr(target, "tags", ()) for tag in _UNPLANNABLE)
+
+
+def _is_random(target: object) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _is_of_onednn(target: object) -> bool:
