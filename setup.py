@@ -6,6 +6,7 @@ editable install, ``nc.kernels.c_code.build`` compiles at first use, where it ca
 """
 
 import functools
+import os
 import re
 import runpy
 import subprocess
@@ -29,7 +30,7 @@ C_CODE = Path("nc/kernels/c_code")
 def compiled() -> dict[str, bytes]:
     """Library of each C source, by file name; {} where one can't be compiled."""
     how = runpy.run_path(str(ROOT / C_CODE / "flags.py"))
-    compiler = how["compiler"]()
+    compiler = how["compiler"](os.environ.get("CC", ""))
     libraries = {}
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted((ROOT / C_CODE).glob("*.c")):

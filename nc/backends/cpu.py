@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nc.formats import Capabilities, DynamicCost, OpSupport
+from nc.process import env
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
 _FLAGS = {
@@ -53,23 +53,15 @@ _ONEDNN_LIMITS = {
     "avx10_1_512": (*_AVX512, "avx512_vnni", "avx_vnni", "avx512_bf16"),
 }
 #: oneDNN takes the first that is not empty.
-_ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_ONEDNN_VARIABLES = (env.ONEDNN_MAX_CPU_ISA.name, env.DNNL_MAX_CPU_ISA.name)
 #: Values of FBGEMM_ENABLE_INSTRUCTIONS without VNNI.
 _FBGEMM_NARROW = ("AVX2", "AVX512", "AVX512_256")
 
 
-def _onednn_limit(environment: Mapping[str, str]) -> str:
+def _onednn_limit(values: Mapping[str, str]) -> str:
     """Return the variable that limits oneDNN, as "NAME=value"; "" when none does."""
-    name = next((name for name in _ONEDNN_VARIABLES if environment.get(name)), "")
-    return f"{name}={environment[name]}" if name and environment[name].lower() in _ONEDNN_LIMITS else ""
-
-
-@functools.cache
-def _environment_at_start() -> Mapping[str, str]:
-    """Return the environment that the process was started with, as Linux keeps it."""
-    kept = Path("/proc/self/environ")
-    entries = os.fsdecode(kept.read_bytes()).split("\0") if kept.exists() else []
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    name = next((name for name in _ONEDNN_VARIABLES if values.get(name)), "")
+    return f"{name}={values[name]}" if name and values[name].lower() in _ONEDNN_LIMITS else ""
 
 
 @functools.cache
@@ -90,7 +82,7 @@ def limits() -> tuple[str, ...]:
 
     oneDNN reads its variable once, at its first use: what was set when the process started may still hold.
     """
-    return tuple(dict.fromkeys(filter(None, (_onednn_limit(_environment_at_start()), _onednn_limit(os.environ)))))
+    return tuple(dict.fromkeys(filter(None, (_onednn_limit(env.at_start()), _onednn_limit(env.extended({}))))))
 
 
 def features() -> tuple[str, ...]:
@@ -115,7 +107,7 @@ def fbgemm_accumulates_wide() -> bool:
 
     It takes no notice of oneDNN's limits; to count them all the same costs accuracy, where somebody sets them, and is never wrong.
     """
-    return "avx512_vnni" in features() and os.environ.get("FBGEMM_ENABLE_INSTRUCTIONS", "").upper() not in _FBGEMM_NARROW
+    return "avx512_vnni" in features() and env.FBGEMM_ENABLE_INSTRUCTIONS.get().upper() not in _FBGEMM_NARROW
 
 
 def why_narrow() -> str:

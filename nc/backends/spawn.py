@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from nc.process import env
+
 _PR_SET_PDEATHSIG = 1
 #: The child imports from where this process does. The user's working directory is not among that: it may be the folder of an artefact,
 #: and nothing that lies there may run.
@@ -52,7 +54,7 @@ def run_module(
         check=False,
         cwd=folder,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, **(environment or {})},
+        env=env.extended(environment or {}),
     )
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from nc._version import __version__
 from nc.errors import NCError, NCWarning
-from nc.process import installation
+from nc.process import env, installation
 from nc.process.warn import warn
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -86,7 +86,7 @@ def _our_warnings() -> Iterator[None]:
 def _console(stderr: bool = False) -> Console:
     # Operator names and commands hold brackets and colons; rich would take them for markup and emoji.
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal and not env.COLUMNS.is_set:
         console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would cut operator names
     return console
 
@@ -217,7 +217,7 @@ def inspect(folder: Path, as_json: bool) -> None:
     from nc.cli.inspect import show
 
     console = _console()
-    show(folder, console, limited=console.is_terminal or "COLUMNS" in os.environ, as_json=as_json)
+    show(folder, console, limited=console.is_terminal or env.COLUMNS.is_set, as_json=as_json)
 
 
 @main.command()

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from nc.process import env
+
 #: Seconds after which a file that was not written to its end is nobody's any more.
 _ABANDONED_S = 86400
 _UNFINISHED = "unfinished-"
@@ -23,7 +25,7 @@ _UNFINISHED = "unfinished-"
 
 def folder() -> Path:
     """Return the folder, which need not exist."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    named = Path(env.XDG_CACHE_HOME.get())
     if named.is_absolute():  # the XDG specification ignores others, which would mean another folder in each working directory
         return named / "nc"
     try:

@@ -3,6 +3,7 @@
 import pytest
 
 from nc.backends import cpu
+from nc.process import env
 
 ALL = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_tile")
 
@@ -10,7 +11,7 @@ ALL = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", 
 @pytest.fixture(autouse=True)
 def sapphire_rapids(monkeypatch):
     monkeypatch.setattr(cpu, "detected", lambda: ALL)
-    monkeypatch.setattr(cpu, "_environment_at_start", dict)
+    monkeypatch.setattr(env, "at_start", dict)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -59,7 +60,7 @@ def test_of_both_variables_onednn_reads_the_newer(monkeypatch):
 
 
 def test_a_limit_that_is_lifted_too_late_still_counts(monkeypatch):
-    monkeypatch.setattr(cpu, "_environment_at_start", lambda: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
+    monkeypatch.setattr(env, "at_start", lambda: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
     assert not cpu.accumulates_wide()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI")
     assert cpu.features() == ("avx2",)

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
+from nc.process import env
 from nc.process.lock import LOCK
 
 
@@ -50,19 +51,5 @@ def import_ipex() -> None:
     """
     if "intel_extension_for_pytorch" in sys.modules:
         return
-    with quiet(drop=True), _environment("TORCH_WARM_POOL", "0"):
+    with quiet(drop=True), env.changed("TORCH_WARM_POOL", "0"):
         import intel_extension_for_pytorch  # noqa: F401
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside, and put it back afterwards."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

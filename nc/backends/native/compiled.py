@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import inline
 from nc.graph.views import set_argument
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
+from nc.process import env
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
@@ -54,7 +54,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
 
 def check_compiler(what: str) -> None:
     """Raise BackendUnavailableError when there is no C++ compiler for what needs one."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = env.CXX.get("g++")
     if shutil.which(compiler) is None:
         msg = f"{what} needs a C++ compiler, and {compiler!r} is not found: install g++, or name one by the variable CXX."
         raise BackendUnavailableError(msg)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import flags, isas, openmp
-from nc.process import cache
+from nc.process import cache, env
 from nc.process.unavailable import Unavailable
 
 _HERE = Path(__file__).parent
@@ -256,4 +256,4 @@ def _identity_of(compiler: str) -> str:
 
 
 def _compiler() -> str:
-    return flags.compiler()
+    return flags.compiler(env.CC.get())

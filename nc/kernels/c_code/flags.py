@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
@@ -13,9 +12,9 @@ FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-fno-math-errno")
 _HEADER = "identity.h"
 
 
-def compiler() -> str:
-    """Return the command that compiles C: that of the environment variable CC, or the first of those that there are; "" for none."""
-    return os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+def compiler(named: str) -> str:
+    """Return the command that compiles C: the one that the user named, or the first of those that there are; "" for none."""
+    return named or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
 
 
 def source_hash(source: Path) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,10 +21,9 @@ from nc.kernels.onednn import elf
 from nc.kernels.onednn.api import NEEDED, OPTIONAL, Library
 from nc.kernels.onednn.primitives import Maker
 from nc.kernels.onednn.self_test import why_wrong
+from nc.process import env
 from nc.process.unavailable import Unavailable
 
-#: The path of a library, or one of "torch", "package", "system", or "none" for torch's operators.
-VARIABLE = "NC_ONEDNN"
 _SONAME = "libdnnl.so.3"
 
 
@@ -55,7 +53,7 @@ def provider() -> Provider:
     Raises:
         BackendUnavailableError: there is none, with the reasons.
     """
-    found = _find(os.environ.get(VARIABLE, ""))
+    found = _find(env.NC_ONEDNN.get())
     if isinstance(found, Unavailable):
         raise BackendUnavailableError(found.reason)
     return found
@@ -65,7 +63,7 @@ def provider() -> Provider:
 def _find(named: str) -> Provider | Unavailable:
     """Return the provider, or why there is none."""
     if named == "none":
-        return Unavailable(f"{VARIABLE} is 'none'")
+        return Unavailable(f"{env.NC_ONEDNN.name} is 'none'")
     sources = dict(_SOURCES)
     if named:
         sources = {named: sources[named]} if named in sources else {named: lambda: _exported(named)}

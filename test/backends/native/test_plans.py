@@ -46,6 +46,7 @@ from nc.kernels.onednn.providers import provider
 from nc.kernels.onednn.runner import CompiledRunner, PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process import cache
+from nc.process.env import NC_ONEDNN
 
 pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
 
@@ -772,7 +773,7 @@ def test_torchs_own_copy_is_found_in_its_symbol_table(anew):
     [("none", "NC_ONEDNN is 'none'"), ("/no/such/libdnnl.so", "can't be loaded"), ("libc.so.6", "it lacks dnnl_")],
 )
 def test_a_library_that_is_of_no_use_is_said(monkeypatch, value, why):
-    monkeypatch.setenv(providers.VARIABLE, value)
+    monkeypatch.setenv(NC_ONEDNN.name, value)
     with pytest.raises(BackendUnavailableError, match=why):
         provider()
     x = torch.randn(2, 8)
@@ -786,7 +787,7 @@ def test_a_library_that_is_of_no_use_is_said(monkeypatch, value, why):
 def anew(monkeypatch, tmp_path):
     """Look for oneDNN as a new process with an empty cache does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(providers.VARIABLE, raising=False)
+    monkeypatch.delenv(NC_ONEDNN.name, raising=False)
     providers._find.cache_clear()
     yield tmp_path
     providers._find.cache_clear()
@@ -856,7 +857,7 @@ def test_a_damaged_library_is_a_reason(anew, tmp_path, damage):
 def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
     real = providers.why_wrong
     monkeypatch.setattr(providers, "why_wrong", lambda maker: real(maker) or "its int8 matmul differs")
-    monkeypatch.delenv(providers.VARIABLE, raising=False)
+    monkeypatch.delenv(NC_ONEDNN.name, raising=False)
     providers._find.cache_clear()
     try:
         with pytest.raises(BackendUnavailableError, match="torch: its int8 matmul differs; package: .*; system: "):
@@ -867,7 +868,7 @@ def test_a_library_that_computes_something_else_is_not_taken(monkeypatch):
 
 def test_addresses_are_kept_for_the_next_process_and_only_trusted_files_are_read(tmp_path, monkeypatch):
     code = "import torch; from nc.kernels.onednn.providers import provider; print(provider())"
-    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), providers.VARIABLE: "torch"}
+    env = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), NC_ONEDNN.name: "torch"}
 
     def run():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=env)
