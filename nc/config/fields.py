@@ -13,7 +13,23 @@ from nc.formats.checks import is_number, require
 from nc.observers import ALGORITHMS, RangeAlgorithm, register_algorithm
 
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "uint8")
-Check = Callable[[str, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """What a field takes.
+
+    Attributes:
+        take: `(name, value) -> value`, which returns the value to store; raises ConfigError.
+        values: the same in words, for documents.
+    """
+
+    take: Callable[[str, Any], Any]
+    values: str
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return the value to store; raises ConfigError."""
+        return self.take(name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +38,7 @@ class Field:
 
     Attributes:
         default: its value if none was given.
-        check: `(name, value) -> value`, which returns the value to store; raises ConfigError.
+        check: what it takes.
         outer: the field applies to whole models, so only an outer configuration may have it.
         merge: one value of those of several rules, the most specific first; None: the most specific one.
         register: make objects of the user's own in a value known by their names, under which they are stored and found.
@@ -57,13 +73,16 @@ def one_of(*allowed: str) -> Check:
         require(value in allowed, name, f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0]), value)
         return value
 
-    return check
+    return Check(check, ", ".join(f'`"{name}"`' for name in allowed))
 
 
-def flag(name: str, value: Any) -> bool:
-    """Take True or False."""
+def _flag(name: str, value: Any) -> bool:
     require(isinstance(value, bool), name, "True or False", value)
     return bool(value)
+
+
+#: True or False.
+flag = Check(_flag, "`True`, `False`")
 
 
 def number(low: float, high: float, *, closed: bool = False) -> Check:
@@ -74,27 +93,36 @@ def number(low: float, high: float, *, closed: bool = False) -> Check:
         require(legal, name, f"a number {'from' if closed else 'above'} {low:g} {'' if closed else 'and '}up to {high:g}", value)
         return float(value)
 
-    return check
+    return Check(check, f"a number {'from' if closed else 'above'} {low:g} to {high:g}")
 
 
-def group_size(name: str, value: Any) -> int:
-    """How many neighbours share a scale: a whole number from 1, or -1 for all."""
+def _group_size(name: str, value: Any) -> int:
     legal = isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1)
     require(legal, name, "a whole number from 1, or -1 for one scale per output channel", value)
     return int(value)
 
 
-def ratio_or_auto(name: str, value: Any) -> float | str:
-    """Return a number from 0 to 1, or "auto"."""
+#: How many neighbours share a scale.
+group_size = Check(_group_size, "a whole number from 1; `-1` for all")
+
+
+def _ratio_or_auto(name: str, value: Any) -> float | str:
     if isinstance(value, str) and value == "auto":
         return "auto"
     require(is_number(value) and 0.0 <= value <= 1.0, name, 'a number from 0 to 1, or "auto"', value)
     return float(value)
 
 
-def range_algorithm(name: str, value: Any) -> str:
-    """Return the name of a range algorithm, or of the object that is one."""
+#: A number from 0 to 1, or "auto".
+ratio_or_auto = Check(_ratio_or_auto, 'a number from 0 to 1; `"auto"`')
+
+
+def _range_algorithm(name: str, value: Any) -> str:
     return value.name if isinstance(value, RangeAlgorithm) else str(one_of(*ALGORITHMS)(name, value))
+
+
+#: The name of a range algorithm, or the object that is one.
+range_algorithm = Check(_range_algorithm, f"{one_of(*ALGORITHMS).values}; a `RangeAlgorithm` of your own")
 
 
 def register_range_algorithm(value: Any) -> None:
@@ -103,12 +131,15 @@ def register_range_algorithm(value: Any) -> None:
         register_algorithm(value)
 
 
-def precisions(name: str, value: Any) -> tuple[str, ...]:
-    """Names of precisions."""
+def _precisions(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     known = isinstance(names, (tuple, list, set, frozenset)) and all(name in PRECISIONS for name in names)
     require(known, name, f"names out of {', '.join(map(repr, PRECISIONS))}", value)
     return tuple(sorted(names, key=PRECISIONS.index))
+
+
+#: Names of precisions.
+precisions = Check(_precisions, f"names out of {one_of(*PRECISIONS).values}")
 
 
 def plain_object(known: Mapping[str, type], protocol: type) -> Check:
@@ -123,7 +154,7 @@ def plain_object(known: Mapping[str, type], protocol: type) -> Check:
         require(own, name, f"one of {', '.join(f'{cls.__name__}()' for cls in known.values()) or 'no known class'}", value)
         return value
 
-    return check
+    return Check(check, _classes(known))
 
 
 def plain_objects(known: Mapping[str, type], protocol: type) -> Check:
@@ -133,17 +164,25 @@ def plain_objects(known: Mapping[str, type], protocol: type) -> Check:
     def check(name: str, value: Any) -> tuple[Any, ...]:
         return tuple(one(name, v) for v in (value if isinstance(value, (list, tuple)) else (value,)))
 
-    return check
+    return Check(check, f"a list of {_classes(known)}")
 
 
-def double_quant(name: str, value: Any) -> DoubleQuant | bool:
-    """Return a `DoubleQuant`, its plain form, True for the default, or False for none."""
+def _classes(known: Mapping[str, type]) -> str:
+    """Return the classes in words."""
+    return f"{', '.join(f'`{cls.__name__}()`' for cls in known.values())}; an object of your own"
+
+
+def _double_quant(name: str, value: Any) -> DoubleQuant | bool:
     if isinstance(value, Mapping):
         return _built(DoubleQuant, value)  # type: ignore[no-any-return]
     if isinstance(value, bool):
         return DoubleQuant() if value else False
     require(isinstance(value, DoubleQuant), name, "a DoubleQuant, a dict of its fields, True or False", value)
     return value  # type: ignore[no-any-return]
+
+
+#: A `DoubleQuant`, its plain form, True for the default, or False for none.
+double_quant = Check(_double_quant, "`DoubleQuant(…)`, a dict of its fields, `True`, `False`")
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
@@ -167,7 +206,7 @@ def transforms(stages: Collection[Stage], known: Mapping[str, type]) -> Check:
     def check(name: str, value: Any) -> tuple[Any, ...]:
         return tuple(one(name, v) for v in (value if isinstance(value, (list, tuple)) else (value,)))
 
-    return check
+    return Check(check, f"a list of {_classes(known)}")
 
 
 def register_algorithms(known: dict[str, type]) -> Callable[[Any], None]:
