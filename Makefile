@@ -100,7 +100,7 @@ test-judges: setup-judges
 	.venv-judges/bin/python -m pytest -q -rs test/judges
 
 test-onnx: setup-onnx
-	.venv-onnx/bin/python $(PYTEST) -rs test/backends/onnx/test_export_onnx.py "test/examples/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/onnx.md]"
+	.venv-onnx/bin/python $(PYTEST) -rs test/backends/onnx/test_export_onnx.py "test/examples/test_examples.py::test_every_python_block_runs_and_prints_the_text_below_it[docs/how-to/export.md]"
 
 # What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback

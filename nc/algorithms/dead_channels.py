@@ -1,6 +1,6 @@
 """The dead-channel watch: output channels whose codes are all 0, or that a ReLU makes 0 at every position of the kept samples.
 
-It changes nothing; what it finds is part of the report (docs/report.md).
+It changes nothing; what it finds is part of the report (docs/how-to/accuracy-dropped.md).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Report:
         sqnr_db: engine against reference on the example inputs, in dB; None if it was not measured.
         sqnr_vs_fp32_db: the quantized graph against fp32 on the example inputs, in dB.
         algorithms: what each algorithm did, or why it did nothing, in the order in which they were applied.
-        health: problems that calibration found, the worst of each kind first; see docs/report.md.
+        health: problems that calibration found, the worst of each kind first; see docs/how-to/accuracy-dropped.md.
         changes: what `load` changed for this CPU, one line each.
         rewrites: "lint: operator" for each pattern that was rewritten to avoid an engine fault.
         isa: CPU features that the integer ranges need.

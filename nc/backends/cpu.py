@@ -27,7 +27,7 @@ _FLAGS = {
 #: Any of these multiplies u8 x s8 into 32 bits; without them pair sums saturate at 16 bits.
 WIDE_ACCUMULATION = ("avx512_vnni", "avx_vnni", "amx_int8")
 
-#: FBGEMM's dynamic kernels against oneDNN's fp32, on two AVX2 cores (docs/dynamic.md has what was measured).
+#: FBGEMM's dynamic kernels against oneDNN's fp32, measured on two AVX2 cores.
 DYNAMIC_COST = DynamicCost(
     macs=70e3,
     weight_bytes=20e3,

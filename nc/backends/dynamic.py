@@ -75,7 +75,7 @@ def quantized_weight(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     assert view.axis is not None, "scales of channels have an axis"
     scale = constant_of(module, view.scale).double()
     zero_points = torch.zeros(len(scale), dtype=torch.int64)
-    # channels-last would save reorders, but IPEX then returned garbage to calls from several threads (docs/ipex.md)
+    # channels-last would save reorders, but IPEX then returned garbage to calls from several threads
     return torch._make_per_channel_quantized_tensor(codes, scale, zero_points, view.axis)
 
 

@@ -1,4 +1,4 @@
-"""Operators × backends × dtypes as a Markdown table, from the backends' capabilities, for docs/backends.md."""
+"""Operators × backends × dtypes as a Markdown table, from the backends' capabilities, for docs/reference/operators.md."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Each is a function that translates; there is no other engine behind it. All fields of the result are given, so that in `set_local` it stands
 for itself, as Neural Compressor's does. Parameters that only say how memory is saved have no effect, because layers are always quantized
 block by block; the docstrings name them. A parameter that would change numbers and is not there gives an `NCWarning` or an
-`UnsupportedError`. docs/migration.md compares the two.
+`UnsupportedError`. docs/how-to/migrate-from-neural-compressor.md compares the two.
 """
 
 # ruff: noqa: N802, D417, FBT001 - names and positions are Neural Compressor's; docstrings refer to each other

@@ -65,12 +65,12 @@ class StaticQuantConfig(QuantConfig):
         w_algo: "minmax", or "mse" (the clipped range with the least error).
         act_dtype: "uint8", "int8", "fp32" to leave the operator alone, or "bf16" to compute it in bf16.
         act_sym: symmetric activations (zero point 128 for uint8, 0 for int8).
-        act_granularity: "per_tensor".
-        act_algo: "minmax", "moving_average", "percentile", "mse", "kl", or "auto", which tries several for each tensor
-            (docs/calibration.md says when to use which); or your own `RangeAlgorithm`.
+        act_granularity: "per_tensor". "per_channel" is refused, because no CPU kernel has it.
+        act_algo: how ranges are found; "auto" tries several algorithms for each tensor. docs/how-to/calibrate.md says
+            when to use which.
         excluded_precisions: `("bf16",)` keeps an operator out of bf16, even if `remainder` asks for it.
         remainder: precision of convolutions, linears and matmuls that should be int8 but have no int8 kernel: "fp32", or "bf16" on
-            a CPU with AVX512-BF16 (docs/backends.md).
+            a CPU with AVX512-BF16.
         percentile: how much of the data the range covers, in percent, for `act_algo="percentile"`: above 50, up to 100.
         pre: algorithms for the fp32 model, applied first and in this order: `Equalization()`, `BiasAbsorption()`.
         post: algorithms for the quantized model, applied last: `BiasCorrection()` by default.
@@ -159,9 +159,9 @@ class DynamicQuantConfig(QuantConfig):
         act_algo: "minmax".
         excluded_precisions: as for static quantization.
         remainder: as for static quantization.
-        skip_slow: leave small operators in fp32 if int8 would make them slower (docs/dynamic.md).
+        skip_slow: leave small operators in fp32 if int8 would make them slower. docs/how-to/quantize-without-data.md.
         keep_inaccurate: keep operators int8 whose own result has less than 10 dB against fp32 on the example inputs; by default they stay
-            fp32 (docs/dynamic.md).
+            fp32.
         pre: as for static quantization.
         white_list: as for static quantization.
     """
@@ -185,11 +185,11 @@ class WeightOnlyConfig(QuantConfig):
     """Weight-only quantization of linears (also transformers' `Conv1D`), and of embeddings if asked. The model keeps its class.
 
     Four independent choices: the number format (`w_dtype`, `group_size`, `w_sym`, `scale_dtype`, `double_quant`), the range rule
-    (`w_algo`), the `transforms`, and the `solver`. docs/lowbit.md says when to use which.
+    (`w_algo`), the `transforms`, and the `solver`. docs/how-to/quantize-an-llm.md says
+    when to use which.
 
     Args:
-        w_dtype: "int2" to "int8", "uint2" to "uint8", a floating-point format such as "nf4" or "fp8_e4m3" (docs/lowbit.md lists them), or
-            "fp32" to leave the layer alone.
+        w_dtype: a number format of docs/reference/number-formats.md, or "fp32" to leave the layer alone.
         group_size: number of neighbouring input channels that share a scale; -1 means one scale per output channel.
         w_sym: False stores a zero point for each group.
         w_algo: range rule: "minmax", "mse", or "wls" (weighted least squares; uses calibration data if there is any).
@@ -204,7 +204,7 @@ class WeightOnlyConfig(QuantConfig):
         embedding: number format of embeddings; None leaves them float.
         double_quant: a `DoubleQuant`, which quantizes the scales themselves; True means `DoubleQuant()`, False none.
         float_zero: with `w_sym=False`, groups have a minimum of the scale's format instead of a whole zero point.
-        scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or "rceil" (docs/lowbit.md).
+        scale_mode: with scale_dtype "e8m0", how the power of two is chosen: "floor", "ceil", "even" or "rceil".
         white_list: as for static quantization.
 
     Raises:

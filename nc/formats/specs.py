@@ -314,7 +314,7 @@ class Capabilities:
         bf16_isa: CPU features that bf16 relies on.
         fused_add: kinds of operators whose kernels also do an addition behind them.
         dynamic_cost: what `skip_slow` goes by; None: it leaves nothing out.
-        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right. docs/parity.md.
+        tolerance: how far its values may be from exact ones, in quanta: so near to a tie either code is right.
     """
 
     backend: str

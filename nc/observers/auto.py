@@ -1,4 +1,4 @@
-"""Auto: of several algorithms, the one whose range gives the operators the least output error; `nc.algorithms.range_search` tries them."""
+"""Auto: of several algorithms, the one whose range gives the operators that read a tensor the least output error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two engines tensor by tensor: where they differ, and whether an operator is wrong or only rounding differs (docs/parity.md)."""
+"""Compare two engines tensor by tensor: whether an operator is wrong or only rounding differs. docs/how-to/compare-engines.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorComparison:
         tensor: name of its node in the quantized graph.
         operator: the operator that made it.
         operators: all operators between it and the earlier tensors that were compared. A fault is in one of them.
-        how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact"; docs/parity.md says how each is judged.
+        how: what was compared: "codes", "fp32", "dynamic", "recurrent" or "exact"; docs/how-to/compare-engines.md says how each is judged.
         verdict: one of `VERDICTS`.
         distance: the largest difference between the engines, in quanta.
         different: number of elements that differ.

@@ -31,7 +31,7 @@ from nc.storage.mapped import MappedFile
 from nc.storage.tensor_file import Source
 
 #: The formats, each with the newest schema that this version reads. A number goes up when a reader of the number before would misread
-#: the files; docs/artefact.md has the policy.
+#: the files; docs/contribute/extending.md has the policy.
 FORMATS = {"nc-model": 1, "nc-weights": 1}
 
 MODEL, WEIGHTS, CHECKSUMS = "model.json", "weights.safetensors", "checksums.json"

@@ -1,6 +1,6 @@
 """QDQ graph ↔ a directory of safetensors, JSON and checksums: written atomically, checked before it is built.
 
-docs/artefact.md describes the format. Checksums find accidents, not attackers, who can write new checksums.
+`nc.storage.layout` describes the files. Checksums find accidents, not attackers, who can write new checksums.
 Untrusted files are safe because of what is never done with them, see `nc.storage.graph_json`,
 `nc.storage.allowlist` and `nc.storage.pytree_json`.
 """

@@ -1,4 +1,4 @@
-"""torchao's names over what `nc` has: `quantize_`, the affine primitives, and a weight as a tensor. docs/migration.md has a table."""
+"""torchao's names over what `nc` has: docs/how-to/migrate-from-torchao.md has a table."""
 
 from nc.nn.tensor import SAFE_GLOBALS, QuantizedTensor, flatten, unflatten
 from nc.torchao.primitives import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine

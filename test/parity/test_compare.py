@@ -487,7 +487,7 @@ def test_engines_agree_on_every_activation_type(engine, dtype, symmetric):
 @pytest.mark.parametrize("engine", ["reference", *ENGINES])
 @pytest.mark.parametrize("zero_point", [3, 4])
 def test_how_engines_round_ties(engine, zero_point):
-    """docs/parity.md: on their own, quantize nodes round `x / s` and add the zero point; int8 kernels of engines add it first."""
+    """compare-engines.md: on their own, quantize nodes round `x / s` and add the zero point; int8 kernels of engines add it first."""
     model = Function(lambda self, x: self.b(F.relu(self.a(x))), a=nn.Linear(16, 16), b=nn.Linear(16, 4))
     x = torch.arange(1024).remainder(256).reshape(64, 16) / 4
     graph = quantized(model, x, None, engine, verify="off").graph
@@ -525,7 +525,7 @@ def test_two_engines_against_each_other(name, tmp_path):
 
 @pytest.mark.ipex
 def test_the_sum_that_ipex_gives_another_tensors_scale_is_found():
-    """A known fault, docs/parity.md: an int8 sum written over the codes of the model's input keeps their scale and zero point."""
+    """A known fault, compare-engines.md: an int8 sum written over the codes of the model's input keeps their scale and zero point."""
 
     def forward(self, x):
         return self.c(F.max_pool1d(self.b(F.gelu(self.a(x))) + x, 2))

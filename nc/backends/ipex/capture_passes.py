@@ -1,7 +1,7 @@
 """What keeps captured graphs and models right in a process that has imported IPEX.
 
 IPEX replaces torch's layer norm for all models. Its own one is wrong over several dimensions, unless gradients are recorded: it reads past
-the end of the weights (docs/ipex.md). It also replaces the embedding bags that add rows up, by an operator that exists nowhere else.
+the end of the weights. It also replaces the embedding bags that add rows up, by an operator that exists nowhere else.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def build_report(
 
 def _why_float(name: str, seen: set[str], linted: Mapping[str, str]) -> str:
     if name in linted:
-        return f"lint {linted[name]}: see docs/ipex.md"
+        return f"lint {linted[name]}: see docs/concepts/engines.md"
     if name in seen:
         return "IPEX did not fuse it: it runs between dequantize and quantize"
     return "not in the executed graph: merged into a fp32 kernel, or with an identical call of the same layer"

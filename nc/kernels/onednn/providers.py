@@ -2,7 +2,7 @@
 
 The order is torch's own copy, a Python package, the system. Torch's copy costs nothing, has the version that torch's operators run, so
 results are the same bit for bit, and shares torch's threads. It is not exported, and a future torch may leave its symbol table out: then
-the others serve. docs/backends.md has the figures.
+the others serve.
 """
 
 from __future__ import annotations

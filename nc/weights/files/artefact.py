@@ -1,4 +1,4 @@
-"""A model with low-bit weights ↔ a directory of safetensors, JSON and checksums (docs/artefact.md).
+"""A model with low-bit weights ↔ a directory of safetensors, JSON and checksums (docs/concepts/the-artefact.md).
 
 The directory holds every parameter and buffer, how each packed weight is to be read, and what the report says. The model's class is not in
 it: of a model of transformers its name and configuration are, for other models `load` is given one.
