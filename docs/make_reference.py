@@ -363,7 +363,7 @@ def functions() -> str:
 
 def _function(name: str, function: Callable[..., Any]) -> list[str]:
     found = parsed(function)
-    parts = [f"```py\n{_wrapped(f'{name}{parameters(function)}')}\n```", *map(text, found.body)]
+    parts = [f"```\n{_wrapped(f'{name}{parameters(function)}')}\n```", *map(text, found.body)]
     for section, heading in (("Args", "argument"), ("Raises", "error")):
         if section in found.items:
             rows = [(", ".join(f"`{n.strip()}`" for n in names.split(",")), text(meaning)) for names, meaning in found.items[section]]
