@@ -23,6 +23,7 @@ from nc.api.quantized import QuantizedModel
 from nc.api.report import OpReport, Report
 from nc.backends import cpu, get_backend
 from nc.backends.low_bit.kernel import ANY_ROWS, LowBitKernel
+from nc.backends.profiling.verdict import Verdict
 from nc.backends.table import support_table
 from nc.calibration.statistics import Statistics
 from nc.cli.main import main as command_line
@@ -317,6 +318,8 @@ def reports() -> str:
         table(("field", "meaning"), fields[0]),
         "## Fields of `report.ops`",
         table(("field", "meaning"), fields[1]),
+        "## Fields of `report.verdict`",
+        table(("field", "meaning"), [(f"`{name}`", text(says)) for name, says in meanings(Verdict, "Attributes").items()]),
         "## Reasons why an operator stays fp32",
         "Words in braces are filled in. What an engine adds is explained [here](../concepts/why-a-layer-stays-float.md).",
         table(("reason", "text"), causes),
