@@ -17,8 +17,8 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 def accelerate_generation(model: _Model) -> _Model:
     """Let `model.generate` compute all tokens after the first by plans: one list of calls in C for each token, no Python in between.
 
-    One step of the model is captured (a few seconds), and compared with the model's own. Prompts are computed by the model, as before, and
-    so is each call that plans are not for: other caches than `DynamicCache`, hooks inside the model, requests for hidden states. Changes of
+    One step of the model is captured (a few seconds), and compared with the model's own. The model computes prompts, and
+    each call that plans are not for: other caches than `DynamicCache`, hooks inside the model, requests for hidden states. Changes of
     the model are followed with the next text. `nc.report` says what computes tokens.
 
     Args:
