@@ -8,7 +8,8 @@ import warnings
 from typing import Any
 
 import torch
-from sweep_models import Entry, Inputs, NotBuilt, build
+from sweep_building import Inputs, NotBuilt
+from sweep_models import Entry, build
 from torch.utils import _pytree as pytree
 
 import nc

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from sweep_models import Inputs, NotBuilt, settled
+from sweep_building import Inputs, NotBuilt, settled
 
 #: Parameters that a model of the sweep may have.
 MOST_PARAMETERS = 120_000_000
