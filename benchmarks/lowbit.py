@@ -1,12 +1,13 @@
 """Our low-bit weights and those of other tools, in one format at a time, judged by one program.
 
-    python benchmarks/lowbit_prepare.py --data DIR                             # once
-    python benchmarks/lowbit.py ours --data DIR --rows rows.jsonl              # this project's methods
-    python benchmarks/lowbit.py peer nncf --data DIR --rows rows.jsonl         # another tool's, in an environment of its own
-    python benchmarks/lowbit.py table --rows rows.jsonl                        # to read; `page` writes it into docs/lowbit.md
+    python benchmarks/lowbit_prepare.py --data DIR             # once
+    python benchmarks/lowbit.py ours --data DIR                # this project's methods
+    python benchmarks/lowbit.py peer nncf --data DIR           # another tool's, in an environment of its own
+    python benchmarks/results_page.py                          # the page: docs/results/low-bit-accuracy.md
 
-A row that is in the file already is not computed again. Another tool hands over dequantized fp32 weights (peers_lowbit), which are put into
-the fp32 model here: what is judged is what its numbers are worth, and not the precision of its kernels.
+Rows go to results/low-bit-accuracy.jsonl, or to the file of `--results`. What is in the file already is not
+computed again. Another tool hands over dequantized fp32 weights (peers_lowbit), which are put into the fp32
+model here: what is judged is what its numbers are worth, and not the precision of its kernels.
 Bits per weight count the code, the scale and the zero point as the tool stores them.
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import re
 import subprocess
@@ -23,13 +23,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import results_rows
 import torch
-from lowbit_page import table, verdicts, write
-from lowbit_subjects import BLOCKS, FORMATS, IGNORED, Format, Subject, load, logits, settings
+from lowbit_formats import BLOCKS, FORMATS, Format
+from lowbit_subjects import IGNORED, Subject, load, logits, settings
+from results_rows import Figure
 from safetensors import safe_open
 
 #: Tools in peers_lowbit → their methods there.
@@ -41,13 +43,25 @@ PEERS = {
     "llmcompressor": ("RTN", "GPTQ", "AWQ"),
 }
 
+#: What a stored row says a row is about; all else is a figure.
+WHAT = ("subject", "format", "tool", "method", "setting", "data", "levels")
+#: Figure of a stored row → its unit, and the attribute of `Row`.
+FIGURES = {
+    "bits": ("bits per weight", "bits"),
+    "kl": ("nats per token", "kl"),
+    "top1": ("%", "top1"),
+    "perplexity": ("perplexity", "perplexity"),
+    "fp32 perplexity": ("perplexity", "fp32_perplexity"),
+    "seconds": ("s", "seconds"),
+}
+MEASURED = "beside other tools"
 #: Their programs.
 FOLDER = Path(__file__).resolve().parent / "peers_lowbit"
 
 
 @dataclass
 class Row:
-    """One line of the file.
+    """What was found of one method.
 
     Attributes:
         subject: a name of `BLOCKS`.
@@ -241,10 +255,31 @@ def reference(subject: Subject) -> Iterator[torch.Tensor]:
         yield subject.kept[i]
 
 
-def read(rows: Path) -> list[Row]:
+def read(path: Path) -> list[Row]:
     """Return the rows so far; of equal ones the last."""
-    lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
-    return list({row.key: row for row in (Row(**json.loads(line)) for line in lines)}.values())
+    stored = results_rows.read(path) if path.exists() else []
+    found = [restored(row) for row in stored if row.what["measured"] == MEASURED]
+    return list({row.key: row for row in found}.values())
+
+
+def restored(stored: results_rows.Row) -> Row:
+    """Return the row of a line of results/low-bit-accuracy.jsonl."""
+    figures = {attribute: stored.value(name) for name, (_, attribute) in FIGURES.items() if stored.figures}
+    return Row(**{name: stored.what[name] for name in WHAT}, **figures, error="" if stored.figures else stored.note)
+
+
+def store(path: Path, row: Row) -> None:
+    """Append a row to results/low-bit-accuracy.jsonl."""
+    what = {"measured": MEASURED, **{name: getattr(row, name) for name in WHAT}}
+    figures = {name: Figure(getattr(row, attribute), unit) for name, (unit, attribute) in FIGURES.items()}
+    results_rows.append(path, what, {} if row.error else figures, ("transformers",), row.error, pinned(row.tool))
+
+
+def pinned(tool: str) -> dict[str, str]:
+    """Return the versions of another tool: its environment is made from pins."""
+    file = results_rows.ROOT / "requirements" / f"peers-lowbit-{tool}.txt"
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", file.read_text(encoding="utf-8"), re.MULTILINE)) if tool != "nc" else {}
+    return {name: found for name, found in pins.items() if name not in ("accelerate", "datasets", "transformers")}
 
 
 def compare(row: Row, others: Iterable[Row]) -> None:
@@ -259,24 +294,18 @@ def compare(row: Row, others: Iterable[Row]) -> None:
 def main() -> None:
     """See the module's description."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ours", "peer", "table", "page"))
+    parser.add_argument("what", choices=("ours", "peer"))
     parser.add_argument("tool", nargs="?", choices=list(PEERS))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=results_rows.FOLDER / "low-bit-accuracy.jsonl", help="default: %(default)s")
     parser.add_argument("--python", type=Path, help="of the tool's environment; default .venv-lowbit-TOOL/bin/python")
     parser.add_argument("--subject", nargs="+", choices=list(BLOCKS), default=["antiberty", "smollm2"])
     parser.add_argument("--format", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--method", nargs="+", help="default: all")
     parser.add_argument("--again", action="store_true", help="also rows that are there")
     options = parser.parse_args()
-    if options.what in ("table", "page"):
-        rows = read(options.rows)
-        if options.what == "page":
-            write(rows)
-        print(table(rows) if options.what == "table" else "\n".join(verdicts(rows)))
-        return
     setting = settings(options.data)["setting"]
-    old = read(options.rows)
+    old = read(options.results)
     done = set() if options.again else {row.key for row in old if not row.error}
     tool = options.tool or "nc"
     python = (options.python or Path(f".venv-lowbit-{tool}/bin/python")).absolute()
@@ -293,8 +322,7 @@ def main() -> None:
                     traceback.print_exc()
                     row = Row(name, form, tool, method, setting, error=f"{type(error).__name__}: {error}"[:300])
                 compare(row, old)
-                with options.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+                store(options.results, row)
                 print(
                     f"{name} {form} {tool} {method}: "
                     + (row.error or f"KL {row.kl:.5f} top-1 {row.top1:.1f} bits {row.bits:.2f} levels {row.levels} {row.seconds:.0f} s"),

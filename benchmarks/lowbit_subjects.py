@@ -22,44 +22,11 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from lowbit_formats import BLOCKS
+
 Batch = dict[str, torch.Tensor]
 #: Positions that are not judged.
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Format:
-    """What is compared: tools in one format store codes of as many bits, in groups of one size.
-
-    Attributes:
-        bits: of a code.
-        group: input channels that share a scale; -1: all of a row.
-        kind: "int" or "nf".
-        symmetric: without zero points.
-        other: for a subject whose rows `group` does not divide, the size instead.
-    """
-
-    bits: int
-    group: int
-    kind: str = "int"
-    symmetric: bool = True
-    other: tuple[tuple[str, int], ...] = ()
-
-    def of(self, subject: str) -> int:
-        """Return the group size for a subject."""
-        return dict(self.other).get(subject, self.group)
-
-
-#: 576 = 64 * 9 input channels are no multiple of 128: the legal sizes around it that divide 1536 too are 96 and 192.
-FORMATS = {
-    "int4-g64": Format(4, 64),
-    "int4-g128": Format(4, 128, other=(("smollm2", 192),)),
-    "int3-g64": Format(3, 64),
-    "nf4-g64": Format(4, 64, kind="nf"),
-    "int4-asym-g64": Format(4, 64, symmetric=False),
-    "int8-row": Format(8, -1),
-    "int8-g64": Format(8, 64),
-}
 
 
 @dataclass
@@ -88,9 +55,6 @@ class Subject:
     def layers(self) -> list[str]:
         """The layers that are quantized: all linears of the blocks. Embeddings and heads stay float."""
         return [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(f"{self.blocks}.")]
-
-
-BLOCKS = {"smollm2": "model.layers", "antiberty": "bert.encoder.layer", "lm": "layers", "minilm": "encoder.layer"}
 
 
 def load(data: Path, name: str) -> Subject:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowbit_subjects import FORMATS, Format, Subject, load
+from lowbit_formats import FORMATS, Format
+from lowbit_subjects import Subject, load
 
 
 @dataclass

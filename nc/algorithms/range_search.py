@@ -2,7 +2,8 @@
 
 Each operator computes with the fp32 weight and one input rounded to the codes of each candidate, over kept calibration samples; the sixth
 powers of its errors, relative to those of its output, are summed over all that read the tensor with that range. Models suffer from few
-large errors more than from many small ones: squares choose ranges that clip, and lose 1.9 dB to min-max on MiniLM (docs/accuracy.md).
+large errors more than from many small ones: squares choose ranges that clip, and lose 1.9 dB to min-max on MiniLM
+(docs/results/accuracy.md).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def subject(lowbit, monkeypatch):
-    monkeypatch.setitem(sys.modules["lowbit_subjects"].BLOCKS, "tiny", "blocks")
+    monkeypatch.setitem(lowbit.BLOCKS, "tiny", "blocks")
     batches = [{"ids": torch.randint(9, (2, 5)), "labels": torch.randint(9, (2, 5))} for _ in range(3)]
     batches[1]["labels"][0, :3] = lowbit.IGNORED
     return lowbit.Subject("tiny", Net().eval(), [{"ids": b["ids"]} for b in batches], batches, None, "blocks")
@@ -159,17 +159,22 @@ def rows(lowbit, **kls):
     ],
 )
 def test_the_page_names_each_row_that_beats_ours_at_equal_bits(lowbit, tmp_path, others, worse):
-    some = rows(lowbit, rtn=0.02, gpt=0.01, others=others)
-    page = sys.modules["lowbit_page"]
-    found = page.verdicts(some)
+    file = tmp_path / "rows.jsonl"
+    for row in rows(lowbit, rtn=0.02, gpt=0.01, others=others):
+        lowbit.store(file, row)
+    page, stored = pytest.importorskip("results_lowbit"), pytest.importorskip("results_rows").read(file)
+    found = page.verdicts(stored)
     assert [line.split(", ")[2].split(":")[0] for line in found] == worse
-    file = tmp_path / "page.md"
-    file.write_text("before\n" + "\nold\n".join(page.MARKS) + "\nafter\n")
-    page.write(some, file)
-    text = file.read_text()
-    assert text.startswith(f"before\n{page.MARKS[0]}\n")
-    assert text.endswith(f"\n{page.MARKS[1]}\nafter\n")
-    assert "\nold\n" not in text
+    text = page.tables({page.FILE: stored}) + page.worse({page.FILE: stored})
     assert all(line in text for line in found)
     assert text.count("4.50 (more)") == sum(b > 4.25 for _, b, _ in others)
-    assert "nncf 3." in text
+    assert "nncf 3." in page.about({page.FILE: stored})
+
+
+def test_a_row_comes_back_from_its_file(lowbit, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    good, failed = rows(lowbit, rtn=0.02, gpt=0.01, others=[])[0], row_of(lowbit)
+    failed.tool, failed.error = "nncf", "not offered: 3 bits"
+    for row in (good, failed):
+        lowbit.store(file, row)
+    assert lowbit.read(file) == [good, failed]

@@ -1,7 +1,8 @@
 """Linears, 1 x 1 and depthwise convolutions as functions in C (`products.c`), on CPUs with AVX2 and neither VNNI nor AVX-512.
 
-There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum (docs/benchmarks.md). What the
-functions can't do is left to oneDNN, whose convolutions with larger windows are as fast.
+There oneDNN packs the weight of an int8 matmul in each call, and takes long for what follows a short sum
+(docs/results/kernels.md). What the functions can't do is left to oneDNN, whose convolutions with larger windows are as
+fast.
 """
 
 from __future__ import annotations

@@ -1,0 +1,342 @@
+"""What the frames of the pages name: tables of static int8, serving, preparation, kernels, accuracy and low-bit speed.
+
+Two pages have modules of their own: results_architectures.py and results_lowbit.py; the overview has results_overview.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import results_architectures
+import results_lowbit
+import results_overview
+from results_markdown import Column, Table
+from results_rows import Row
+
+Rows = Mapping[str, Sequence[Row]]
+
+OPENVINO = "openvino-int8"
+#: Conditions of the main comparison: words, batch, threads.
+CONDITIONS = (("batch 1, 2 threads", 1, 2), ("batch 1, 1 thread", 1, 1), ("batch 16, 2 threads", 16, 2))
+
+
+def _beside_openvino() -> list[Column]:
+    columns = []
+    for words, batch, threads in CONDITIONS:
+        here = {"batch": batch, "threads": threads}
+        columns += [
+            Column(f"{words}: nc-native ms", "latency", 1, {**here, "engine": "nc-native"}),
+            Column("openvino-int8 ms", "latency", 1, {**here, "engine": OPENVINO}),
+            Column("speed", "speed", 2, {**here, "engine": "nc-native"}, mean=True),
+        ]
+    return columns
+
+
+def _engines(*names: str) -> list[Column]:
+    return [Column(name, "speed", 2, {"engine": name}, beside="latency") for name in names]
+
+
+_MODEL = {"model": "model"}
+_LINEAR = {"layer": "layer", "group": "group"}
+_BLOCK32 = {"engine": "c int8 block32"}
+_ENGINES = ("c int8", "c int8 block32", "c fp32", "c bf16", "torch int4pack", "bf16 GEMM", "fp32 GEMM", "OpenVINO", "ONNX Runtime")
+
+#: File, and name of the part in the frames → the table.
+TABLES: dict[str, dict[str, Table]] = {
+    "speed": {
+        "speed-openvino": Table({"base": OPENVINO, "further": None, "graph": None}, _MODEL, _beside_openvino(), apart=("torch",)),
+        "speed-further": Table(
+            {"base": OPENVINO, "further": True},
+            {**_MODEL, "batch": "batch", "threads": "threads", "run": "run", "biases": "biases", "rounds": "rounds"},
+            [
+                Column("nc-native ms", "latency", 1, {"engine": "nc-native"}),
+                Column("openvino-int8 ms", "latency", 1, {"engine": OPENVINO}),
+                Column("speed", "speed", None, {"engine": "nc-native"}),
+            ],
+        ),
+        "speed-rotary": Table(
+            {"graph": "of nc"},
+            _MODEL,
+            [
+                Column("nc-native ms", "latency", 1, {"engine": "nc-native"}),
+                Column("OpenVINO ms", "latency", 1, {"engine": OPENVINO}),
+                Column("speed", "speed", 2, {"engine": "nc-native"}),
+            ],
+        ),
+        "speed-ipex": Table(
+            {"base": "nc-int8"},
+            _MODEL,
+            [
+                Column("native ms", "latency", None, {"engine": "nc-native"}),
+                Column("ipex ms", "latency", None, {"engine": "nc-int8"}),
+                Column("speed", "speed", 2, {"engine": "nc-native"}, mean=True),
+            ],
+            by={"threads": "threads", "rounds": "rounds", "ONEDNN_MAX_CPU_ISA": "limit"},
+            apart=("torch",),
+        ),
+        "speed-eager": Table(
+            {"base": "eager"},
+            _MODEL,
+            _engines(
+                "eager",
+                "nc-native",
+                "nc-native-bf16",
+                "nc-native-compiled",
+                "nc-pt2",
+                "nc-int8",
+                "ipex-fp32",
+                "ipex-int8",
+                "inductor-int8",
+                OPENVINO,
+                "onnxruntime-int8",
+            ),  # fmt: skip
+            by={"batch": "batch"},
+            apart=("torch",),
+        ),
+    },
+    "serving": {
+        "serving-cold": Table(
+            {"measured": "cold start"},
+            _MODEL,
+            [
+                Column("load and first call, s", "load and first call", 2, spread=True),
+                Column("imports, s", "imports", None, spread=True),
+                Column("memory, × weights.safetensors", "memory", 2),
+            ],
+        ),
+        "serving-openvino": Table(
+            {"measured": "cold start beside OpenVINO"},
+            {**_MODEL, "engine": "engine"},
+            [
+                Column("read, or check and lower, s", "read, or check and lower", 2),
+                Column("compile, s", "compile", 2),
+                Column("first call, s", "first call", 2),
+                Column("together, s", "together", 2),
+            ],
+        ),
+        "serving-throughput": Table(
+            {"measured": "throughput"},
+            {**_MODEL, "threads": "threads", "processes": "processes"},
+            [
+                Column("calls per second, × one", "throughput", 2, spread=True),
+                Column("calls per second of one", "one thread", None, spread=True),
+            ],
+        ),
+        "serving-sizes": Table(
+            {"measured": "new sizes"},
+            _MODEL,
+            [
+                Column("first call: ms more", "first call", None, spread=True),
+                Column("second call: ms more, at most", "second call", None),
+                Column("whole first call, ms", "whole first call", None, spread=True),
+                Column("whole second call, ms", "whole second call", None, spread=True),
+            ],
+        ),
+    },
+    "preparation": {
+        "preparation-int8": Table(
+            {"measured": "prepare and convert"},
+            {**_MODEL, "backend": "backend"},
+            [
+                Column("prepare, s", "prepare", 1),
+                Column("convert, s", "convert", 1),
+                Column("together, s", "together", 1),
+                Column("extra memory, MB", "extra memory", 0),
+                Column("extra memory, × fp32 bytes", "relative memory", 2),
+            ],
+        ),
+        "preparation-calibration": Table(
+            {"measured": "calibration call"},
+            {"flow": "flow"},
+            [
+                Column(name, "time", None, {"model": name}, spread=True)
+                for name in ("hf-resnet50", "bert-base", "minilm", "hf-mobilenet_v2", "hf-vit-b16")
+            ],
+        ),
+        "preparation-speed": Table(
+            {"measured": "speed while calibrating"},
+            _MODEL,
+            [Column("speed, × eager", "speed", 2), Column("ms", "latency", 1)],
+        ),
+        "preparation-files": Table(
+            {"measured": "low-bit from files"},
+            {**_MODEL, "format": "format", "solver": "solver", "calibration": "tokens", "threads": "threads", "blocks": "blocks"},
+            [
+                Column("peak, MB", "peak", 0),
+                Column("bound, MB", "bound", 0),
+                Column("time, s", "time", 0),
+                Column("per block, s", "time per block", 0),
+            ],
+        ),
+        "preparation-memory": Table(
+            {"measured": "low-bit in memory"},
+            {"range rule (`w_algo`)": "w_algo", "format": "format", "threads": "threads"},
+            [Column("s per 1e9 weights", "time", 0)],
+        ),
+    },
+    "kernels": {
+        "kernels-rate": Table(
+            {"measured": "rate"},
+            {"threads": "threads"},
+            [
+                Column("int8", "int8", 0),
+                Column("fp32", "fp32", 0),
+                Column("function of nc in C, int8", "function in C", 0, spread=True),
+            ],
+        ),
+        "kernels-ceiling": Table(
+            {"measured": "ceiling"},
+            {**_MODEL, "batch": "batch"},
+            [
+                Column("1e9 multiply-adds", "work", 2),
+                Column("at least, ms", "at least", None),
+                Column("eager fp32, ms", "eager", 1),
+                Column("speed at most, × eager", "speed at most", None),
+            ],
+        ),
+        "kernels-linears": Table(
+            {"measured": "share of linears"},
+            {**_MODEL, "batch": "batch", "threads": "threads"},
+            [Column("linears, ms", "linears", None), Column("whole call, ms", "call", None)],
+        ),
+        "kernels-steps": Table(
+            {"measured": "steps of bert-base"},
+            {"step": "step"},
+            [Column("nc-native, ms", "nc-native", None), Column("OpenVINO, ms", "OpenVINO", None)],
+        ),
+        "kernels-products": Table(
+            {"measured": "product"},
+            {"product": "product"},
+            [Column("oneDNN, µs", "oneDNN", 0), Column("function in C, µs", "function in C", 0)],
+        ),
+        "kernels-attention": Table(
+            {"measured": "attention"},
+            {"layer": "layer"},
+            [
+                Column("scores, µs", "scores", 0),
+                Column("softmax, µs", "softmax", 0),
+                Column("sums of values, µs", "sums of values", 0),
+                Column("together, µs", "together", 0),
+                Column("function in C, µs", "function in C", 0),
+            ],
+        ),
+        "kernels-attention-model": Table(
+            {"measured": "attention in the model"},
+            {**_MODEL, "batch": "batch", "ONEDNN_MAX_CPU_ISA": "limit"},
+            [Column("parts, ms", "parts", 1), Column("function in C, ms", "function in C", 1)],
+        ),
+        "kernels-image": Table(
+            {"measured": "convolution of an image"},
+            {"window": "window", "batch": "batch"},
+            [Column("AMX, µs", "AMX", 0), Column("VNNI, µs", "VNNI", 0)],
+        ),
+        "kernels-softmax": Table(
+            {"measured": ("softmax", "softmax in the caches")},
+            {"sizes": "sizes", "threads": "threads"},
+            [Column("oneDNN", "oneDNN", None), Column("function in C", "function in C", None)],
+            by={"": "measured"},
+        ),
+    },
+    "accuracy": {
+        "accuracy-minilm": Table(
+            {"measured": "accuracy", "task": "minilm"},
+            {"flow": "flow", "backend": "backend", "int8 products": "int8 products"},
+            [
+                Column("mean cosine", "mean cosine", None),
+                Column("worst cosine", "worst cosine", 4),
+                Column("same neighbour, %", "same neighbour", 1),
+                Column("SQNR, dB", "SQNR", 1),
+            ],
+        ),
+        "accuracy-noise": Table(
+            {"measured": "noise"},
+            {"noise on the fp32 embeddings": "noise"},
+            [Column("same neighbour, %", "same neighbour", 1, spread=True)],
+        ),
+        "accuracy-digits": Table(
+            {"measured": "accuracy", "task": "digits"},
+            {"flow": "flow", "int8 products": "int8 products"},
+            [
+                Column("accuracy, %", "accuracy", 2),
+                Column("changed answers", "changed answers", 0),
+                Column("SQNR, dB", "SQNR", 1),
+            ],
+        ),
+        "accuracy-lm": Table(
+            {"measured": "accuracy", "task": "lm"},
+            {"flow": "flow", "int8 products": "int8 products"},
+            [
+                Column("perplexity", "perplexity", 4),
+                Column("more than fp32, %", "more than fp32", 2),
+                Column("SQNR, dB", "SQNR", 1),
+            ],
+        ),
+        "accuracy-operators": Table(
+            {"measured": "sensitivity"}, {"of": "of", "in int8": "operators"}, [Column("1 - mean cosine, 1e-4", "loss", None)]
+        ),
+    },
+    "low-bit-speed": {
+        "tokens": Table(
+            {"measured": "tokens", "further": None},
+            {**_MODEL, "engine": "engine", "rounds": "rounds"},
+            [
+                Column("prefill, tokens/s", "prefill", 0),
+                Column("× llama.cpp", "prefill speed", 2),
+                Column("decode, tokens/s", "decode", 0),
+                Column("× llama.cpp", "decode speed", 2),
+            ],
+        ),
+        "tokens-further": Table(
+            {"measured": "tokens", "further": True},
+            {**_MODEL, "run": "run", "engine": "engine"},
+            [Column("decode, tokens/s", "decode", 0), Column("× llama.cpp", "decode speed", 2)],
+        ),
+        "linear": Table(
+            {"measured": "linear"},
+            _LINEAR,
+            [
+                *(Column(name, "time", 0, {"engine": name}) for name in _ENGINES),
+                Column("× the faster of OpenVINO and ONNX Runtime", "beside others", None, _BLOCK32),
+                Column("× OpenVINO", "beside OpenVINO", None, _BLOCK32, spread=True),
+                Column("× ONNX Runtime", "beside ONNX Runtime", None, _BLOCK32, spread=True),
+                Column("% of the read bandwidth", "bandwidth", 0, _BLOCK32),
+            ],
+            by={"rows": "rows", "threads": "threads", "ONEDNN_MAX_CPU_ISA": "limit"},
+        ),
+        "beside-gemm": Table(
+            {"measured": "beside a GEMM"},
+            {"layer": "layer", "rows": "rows", "kernel": "engine"},
+            [Column("speed, × GEMM", "speed", 2, spread=True)],
+        ),
+        "huge-pages": Table(
+            {"measured": "huge pages"},
+            _LINEAR,
+            [
+                Column("pages of 4 KB, µs", "time", 0, {"pages": "pages of 4 KB"}),
+                Column("huge pages of 2 MB, µs", "time", 0, {"pages": "huge pages"}),
+            ],
+        ),
+        "crossover": Table(
+            {"measured": "crossover"},
+            {"rows": "rows"},
+            [
+                Column(f"`{name}`", "ratio", 2, {"engine": name})
+                for name in ("c int8", "c int8 block32", "c fp32", "c bf16", "c bf16 in fp32")
+            ],
+            by={"": "layer"},
+        ),
+    },
+}
+
+
+def _table(file: str, table: Table) -> Callable[[Rows], str]:
+    return lambda rows: table.render(rows[file])
+
+
+#: Name in a frame → what gives its text.
+PARTS: dict[str, Callable[[Rows], str]] = {
+    **{name: _table(file, table) for file, tables in TABLES.items() for name, table in tables.items()},
+    **results_architectures.PARTS,
+    **results_lowbit.PARTS,
+    **results_overview.PARTS,
+}
