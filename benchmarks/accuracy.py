@@ -1,6 +1,6 @@
-"""Accuracy of every algorithm on real data: fp32, plain IPEX and this project's configurations; see tasks.py, docs/accuracy.md.
+"""Accuracy of every algorithm on real data: fp32, plain IPEX and this project's configurations; see tasks.py.
 
-python benchmarks/accuracy.py [--task minilm digits lm] [--only "static kl" fp32] [--data DIR]
+python benchmarks/accuracy.py [--task minilm digits lm] [--only "nc static kl" fp32] [--data DIR] [--results results/accuracy.jsonl]
 
 Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an environment of its own.
 """
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import results_rows
 import torch
 from tasks import TASKS, Candidate, Result, Task, compare, fp32
 
@@ -20,6 +21,7 @@ from nc.observers import ALGORITHMS
 
 #: Kinds of operators that multiply and add: nearly all of a model's work.
 PRODUCTS = ("linear", "conv", "matmul")
+PACKAGES = ("transformers", "intel-extension-for-pytorch")
 
 
 def plain_ipex(task: Task) -> Result:
@@ -67,18 +69,19 @@ def candidates() -> dict[str, Candidate]:
         f"static {a} + dynamic": lambda a=a: nc.StaticQuantConfig(act_algo=a) + nc.DynamicQuantConfig() for a in ("minmax", "percentile")
     }
     configs |= {f"dynamic {g}": lambda g=g: nc.DynamicQuantConfig(act_granularity=g) for g in ("per_token", "per_tensor")}
-    return {"fp32": fp32, "plain IPEX": plain_ipex, **{name: quantized(config) for name, config in configs.items()}}
+    return {"fp32": fp32, "plain IPEX": plain_ipex, **{f"nc {name}": quantized(config) for name, config in configs.items()}}
 
 
 @torch.no_grad()
 def main() -> None:
-    """Print a Markdown table for each task."""
+    """Print a Markdown table for each task, and append rows."""
     everything = candidates()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", choices=list(everything), default=list(everything), metavar="NAME")
     parser.add_argument("--data", type=Path, help="folder for trained models and data: written when empty, else read")
     parser.add_argument("--threads", type=int, default=2)
+    results_rows.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
@@ -88,7 +91,7 @@ def main() -> None:
         except LookupError as error:
             print(f"\n### {name}\n\nskipped: {error}", flush=True)
             continue
-        compare(task, {name: everything[name] for name in options.only})
+        compare(task, {name: everything[name] for name in options.only}, options.results, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast int8 can be on this CPU at best: oneDNN's rate on a large product, and the time that a model's multiply-adds take at that rate.
 
-python benchmarks/ceiling.py [--models hf-resnet50 bert-base]
+python benchmarks/ceiling.py [--models hf-resnet50 bert-base] [--results results/kernels.jsonl]
 
 The bound leaves out everything that is not a multiply-add (quantizing, memory, activations, fp32 operators), so nothing reaches it. A
 model's eager time divided by it is the speed-up that no int8 engine on this CPU can pass.
@@ -13,8 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
+import results_rows
 import torch
 from models import NAMES, build
+from results_rows import Figure, rounded
 from torch.utils.flop_counter import FlopCounterMode
 
 _SIZE = 1536
@@ -50,15 +52,18 @@ def best_ms(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, lis
 
 @torch.no_grad()
 def main() -> None:
-    """Measure and print a Markdown table."""
+    """Measure, print a Markdown table, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
+    results_rows.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     products = best_ms({"int8": int8_product(), "fp32": fp32_product()}, options.rounds)
     rate = {name: _SIZE**3 / min(times) / 1e6 for name, times in products.items()}  # the fastest run: this is a bound
+    figures = {name: Figure(rounded(found), "1e9 multiply-adds/s") for name, found in rate.items()}
+    results_rows.append(options.results, {"measured": "rate", "threads": options.threads}, figures)
     print(f"{options.threads} threads, 1e9 multiply-adds per second: int8 {rate['int8']:.0f}, fp32 {rate['fp32']:.0f}\n")
     print("| model | 1e9 multiply-adds | at least, ms | eager fp32, ms | speed-up at most |")
     print("|---|---|---|---|---|")
@@ -72,6 +77,14 @@ def main() -> None:
         eager = statistics.median(best_ms({"eager": lambda m=model, i=inputs: m(**i)}, 10)["eager"])
         bound = 1e3 * work / rate["int8"]
         print(f"| {name} | {work:.2f} | {bound:.1f} | {eager:.1f} | {eager / bound:.1f} |", flush=True)
+        figures = {
+            "work": Figure(rounded(work), "1e9 multiply-adds"),
+            "at least": Figure(rounded(bound), "ms"),
+            "eager": Figure(rounded(eager), "ms"),
+            "speed at most": Figure(rounded(eager / bound), "x eager"),
+        }
+        what = {"measured": "ceiling", "model": name, "batch": 1, "threads": options.threads}
+        results_rows.append(options.results, what, figures, ("transformers",))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 Imports are those of torch, nc and the engine. Memory is that of the process after the call without what it had after the imports, as
 multiple of the constants: of the bytes of weights.safetensors.
 
-python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native]
+python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native] [--results results/serving.jsonl]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,11 @@ import time
 import warnings
 from pathlib import Path
 
+import results_rows
+
 HERE = Path(__file__).parent
-PARTS = ("imports s", "load s", "first call s", "load and first call s", "memory")
+#: Figure → its unit, in the order of what a process prints.
+PARTS = {"imports": "s", "load": "s", "first call": "s", "load and first call": "s", "memory": "x weights.safetensors"}
 
 
 def save(name: str, backend: str, folder: Path) -> None:
@@ -62,11 +64,12 @@ def resident() -> int:
 
 
 def main() -> None:
-    """Print a Markdown table of medians."""
+    """Print a Markdown table of medians, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["hf-resnet50", "bert-base"])
     parser.add_argument("--backend", default="native")
     parser.add_argument("--rounds", type=int, default=5)
+    results_rows.add_option(parser)
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -74,7 +77,7 @@ def main() -> None:
         print(*start(options.start, options.backend))
         return
     print(f"backend {options.backend}, medians of {options.rounds} processes\n")
-    print(f"| model | {' | '.join(PARTS)} |\n{'|---' * (len(PARTS) + 1)}|")
+    print(f"| model | {' | '.join(f'{name}, {unit}' for name, unit in PARTS.items())} |\n{'|---' * (len(PARTS) + 1)}|")
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
             save(name, options.backend, Path(folder))
@@ -83,8 +86,11 @@ def main() -> None:
             for _ in range(options.rounds):
                 done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE)
                 rows.append([float(word) for word in done.stdout.split()])
-            medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-            print(f"| {name} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} |", flush=True)
+            columns = dict(zip(PARTS, zip(*rows, strict=True), strict=True))
+            figures = {part: results_rows.median(column, PARTS[part]) for part, column in columns.items()}
+            what = {"measured": "cold start", "model": name, "backend": options.backend, "rounds": options.rounds}
+            results_rows.append(options.results, what, figures)
+            print(f"| {name} | {' | '.join(f'{figure.value:.2f}' for figure in figures.values())} |", flush=True)
 
 
 if __name__ == "__main__":

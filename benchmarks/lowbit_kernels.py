@@ -1,6 +1,6 @@
 """One linear with low-bit weights, by our kernels, torch's, OpenVINO's and ONNX Runtime's: microseconds, GB/s, percent of what can be read.
 
-    .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128] [--layers 4096x4096] [--groups 64 128]
+    .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128] [--results results/low-bit-speed.jsonl]
 
 OpenVINO and ONNX Runtime (with `onnx`) have rows where they can be imported. Each engine goes through several copies of the layer, which
 together are larger than the caches, as a model is. Engines take turns; a row has the median over the rounds, and the median of its ratios
@@ -21,7 +21,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import results_rows
 import torch
+from results_rows import Figure
 
 import nc
 from nc.backends.low_bit.aten import INT4PACK
@@ -213,6 +215,30 @@ def measure(weight: PackedWeight, group: int, rows: int, options: argparse.Names
         error = float((calls[0](given).double() - exact).abs().max() / exact.abs().max())
         cells = (engine.name, f"{1e6 * taken:.0f}", f"{rate:.1f}", f"{100 * rate / limit:.0f}", *ratios, f"{error:.1e}")
         print(f"| {' | '.join(cells)} |", flush=True)
+        what = {"measured": "linear", "layer": f"{outputs} x {inputs}", "group": group, "rows": rows, "engine": short(engine.name)}
+        figures = {
+            "time": results_rows.median([1e6 * time for time in times[engine.name]], "us"),
+            "bandwidth": Figure(round(100 * rate / limit), "% of what can be read"),
+        }
+        record(options, what, figures)
+    found_ours = times.get("ours, c int8 block32")
+    for name, figure in (("OpenVINO, int8 in 32", "beside OpenVINO"), ("ONNX Runtime, level 4", "beside ONNX Runtime")):
+        if found_ours and name in times:
+            ratios = [other / own for other, own in zip(times[name], found_ours, strict=True)]
+            what = {"measured": "linear", "layer": f"{outputs} x {inputs}", "group": group, "rows": rows, "engine": "c int8 block32"}
+            record(options, what, {figure: results_rows.median(ratios, f"x {short(name)}")})
+
+
+def record(options: argparse.Namespace, what: dict[str, Any], figures: dict[str, Figure]) -> None:
+    """Append a row with the conditions of this run."""
+    conditions = {"weights": options.weights, "threads": options.threads, "rounds": options.rounds}
+    results_rows.append(options.results, {**what, **conditions}, figures, ("openvino", "onnxruntime"))
+
+
+def short(name: str) -> str:
+    """Return the name of an engine as docs/results/low-bit-speed.md has it."""
+    main = {"OpenVINO, int8 in 32": "OpenVINO", "ONNX Runtime, level 4": "ONNX Runtime", "torch, int4pack": "torch int4pack"}
+    return main.get(name, name.removeprefix("ours, ").removeprefix("torch, ").replace("bfloat16", "bf16").replace("float32", "fp32"))
 
 
 def crossover(weight: PackedWeight, group: int, options: argparse.Namespace) -> None:
@@ -230,6 +256,8 @@ def crossover(weight: PackedWeight, group: int, options: argparse.Namespace) -> 
             own, blocks = ([dataclasses.replace(kernel(r), most_rows=rows).make(weight)] for r in (row, other))
             ratios = [seconds(blocks, x, options.seconds) / seconds(own, x, options.seconds) for _ in range(options.rounds)]
             cells.append(f"{statistics.median(ratios):.2f}")
+            what = {"measured": "crossover", "layer": f"{outputs} x {inputs}", "group": group, "rows": rows, "engine": row.name}
+            record(options, what, {"ratio": results_rows.median(ratios, "x dequantized blocks")})
         print(f"| {rows} | {' | '.join(cells)} |", flush=True)
 
 
@@ -246,6 +274,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, help="of a layer; default: as many as are larger than the caches")
     parser.add_argument("--only", default="", help="engines with this in their names")
     parser.add_argument("--crossover", action="store_true", help="our kernels against blocks that are dequantized for a GEMM, by rows")
+    results_rows.add_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)

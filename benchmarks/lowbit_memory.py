@@ -24,7 +24,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import results_rows
 import torch
+from results_rows import Figure
 from safetensors.torch import save_file
 
 TINYLLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
+    results_rows.add_option(parser)
     asked = parser.parse_args()
     block = next(iter(shapes(TINYLLAMA, 1)))
     dtype = getattr(torch, asked.dtype)
@@ -139,6 +142,17 @@ def main() -> None:
     held = min(hidden, _HIDDEN_LIMIT) * mb
     need = row["mb_peak"] - row["mb_before"]
     bound = 2 * largest + sums + held
+    what = {"measured": "low-bit from files", "model": "TinyLlama's sizes, 1.1 B weights", "format": "int4, groups of 64"}
+    what |= {"solver": asked.solver.upper(), "threads": asked.threads, "blocks": asked.blocks, "dtype": asked.dtype}
+    what |= {"tokens": f"{asked.samples} x {asked.length}"} if asked.solver == "gptq" else {}
+    measured = {
+        "peak": (need, "MB"),
+        "bound": (bound, "MB"),
+        "time": (row["seconds"], "s"),
+        "time per block": (row["seconds_per_block"], "s"),
+    }
+    figures = {name: Figure(results_rows.rounded(number), unit) for name, (number, unit) in measured.items()}
+    results_rows.append(asked.results, what, figures, ("transformers",), f"load of the machine {row['load']:.1f}")
     print(f"{asked.solver}, {weights / 1e9:.2f} B weights in {asked.dtype} ({asked.blocks} blocks), {asked.threads} threads")
     print(f"time {row['seconds']:.0f} s, {row['seconds_per_block']:.1f} s per block; load of the machine {row['load']:.1f}")
     print(f"memory: before {row['mb_before']:.0f}, peak {row['mb_peak']:.0f}, so quantizing {need:.0f}; result {stored * mb:.0f} MB")

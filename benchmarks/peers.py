@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results_rows import add_option
 from tasks import TASKS, Batch, Candidate, Result, Task, compare, fp32
 
+PACKAGES = ("transformers", "nncf", "openvino", "onnxruntime")
 _ONNX_INT8 = (
     "QLinearConv",
     "QLinearMatMul",
@@ -176,18 +178,19 @@ PEERS: dict[str, Candidate] = {
 
 @torch.no_grad()
 def main() -> None:
-    """Print a Markdown table for each task."""
+    """Print a Markdown table for each task, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that accuracy.py --data has filled")
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
     parser.add_argument("--threads", type=int, default=2)
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for name in options.task:
-        compare(TASKS[name](options.data), {peer: PEERS[peer] for peer in options.only})
+        compare(TASKS[name](options.data), {peer: PEERS[peer] for peer in options.only}, options.results, PACKAGES)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
 """Speed as ratios: every engine in its own process, all processes interleaved in rounds of random order, medians of the rounds' ratios.
 
-python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15] [--out table.md]
+python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15] [--results results/speed.jsonl]
+
+Speeds are relative to the first engine of `--engines`.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import results_rows
 from engines import DEFAULT, ENGINES
 from models import NAMES
+from results_rows import Figure
 
 HERE = Path(__file__).parent
+#: Packages of engines and models, where they are installed.
+PACKAGES = ("transformers", "intel-extension-for-pytorch", "torchao", "openvino", "nncf", "onnxruntime")
 
 
 class Worker:
@@ -43,8 +48,8 @@ class Worker:
         self.process.wait()
 
 
-def measure_model(model: str, engines: list[str], rounds: int, runs: int, threads: int, batch: int) -> dict[str, tuple[float, float]]:
-    """Per engine: median latency in ms and the median over rounds of its speed relative to the first engine of the same round."""
+def measure_model(model: str, engines: list[str], rounds: int, runs: int, threads: int, batch: int) -> dict[str, dict[str, Figure]]:
+    """Per engine: latency in ms, and speed relative to the first engine of the same round; medians over the rounds."""
     workers: dict[str, Worker] = {}
     try:
         for engine in engines:  # started one after the other: a start-up must not disturb another's
@@ -66,13 +71,21 @@ def measure_model(model: str, engines: list[str], rounds: int, runs: int, thread
             worker.stop()
     base = latencies[engines[0]]
     return {
-        engine: (statistics.median(values), statistics.median(b / v for b, v in zip(base, values, strict=True)))
+        engine: {
+            "latency": results_rows.median(values, "ms"),
+            "speed": results_rows.median([b / v for b, v in zip(base, values, strict=True)], f"x {engines[0]}"),
+        }
         for engine, values in latencies.items()
     }
 
 
+def cell(figures: dict[str, Figure]) -> str:
+    """Return the speed, and the latency in parentheses."""
+    return f"{figures['speed'].value:.2f} ({figures['latency'].value:.1f})"
+
+
 def main() -> None:
-    """Measure and print a Markdown table."""
+    """Measure, print a Markdown table, and append rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(NAMES))
     parser.add_argument("--engines", nargs="+", default=list(DEFAULT), choices=list(ENGINES))
@@ -80,7 +93,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="calls of one engine in one round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    results_rows.add_option(parser)
     options = parser.parse_args()
     lines = [
         f"{options.threads} threads, batch {options.batch}, {options.rounds} interleaved rounds of {options.runs} calls; speed relative to "
@@ -91,13 +104,14 @@ def main() -> None:
     ]
     for model in options.models:
         results = measure_model(model, options.engines, options.rounds, options.runs, options.threads, options.batch)
-        cells = [f"{results[e][1]:.2f} ({results[e][0]:.1f})" if e in results else "-" for e in options.engines]
+        conditions = {"batch": options.batch, "threads": options.threads, "rounds": options.rounds, "calls": options.runs}
+        for engine, figures in results.items():
+            what = {"model": model, "engine": engine, "base": options.engines[0], **conditions}
+            results_rows.append(options.results, what, figures, PACKAGES)
+        cells = [cell(results[e]) if e in results else "-" for e in options.engines]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
-    text = "\n".join(lines)
-    print("\n" + text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print("\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

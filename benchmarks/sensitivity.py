@@ -1,6 +1,6 @@
 """What holds accuracy back: MiniLM with one operator in int8 at a time, and all others in fp32.
 
-python benchmarks/sensitivity.py [--evaluate 32] [--out table.md]
+python benchmarks/sensitivity.py [--evaluate 32] [--results results/accuracy.jsonl]
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import minilm
+import results_rows
+from results_rows import Figure, rounded
 from rich.progress import track
 
 import nc
@@ -45,7 +47,7 @@ def main() -> None:
     """Print the operators that cost most, and the sums over all layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluate", type=int, default=32, help="paragraphs to judge on (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the tables here too")
+    results_rows.add_option(parser)
     options = parser.parse_args()
     found = losses(options.evaluate)
     whole = found.pop("all")
@@ -57,8 +59,11 @@ def main() -> None:
         lines += [f"| {title} | 1 - cosine, 1e-4 |", "|---|---|"]
         lines += [f"| `{name}` | {loss * 1e4:.2f} |" for name, loss in sorted(table.items(), key=lambda item: -item[1])[:most]] + [""]
     print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    groups = {"whole model": {"all operators": whole}, "all layers": roles, "one operator": found}
+    for of, table in groups.items():
+        for name, loss in table.items():
+            what = {"measured": "sensitivity", "operators": name, "of": of, "paragraphs": options.evaluate}
+            results_rows.append(options.results, what, {"loss": Figure(rounded(loss * 1e4), "1e-4")})
 
 
 if __name__ == "__main__":

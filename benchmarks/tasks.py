@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 from typing import Any, ClassVar
 
 import torch
+from results_rows import Figure, Value, append
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -38,7 +39,7 @@ class Task(abc.ABC):
 
     Attributes:
         name: how the command line knows it.
-        columns: names of what `judge` returns.
+        figures: name of what `judge` returns → its unit and the digits that a table shows.
         free: which dimensions of the inputs may have any size.
         model: in eval mode.
         calibration: keyword inputs, batch by batch.
@@ -47,7 +48,7 @@ class Task(abc.ABC):
     """
 
     name: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]]
+    figures: ClassVar[dict[str, tuple[str, int]]]
     free: ClassVar[tuple[int, ...]] = (0,)
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -86,26 +87,28 @@ class Task(abc.ABC):
         """Return what is judged of a model's output for one batch, first dimension samples."""
 
     @abc.abstractmethod
-    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
-        """One figure for each of `columns`, for all of `evaluation`."""
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
+        """One number for each of `figures`, for all of `evaluation`."""
 
     @torch.no_grad()
     def outputs(self, run: Run) -> torch.Tensor:
         """Return what is judged, of all the evaluation data."""
         return torch.cat([self.read(run(**batch), batch) for batch in self.evaluation])
 
-    def row(self, fp32: torch.Tensor, got: torch.Tensor) -> list[str]:
+    def row(self, fp32: torch.Tensor, got: torch.Tensor) -> dict[str, Figure]:
         """`judge`, and the noise in dB."""
         noise = (fp32 - got).double().square().sum().item()
-        sqnr = 10 * math.log10(fp32.double().square().sum().item() / noise) if noise else math.inf
-        return [*self.judge(fp32, got), f"{sqnr:.1f}"]
+        sqnr: Value = round(10 * math.log10(fp32.double().square().sum().item() / noise), 1) if noise else "inf"
+        judged = zip(self.figures.items(), self.judge(fp32, got), strict=True)
+        found = {name: Figure(round(number, digits), unit) for (name, (unit, digits)), number in judged}
+        return {**found, "SQNR": Figure(sqnr, "dB")}
 
 
 class MiniLM(Task):
     """Sentence embeddings against the fp32 model's own."""
 
     name = "minilm"
-    columns = ("mean cosine", "worst cosine", "same neighbour %")
+    figures: ClassVar = {"mean cosine": ("cosine", 5), "worst cosine": ("cosine", 4), "same neighbour": ("%", 1)}
     free = (0, 1)
 
     def architecture(self) -> nn.Module:
@@ -122,10 +125,10 @@ class MiniLM(Task):
         hidden = output if isinstance(output, torch.Tensor) else output["last_hidden_state"]  # engines differ in what they return
         return minilm.embed(lambda **_: types.SimpleNamespace(last_hidden_state=hidden), [batch])
 
-    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
         """How near the embeddings are, and how many texts keep their nearest other text."""
         found = minilm.agreement(fp32, got)
-        return f"{found['mean_cosine']:.5f}", f"{found['worst_cosine']:.4f}", f"{100 * found['same_neighbour']:.1f}"
+        return found["mean_cosine"], found["worst_cosine"], 100 * found["same_neighbour"]
 
 
 class Block(nn.Module):
@@ -145,8 +148,8 @@ class Digits(Task):
     """Ten classes of 8x8 images."""
 
     name = "digits"
-    columns = ("accuracy %", "changed answers")
     held_out = 599
+    figures: ClassVar = {"accuracy": ("%", 2), "changed answers": (f"of {held_out}", 0)}
 
     def architecture(self) -> nn.Module:
         """Return a residual network of 5 convolutions and a classifier."""
@@ -175,10 +178,10 @@ class Digits(Task):
         """Logits."""
         return output
 
-    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
         """Right answers, and answers other than the fp32 model's."""
         right = (got.argmax(-1) == self.labels).float().mean()
-        return f"{100 * right:.2f}", str(int((got.argmax(-1) != fp32.argmax(-1)).sum()))
+        return 100 * right.item(), int((got.argmax(-1) != fp32.argmax(-1)).sum())
 
 
 class Layer(nn.Module):
@@ -222,7 +225,7 @@ class LanguageModel(Task):
     """The next byte of Python's documentation."""
 
     name = "lm"
-    columns = ("perplexity", "more than fp32 %")
+    figures: ClassVar = {"perplexity": ("perplexity", 4), "more than fp32": ("%", 2)}
     positions, train_steps = 128, 1000
 
     def architecture(self) -> nn.Module:
@@ -248,11 +251,11 @@ class LanguageModel(Task):
         """Log-probabilities: what a shift of all logits leaves as it is."""
         return output.log_softmax(-1)
 
-    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[str, ...]:
+    def judge(self, fp32: torch.Tensor, got: torch.Tensor) -> tuple[float, ...]:
         """Perplexity per byte."""
         tokens = torch.cat([batch["tokens"] for batch in self.evaluation])[:, 1:, None]
         before, after = (-x[:, :-1].gather(-1, tokens).double().mean().item() for x in (fp32, got))
-        return f"{math.exp(after):.4f}", f"{100 * math.expm1(after - before):.2f}"
+        return math.exp(after), 100 * math.expm1(after - before)
 
 
 TASKS = {task.name: task for task in (MiniLM, Digits, LanguageModel)}
@@ -291,21 +294,27 @@ def fp32(task: Task) -> Result:
     return task.model, f"{size / 1e6:.1f}", "-"
 
 
-def compare(task: Task, candidates: Mapping[str, Candidate]) -> None:
-    """Print a Markdown table, row by row as candidates finish."""
-    head = ["", *task.columns, "SQNR dB", "MB", "int8 products"]
+def compare(task: Task, candidates: Mapping[str, Candidate], results: Path | None, packages: Sequence[str]) -> None:
+    """Print a Markdown table, row by row as candidates finish, and append rows.
+
+    Args:
+        task: what is judged.
+        candidates: by the name of their flow.
+        results: file of the rows; None: no rows.
+        packages: whose versions a row names.
+    """
+    head = ["", *(f"{name}, {unit}" for name, (unit, _) in task.figures.items()), "SQNR, dB", "MB", "int8 products"]
     print(f"\n### {task.name}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     expected = task.outputs(task.model)
     for name, candidate in candidates.items():
-        print(f"| {name} | {' | '.join(_cells(task, candidate, expected))} |", flush=True)
-
-
-def _cells(task: Task, candidate: Candidate, expected: torch.Tensor) -> list[str]:
-    """Return what comes behind the name; for a candidate that fails, why: the others still count."""
-    try:
-        run, size, int8 = candidate(task)
-        for _ in range(2):  # engines compile during the first calls
-            run(**task.calibration[0])
-        return [*task.row(expected, task.outputs(run)), size, int8]
-    except Exception as error:
-        return [f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"]
+        try:
+            run, size, int8 = candidate(task)
+            for _ in range(2):  # engines compile during the first calls
+                run(**task.calibration[0])
+            figures = task.row(expected, task.outputs(run))
+        except Exception as error:  # the others still count
+            print(f"| {name} | {type(error).__name__}: {str(error).strip().splitlines()[0]} |", flush=True)
+            continue
+        print(f"| {' | '.join([name, *(str(figure.value) for figure in figures.values()), size, int8])} |", flush=True)
+        what = {"measured": "accuracy", "task": task.name, "flow": name}
+        append(results, what if int8 == "-" else {**what, "int8 products": int8}, figures, packages)
