@@ -16,6 +16,8 @@ from results_rows import Row
 Rows = Mapping[str, Sequence[Row]]
 
 OPENVINO = "openvino-int8"
+#: Engines of run.py that calibrate.
+PREPARED = ("nc-prepared", "nc-prepared-histogram", "ipex-prepared-histogram")
 #: Conditions of the main comparison: words, batch, threads.
 CONDITIONS = (("batch 1, 2 threads", 1, 2), ("batch 1, 1 thread", 1, 1), ("batch 16, 2 threads", 16, 2))
 
@@ -154,9 +156,10 @@ TABLES: dict[str, dict[str, Table]] = {
             ],
         ),
         "preparation-speed": Table(
-            {"measured": "speed while calibrating"},
+            {"base": "eager", "engine": PREPARED},
             _MODEL,
-            [Column("speed, × eager", "speed", 2), Column("ms", "latency", 1)],
+            _engines(*PREPARED),
+            apart=("torch",),
         ),
         "preparation-files": Table(
             {"measured": "low-bit from files"},
