@@ -1,6 +1,7 @@
 """Accuracy of every algorithm on real data: fp32, plain IPEX and this project's configurations; see tasks.py.
 
-python benchmarks/accuracy.py [--task minilm digits lm] [--only "nc static kl" fp32] [--data DIR] [--results results/accuracy.jsonl]
+python benchmarks/accuracy.py [--task minilm digits lm] [--only "nc static kl" fp32] [--data DIR]
+    [--results results/accuracy.jsonl]
 
 Other projects' quantizers on the same data: peers.py, which needs the folder given as --data and an environment of its own.
 """

@@ -3,7 +3,8 @@
 Imports are those of torch, nc and the engine. Memory is that of the process after the call without what it had after the imports, as
 multiple of the constants: of the bytes of weights.safetensors.
 
-python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native] [--results results/serving.jsonl]
+python benchmarks/cold_start.py [--models hf-resnet50 bert-base] [--backend native]
+    [--results results/serving.jsonl]
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def _status(field: str) -> float:
 def measure(name: str, threads: int) -> dict[str, float]:
     """Return a number for each of `UNITS`.
 
-    Calibration is one batch, and is not counted. Memory is the peak over what a warm fp32 model and imported engine take.
+    Calibration is one batch, and is not counted. Memory is the peak over what a warm fp32 model and imported
+    engine take.
     """
     import torch
     from models import build

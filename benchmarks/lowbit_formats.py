@@ -1,4 +1,4 @@
-"""What the comparison of low-bit weights goes through: models and formats, as names. Reading this needs nothing but Python."""
+"""What the comparison of low-bit weights goes through: models and formats. Needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Format:
         return dict(self.other).get(subject, self.group)
 
 
-#: 576 = 64 * 9 input channels are no multiple of 128: the legal sizes around it that divide 1536 too are 96 and 192.
+#: 576 = 64 * 9 input channels are no multiple of 128: legal sizes around it that divide 1536 too are 96 and 192.
 FORMATS = {
     "int4-g64": Format(4, 64),
     "int4-g128": Format(4, 128, other=(("smollm2", 192),)),

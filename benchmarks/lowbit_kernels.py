@@ -1,6 +1,7 @@
 """One linear with low-bit weights, by our kernels, torch's, OpenVINO's and ONNX Runtime's: microseconds, GB/s, percent of what can be read.
 
-    .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128] [--results results/low-bit-speed.jsonl]
+    .venv-native/bin/python benchmarks/lowbit_kernels.py [--threads 2] [--rows 1 128]
+        [--results results/low-bit-speed.jsonl]
 
 OpenVINO and ONNX Runtime (with `onnx`) have rows where they can be imported. Each engine goes through several copies of the layer, which
 together are larger than the caches, as a model is. Engines take turns; a row has the median over the rounds, and the median of its ratios

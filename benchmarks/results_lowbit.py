@@ -1,4 +1,4 @@
-"""The parts of the page about the accuracy of low-bit weights: tables beside other tools, and where another tool is better."""
+"""The parts of the page about the accuracy of low-bit weights: tables, and where another tool is better."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tables(rows: Rows) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each table in which another tool's row has a smaller KL than our best, at no more bits than ours has.
+    """Return a line for each table in which another tool has a smaller KL than our best row, at no more bits.
 
     Two comparisons: all rows; and without data, where ours is "RTN wls".
     """
@@ -83,7 +83,7 @@ def worse(rows: Rows) -> str:
     compared = [some for some in _groups(kept) if any(row.what["tool"] != "nc" and row.figures for row in some)]
     said, found = f"{len(compared)} tables have rows of other tools.", verdicts(kept)
     if not found:
-        return f"{said} In none of them does another tool have a smaller KL at equal bits, neither with data nor without."
+        return f"{said} In none of them another tool has a smaller KL at equal bits, with data or without."
     return "\n".join([f"{said} Where one of these has a smaller KL at equal bits:", "", *(f"* {line}" for line in found)])
 
 

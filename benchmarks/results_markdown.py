@@ -1,4 +1,4 @@
-"""Markdown tables from rows of results: which rows, what names a line, and which figure stands in which column."""
+"""Markdown tables from rows: which rows, what names a line, and which figure stands in which column."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Column:
     beside: str = ""
 
     def row(self, rows: Iterable[Row]) -> Row | None:
-        """Return the row of a line that stands here: of several the last one, so that a later run replaces an earlier one."""
+        """Return the row of a line that stands here: of several the last one, so that a new run replaces an old one."""
         found = [row for row in rows if self.figure in row.figures and matches(row, self.where)]
         return found[-1] if found else None
 
@@ -105,7 +105,10 @@ class Table:
 
 
 def matches(row: Row, where: Mapping[str, Any]) -> bool:
-    """Tell whether a row has these values in `what`; a tuple stands for any of its members, None for a key that is absent."""
+    """Tell whether a row has these values in `what`.
+
+    A tuple stands for any of its members, None for a key that is absent.
+    """
     return all(row.what.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,)) for key, wanted in where.items())
 
 
@@ -118,7 +121,7 @@ def grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Return the heading for rows of one machine: the machine, its instruction sets, all versions, the days."""
+    """Return the heading for rows of one machine: its name, instruction sets, all versions, the days."""
     packages = {name: None for row in rows for name in row.versions}
     versions = [f"{name} {' and '.join(sorted({row.versions[name] for row in rows if name in row.versions}))}" for name in packages]
     days = sorted({row.date for row in rows})

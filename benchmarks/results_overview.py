@@ -21,7 +21,7 @@ def kind(row: Row) -> str:
 
 
 def speed(rows: Rows) -> str:
-    """Return how many times as fast as OpenVINO each CPU is: geometric mean over the models, and the slowest."""
+    """Return the speed relative to OpenVINO on each CPU: geometric mean over the models, and the slowest."""
     body = []
     for same in grouped(rows["speed"], kind):
         cells = []
@@ -57,7 +57,8 @@ def costs(rows: Rows) -> str:
     return "\n".join(
         [
             f"* Quantizing BERT-base takes {prepared.value('together')} s, and as extra memory "
-            f"{prepared.value('relative memory')} times the bytes of its fp32 weights ({prepared.machine}): [preparation](preparation.md).",
+            f"{prepared.value('relative memory')} times the bytes of its fp32 weights ({prepared.machine}): "
+            "[preparation](preparation.md).",
             f"* Loading a saved BERT-base and its first answer take {min(starts)} to {max(starts)} s: [serving](serving.md).",
             f"* Embeddings of MiniLM keep a mean cosine to fp32 of {cosines}: [accuracy](accuracy.md).",
             f"* {went} of {went + failed} architectures of torchvision, timm and transformers go through: "

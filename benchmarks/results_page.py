@@ -1,6 +1,9 @@
-"""Make docs/results/*.md from results/*.jsonl: `python benchmarks/results_page.py`; `--check` compares, and writes nothing.
+"""Make docs/results/*.md from results/*.jsonl.
 
-A page has a frame, results/PAGE.md.in: the prose, in which `{{name}}` stands for a table or a sentence of results_tables.py.
+    python benchmarks/results_page.py             # needs nothing but Python
+    python benchmarks/results_page.py --check     # compares, and writes nothing
+
+A page has a frame, results/PAGE.md.in: the prose, in which `{{name}}` stands for a part of results_tables.py.
 """
 
 from __future__ import annotations
@@ -50,9 +53,8 @@ def commands(rows: list[Row]) -> str:
         return ""
     examples = [next(command for command in known if script in command) for script in scripts]
     listed = "\n".join(f"    {example}" for example in examples)
-    return (
-        f"\n## Measure again\n\nEach row of the file has its own command. One of each script; `--results FILE` appends rows:\n\n{listed}\n"
-    )
+    said = "Each row of the file has its own command. One of each script; `--results FILE` appends rows:"
+    return f"\n## Measure again\n\n{said}\n\n{listed}\n"
 
 
 def made() -> dict[Path, str]:

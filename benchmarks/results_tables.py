@@ -1,6 +1,7 @@
-"""What the frames of the pages name: tables of static int8, serving, preparation, kernels, accuracy and low-bit speed.
+"""What the frames of the pages name: the tables of each page.
 
-Two pages have modules of their own: results_architectures.py and results_lowbit.py; the overview has results_overview.py.
+Two pages have modules of their own, results_architectures.py and results_lowbit.py; the overview has
+results_overview.py.
 """
 
 from __future__ import annotations

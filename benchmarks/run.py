@@ -1,6 +1,7 @@
 """Speed as ratios: every engine in its own process, all processes interleaved in rounds of random order, medians of the rounds' ratios.
 
-python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15] [--results results/speed.jsonl]
+python benchmarks/run.py [--models hf-resnet50 bert-base] [--engines eager nc-int8] [--rounds 15]
+    [--results results/speed.jsonl]
 
 Speeds are relative to the first engine of `--engines`.
 """

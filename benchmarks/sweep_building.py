@@ -1,4 +1,4 @@
-"""What all builders of the sweep share: the type of inputs, models as training leaves them, and what cannot be built."""
+"""What all builders of the sweep share: the type of inputs, and models as training leaves them."""
 
 from __future__ import annotations
 

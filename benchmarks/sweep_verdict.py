@@ -39,7 +39,7 @@ def stored(entry: Entry, backend: str, found: Found) -> tuple[dict[str, Any], di
 
 
 def problem(found: Found) -> str:
-    """Return why it did not go through; "" if the reference confirms the engine's numbers at both batch sizes."""
+    """Return why it did not go through; "" if the reference confirms the numbers at both batch sizes."""
     if found["status"] != "ok":
         return _cause(found)
     if found.get("shapes") or found.get("shapes_other"):
