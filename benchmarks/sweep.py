@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -30,7 +31,7 @@ import results_rows  # noqa: E402
 from sweep_models import Entry, entries  # noqa: E402
 from sweep_verdict import stored  # noqa: E402
 
-#: Whose versions a row names, besides torch.
+#: What builds architectures, and whose versions a row names besides torch.
 PACKAGES = ("torchvision", "timm", "transformers")
 
 
@@ -70,6 +71,8 @@ def one(entry: Entry, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sweep(chosen: list[Entry], arguments: argparse.Namespace) -> None:
     """Run what is not done yet and append each row when it is there."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        sys.exit(f"not installed: {', '.join(missing)}. Their architectures would count as not built: pip install 'nc-quant[bench]'")
     rows = results_rows.read(arguments.results) if arguments.results.exists() else []
     last = {(row.what["source"], row.what.get("model")): row for row in rows}
     if arguments.again:
