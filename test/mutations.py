@@ -262,7 +262,7 @@ MUTATIONS = (
     Mutation(
         "native-zero-point",
         "signed activations run on kernels of unsigned ones",
-        "backends/native/qdq_rewrites.py",
+        "backends/rewrites/codes.py",
         "zero_point = old.numbers[1] + _SHIFT",
         "zero_point = old.numbers[1]",
         ("native",),

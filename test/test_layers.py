@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[1]
 #: Imports inside functions, by the module that has them; each avoids a load that most users do not need.
 DEFERRED = {
     "nc.backends": ("nc.backends.ipex", "nc.backends.native", "nc.backends.openvino"),  # an engine is loaded when somebody asks for it
-    "nc.backends.profiling.verdict": ("nc.backends.native.attention",),  # `load` measures nothing and needs no engine but its own
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
     "nc.api.generation.decoder": ("nc.backends.native.decode",),  # likewise

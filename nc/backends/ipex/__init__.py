@@ -14,7 +14,7 @@ from packaging.version import Version
 from nc.backends import cpu
 from nc.backends.base import EngineModel, Exporter, Option, check_available, write_script
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
-from nc.backends.low_bit.aten import IPEX_WOQ
+from nc.backends.ipex.low_bit import IPEX_WOQ
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph

@@ -74,10 +74,3 @@ DYN_QUANT_4BIT = LowBitKernel(
     bits=(4,),
     refused="on x86 it is one scalar thread, and its packed weight is fp32",
 )
-IPEX_WOQ = LowBitKernel(
-    name="ipex weight-only",
-    what="IPEX's WeightOnlyQuantizedLinear",
-    bits=(4, 8),
-    floats=("nf4",),
-    refused="without AVX512-FP16 it dequantizes the whole weight in each call; with it, nc has no row for it yet",
-)

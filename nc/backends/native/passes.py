@@ -9,7 +9,6 @@ import torch
 
 from nc.backends.dynamic import replace_dynamic, why_not_dynamic
 from nc.backends.low_bit.graph import replace_low_bit
-from nc.backends.native.attention import recompose
 from nc.backends.native.bf16 import compute_in_bf16, drop_round_trips, why_not_bf16
 from nc.backends.native.compiled import functional
 from nc.backends.native.factors import fold_factors, sum_first
@@ -20,9 +19,11 @@ from nc.backends.native.operators.matmul import fuse_products, signed, why_not_p
 from nc.backends.native.operators.norm import recompose_norms
 from nc.backends.native.operators.rotary import recompose_rotary
 from nc.backends.native.operators.transposed_convolution import fuse_transposed, why_not_transposed
-from nc.backends.native.qdq_rewrites import hoist, pool_codes, remaining, unsigned
+from nc.backends.native.qdq_rewrites import pool_codes, remaining
 from nc.backends.native.recurrent import replace_recurrent, why_not_recurrent
 from nc.backends.passes import Pass
+from nc.backends.rewrites.attention import recompose
+from nc.backends.rewrites.codes import hoist, unsigned
 from nc.backends.torchscript import explicit_clamps
 from nc.graph.fx_utils import drop_unused, inline
 

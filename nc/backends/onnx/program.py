@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nc.backends.openvino.low_bit import replace_low_bit, zero_codes
 from nc.backends.passes import Pass, run_passes
 from nc.backends.program import Program, fold
 from nc.backends.program import program as built
+from nc.backends.rewrites.low_bit import replace_low_bit, zero_codes
 from nc.graph.fx_utils import add_constant, call_operator, constant_of, drop_unused, inline, take_over
 from nc.graph.views import Linear
 from nc.numerics.packed_weight import PackedWeight

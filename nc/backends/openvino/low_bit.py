@@ -1,113 +1,24 @@
-"""Operators with packed low-bit weights → what OpenVINO keeps compressed, or else weights in fp32."""
+"""Low-bit weights as OpenVINO keeps them compressed."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
-from nc.errors import UnsupportedError
-from nc.graph.catalogue import schema_arguments
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, take_over
-from nc.numerics.low_bit import stored_weight
-from nc.numerics.packed_weight import PARTS, PackedWeight
-from nc.ops import quant_embedding, quant_linear, quantize_dequantize_dynamic
+from nc.backends.rewrites.low_bit import constant, to_dtype, zero_codes
+from nc.numerics.packed_weight import PackedWeight
 
 _aten = torch.ops.aten
 
 
-#: (graph, a linear, its weight, whose format is uniform) → fp32 values of the weight, [N, K], in a form that keeps its codes.
-Spell = Callable[[fx.GraphModule, fx.Node, PackedWeight], fx.Node]
-
-
-def replace_low_bit(module: fx.GraphModule, spell: Spell | None = None) -> None:
-    """Linears and embeddings with constant low-bit weights become plain ones; weights that are computed stay as they are.
-
-    Args:
-        module: changed in place.
-        spell: how weights of linears are written; None: as OpenVINO knows them.
-    """
-    for node in [n for n in module.graph.nodes if n.target in (quant_linear, quant_embedding)]:
-        arguments = schema_arguments(node)
-        weight = _constant_weight(module, arguments)
-        if weight is None:
-            continue
-        new = (
-            _linear(module, node, arguments, weight, spell or _compressed)
-            if node.target is quant_linear
-            else _embedding(module, node, arguments, weight)
-        )
-        take_over(new, node)
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
-
-
-def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight, spell: Spell) -> fx.Node:
-    graph, x = module.graph, arguments["x"]
-    kind = x.meta["val"].dtype
-    values = spell(module, node, weight) if is_uniform(weight) else _constant(module, node, "weight", weight.dequantize())
-    with graph.inserting_before(node):
-        if arguments["act_dtype"] == "bf16":
-            x, values = (_to(graph, _to(graph, side, torch.bfloat16), kind) for side in (x, values))
-        elif arguments["act_dtype"] == "int8":
-            sizes = x.meta["val"]  # later passes read them
-            x = call_operator(graph, quantize_dequantize_dynamic, x, True, -127, 127, True, torch.int8)
-            x.meta["val"] = sizes
-        elif arguments["act_dtype"] != "fp32":
-            what = f"OpenVINO and ONNX have no linear with act_dtype={arguments['act_dtype']!r}"
-            msg = f'{what}: use act_dtype="int8" (per token), or backend="native".'
-            raise UnsupportedError(msg)
-        if kind != torch.float32:
-            values = _to(graph, values, kind)
-        return graph.call_function(_aten.linear.default, (x, values, arguments["bias"]))
-
-
-def _embedding(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight) -> fx.Node:
-    table = _constant(module, node, "weight", weight.dequantize().to(arguments["result"]))
-    with module.graph.inserting_before(node):
-        return module.graph.call_function(_aten.embedding.default, (table, arguments["ids"]))
-
-
-def is_uniform(weight: PackedWeight) -> bool:
-    """Whether the values of a weight are (code - zero) · scale, which OpenVINO knows."""
-    return weight.form.dtype.kind == "integer" and not weight.form.float_zero and weight.shape[1] % weight.scale.shape[1] == 0
-
-
-def zero_codes(weight: PackedWeight) -> torch.Tensor:
-    """Return the codes of 0 of a uniform weight, uint8, [N, G]."""
-    params = weight.params
-    zero = torch.full_like(params.scale, 2.0 ** (weight.form.bits - 1)) if params.zero is None else params.zero
-    return zero.to(torch.uint8)
-
-
-def _compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
+def compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> fx.Node:
     """Return the weight as uint8 codes, minus the code of 0, times scales; fp32, shape [N, K]."""
     graph, params = module.graph, weight.params
     rows, groups = params.scale.shape
-    codes = _constant(module, node, "codes", weight.unpacked().reshape(rows, groups, -1))
-    zeros = _constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
-    scales = _constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
+    codes = constant(module, node, "codes", weight.unpacked().reshape(rows, groups, -1))
+    zeros = constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
+    scales = constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
     with graph.inserting_before(node):
-        shifted = graph.call_function(_aten.sub.Tensor, (_to(graph, codes, torch.float32), _to(graph, zeros, torch.float32)))
+        shifted = graph.call_function(_aten.sub.Tensor, (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)))
         values = graph.call_function(_aten.mul.Tensor, (shifted, scales))
         return graph.call_function(_aten.reshape.default, (values, list(weight.shape)))
-
-
-def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return graph.call_function(_aten.to.dtype, (value, dtype))
-
-
-def _constant(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
-    return add_constant(module, node, f"{node.name}_{name}", value, f"{node.name}.{name}")
-
-
-def _constant_weight(module: fx.GraphModule, arguments: dict[str, Any]) -> PackedWeight | None:
-    """Return the weight of a call; None where it is computed."""
-    parts = {name: arguments[name] for name in PARTS}
-    if any(part is not None and part.op != "get_attr" for part in parts.values()):
-        return None
-    tensors: dict[str, Any] = {name: None if part is None else constant_of(module, part) for name, part in parts.items()}
-    features = arguments["in_features"] if "in_features" in arguments else arguments["features"]
-    return stored_weight(**tensors, dtype=arguments["dtype"], features=features)

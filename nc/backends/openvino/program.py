@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from nc.backends.native.attention import recompose
-from nc.backends.native.qdq_rewrites import hoist, unsigned
-from nc.backends.openvino.low_bit import replace_low_bit
+from nc.backends.openvino.low_bit import compressed
 from nc.backends.passes import Pass, run_passes
 from nc.backends.program import Program, fold
 from nc.backends.program import program as built
+from nc.backends.rewrites.attention import recompose
+from nc.backends.rewrites.codes import hoist, unsigned
+from nc.backends.rewrites.low_bit import replace_low_bit
 from nc.errors import BackendError
 from nc.graph.catalogue import input_node, op_name, schema_arguments
 from nc.graph.fx_utils import add_constant, constant_of, drop_unused, inline, take_over
@@ -167,7 +168,7 @@ def _as_rows(module: fx.GraphModule) -> None:
 
 
 _PASSES = (
-    Pass("low_bit_weights", replace_low_bit),
+    Pass("low_bit_weights", functools.partial(replace_low_bit, spell=compressed)),
     Pass("empty_vectors", _without_empty),
     Pass("bf16", _without_bf16),
     Pass("attention", recompose),

@@ -22,6 +22,7 @@ from nc.backends.profiling.load import Watch
 from nc.backends.profiling.nodes import node_steps
 from nc.backends.profiling.own_model import OwnModel
 from nc.backends.profiling.profile import Step
+from nc.backends.rewrites.attention import recompose
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph.fx_utils import copy_module
 from nc.graph.plan import Plan
@@ -164,8 +165,6 @@ def measure(
         quantized: what the user calls, with the arguments of `own`; None: the engine alone is timed.
         watch: looks at the machine.
     """
-    from nc.backends.native.attention import recompose
-
     seconds = SECONDS if seconds is None else seconds
     module, _ = copy_module(fp32)
     recompose(module)

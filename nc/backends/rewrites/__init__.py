@@ -1,0 +1,1 @@
+"""Rewrites of graphs that several engines use."""
