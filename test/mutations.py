@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         "sizes-of-programs-for-others",
         "a program that asks for no sizes has those fixed for which it would be wrong",
-        "api/artefact.py",
+        "api/exports.py",
         "if condition.silent), None)",
         "if False), None)",
         ("size_paths",),

@@ -10,10 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 #: Imports inside functions, by the module that has them; each avoids a load that most users do not need.
 DEFERRED = {
-    "nc.backends": ("nc.backends.ipex", "nc.backends.native", "nc.backends.openvino"),  # an engine is loaded when somebody asks for it
     # names and versions are known without loading the engine
     "nc.backends.ipex": ("nc.backends.ipex.lower", "nc.backends.ipex.quiet"),
-    "nc.api.generation.decoder": ("nc.backends.native.decode",),  # likewise
     "nc.__main__": ("nc.cli.main",),  # after it is known that the package is ours
     "nc.cli.main": ("nc",),  # `--help` must not wait for torch
 }

@@ -1,20 +1,32 @@
-"""Backends by name. An engine is imported in its own branch below, and only when it is asked for."""
+"""Backends by name. `ENGINES` is where an engine is registered; it is imported when it is asked for, and no other one with it."""
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import fx
+
 from nc.backends import cpu
 from nc.backends.auto_order import Race, in_order, race_for
-from nc.backends.base import Backend, Option, check_available, exports_of, options_of, precautions_for
-from nc.backends.reference import ReferenceBackend
+from nc.backends.base import Backend, Exporter, Option, check_available, precautions_for
 from nc.capture.precautions import Precautions
 from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnknownBackendError, UnsupportedError
+from nc.nn import QuantLinear
 
 _T = TypeVar("_T")
 
-BUILT_IN = ("ipex", "native", "openvino", "reference")
+#: The engines of nc: name → the class, as "module:class".
+ENGINES: Mapping[str, str] = {
+    "ipex": "nc.backends.ipex:IpexBackend",
+    "native": "nc.backends.native:NativeBackend",
+    "onnx": "nc.backends.onnx:OnnxBackend",
+    "openvino": "nc.backends.openvino:OpenVINOBackend",
+    "reference": "nc.backends.reference:ReferenceBackend",
+}
 #: What "auto" tries, in this order unless another one was measured to be faster (`nc.backends.auto_order`); not the reference, which
 #: computes in fp32, and not OpenVINO, which is asked for by name.
 AUTO = ("native", "ipex")
@@ -26,12 +38,15 @@ _REGISTERED: dict[str, Backend] = {}
 
 
 def register_backend(backend: Backend) -> None:
-    """Make a backend of your own known under its `name`; the protocol is `nc.backends.base.Backend`.
+    """Make a backend of your own known under its `name`; its class derives from `nc.backends.base.Backend`.
 
     Raises:
-        ConfigError: the name is taken, or a row of its capabilities names a dtype that does not exist.
+        ConfigError: it does not, the name is taken, or a row of its capabilities names a dtype that does not exist.
     """
-    if backend.name in (*BUILT_IN, "auto", *_REGISTERED):
+    if not isinstance(backend, Backend):
+        msg = f"Expected an object whose class derives from nc.backends.base.Backend, but got a {type(backend).__name__}."
+        raise ConfigError(msg)
+    if backend.name in (*ENGINES, "auto", *_REGISTERED):
         msg = f"A backend named {backend.name!r} exists already; choose another name."
         raise ConfigError(msg)
     backend.capabilities()
@@ -40,12 +55,12 @@ def register_backend(backend: Backend) -> None:
 
 def backend_names() -> tuple[str, ...]:
     """All names that `get_backend` knows."""
-    return (*BUILT_IN, *_REGISTERED)
+    return tuple(backend.name for backend in _engines() if backend.runs_models)
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Names of the backends that are not part of nc."""
-    return tuple(_REGISTERED)
+    """Names of the backends that are not part of nc, without those that run no models."""
+    return tuple(backend.name for backend in _REGISTERED.values() if backend.runs_models)
 
 
 def available_backends() -> dict[str, str]:
@@ -59,31 +74,32 @@ def get_backend(name: str) -> Backend:
     Raises:
         UnknownBackendError: no backend has that name.
     """
-    match name:
-        case "reference":
-            return ReferenceBackend()
-        case "ipex":
-            from nc.backends.ipex import IpexBackend
+    backend = _engine(name)
+    if backend is None or not backend.runs_models:
+        msg = f"No backend is called {name!r}; known: auto, {', '.join(backend_names())}."
+        raise UnknownBackendError(msg)
+    return backend
 
-            return IpexBackend()
-        case "native":
-            from nc.backends.native import NativeBackend
 
-            return NativeBackend()
-        case "openvino":
-            from nc.backends.openvino import OpenVINOBackend
+def _engine(name: str) -> Backend | None:
+    """Return the engine of a name; None where there is none."""
+    return _built_in(name) if name in ENGINES else _REGISTERED.get(name)
 
-            return OpenVINOBackend()
-        case _ if name in _REGISTERED:
-            return _REGISTERED[name]
-        case _:
-            msg = f"No backend is called {name!r}; known: auto, {', '.join(backend_names())}."
-            raise UnknownBackendError(msg)
+
+@functools.cache
+def _built_in(name: str) -> Backend:
+    backend: Backend = pkgutil.resolve_name(ENGINES[name])()
+    return backend
+
+
+def _engines() -> tuple[Backend, ...]:
+    """Return all engines: those of nc, and those that users registered."""
+    return (*map(_built_in, ENGINES), *_REGISTERED.values())
 
 
 def candidates(model: str | None = None) -> tuple[str, ...]:
     """Return what "auto" tries, in this order, for a kind of model; None: before it is known."""
-    return (*in_order(AUTO, _race(model)), *_REGISTERED)
+    return (*in_order(AUTO, _race(model)), *registered_backends())
 
 
 def _race(model: str | None) -> Race | None:
@@ -165,16 +181,14 @@ def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
     Raises:
         ConfigError: an option of other backends only, or a value that it does not take; names the backends that have it.
     """
-    own = options_of(backend)
+    own = backend.options
     accepted = {}
     for name, value in given.items():
         if name not in own and value == DEFAULTS.get(name):
             continue
         owners = {backend.name: own[name]} if name in own else _owners(name)
         if owners and not any(value in option.values for option in owners.values()):
-            values = ", ".join(map(repr, next(iter(owners.values())).values))
-            msg = f"Expected {name} to be one of {values}, but got {value!r}."
-            raise ConfigError(msg)
+            next(iter(owners.values())).check(name, value)
         if name in own:
             accepted[name] = value
         elif not owners or not all(option.protects for option in owners.values()):
@@ -186,23 +200,60 @@ def engine_options(backend: Backend, **given: Any) -> dict[str, Any]:
 
 def _owners(option: str) -> dict[str, Option]:
     """Return the backends that have an option."""
-    tables = {name: options_of(get_backend(name)) for name in backend_names()}
-    return {name: table[option] for name, table in tables.items() if option in table}
+    return {backend.name: backend.options[option] for backend in _engines() if option in backend.options}
 
 
 def precautions() -> Precautions:
     """Return what capture has to do because of all known backends, run they here or not: the same model gives the same graph."""
-    return precautions_for(map(get_backend, backend_names()))
-
-
-def exporting_backends(format: str) -> tuple[str, ...]:  # noqa: A002
-    """Names of the backends that can write a format."""
-    return tuple(name for name in backend_names() if format in exports_of(get_backend(name)))
+    return precautions_for(_engines())
 
 
 def export_formats() -> tuple[str, ...]:
-    """All formats that some backend can write."""
-    return tuple(dict.fromkeys(format_ for name in backend_names() for format_ in exports_of(get_backend(name))))
+    """All formats that some engine can write; those of engines that run no models come last."""
+    ordered = sorted(_engines(), key=lambda backend: not backend.runs_models)
+    return tuple(dict.fromkeys(format_ for backend in ordered for format_ in backend.exports))
+
+
+def exporter_for(format: str, backend: str) -> tuple[Exporter, Backend | None]:  # noqa: A002
+    """Return what writes a format for a model of a backend.
+
+    Args:
+        format: its name.
+        backend: the name of the model's backend.
+
+    Returns:
+        The exporter, and the engine whose form of the quantized graph it needs; None: it needs the model's own engine model.
+
+    Raises:
+        UnsupportedError: no backend has the format, or it is a form of the models of other backends; the message names them.
+    """
+    own = get_backend(backend).exports.get(format)
+    if own is not None and not own.from_graph:
+        return own, None
+    engines = [engine for engine in _engines() if format in engine.exports]
+    found = next((engine for engine in engines if engine.exports[format].from_graph), None)
+    if found is not None:
+        return found.exports[format], found
+    if engines:
+        others = " or ".join(f'backend="{engine.name}"' for engine in engines)
+        msg = f"Backend {backend!r} has no form {format!r}; load or convert with {others}."
+    else:
+        msg = f"No backend writes the format {format!r}; there are {', '.join(map(repr, export_formats()))}."
+    raise UnsupportedError(msg)
+
+
+def plan_token(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]]:
+    """Return what computes one token of a language model, by the first engine of "auto" that has plans of it; see `Backend.plan_token`.
+
+    Raises:
+        BackendUnavailableError: that engine has none on this machine, or no engine has plans.
+    """
+    for name in candidates():
+        found = get_backend(name).plan_token(module, layers)
+        if found is not None:
+            return found
+    msg = "No engine has plans of tokens."
+    raise BackendUnavailableError(msg)
 
 
 def why_chosen(name: str, chosen: str, failed: Mapping[str, str] | None = None, model: str | None = None) -> str:

@@ -1,24 +1,27 @@
-"""The protocol of a backend: a name, capabilities as data, and a function that lowers a QDQ graph.
-
-A backend never reads a configuration: the QDQ graph contains everything.
-"""
+"""What every backend is: a name, declarations as data, and a method that lowers a QDQ graph."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch import fx
 
-from nc.backends.passes import Rewrite
+from nc.backends.low_bit.kernel import LowBitKernel
+from nc.backends.passes import Pass, Rewrite
 from nc.backends.profiling.profile import Profile, Step
 from nc.capture.precautions import Precautions
-from nc.errors import BackendError, BackendUnavailableError, NCError, UnsupportedError
+from nc.errors import BackendError, BackendUnavailableError, ConfigError, NCError, UnsupportedError
 from nc.formats import Capabilities
 from nc.graph.qdq import QDQGraph
-from nc.nn import KernelChoice
+from nc.nn import KernelChoice, QuantLinear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +95,7 @@ class EngineModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """An option of `lower` that an engine has beside `verify`.
+    """An option of `lower` that an engine has beside `verify`, or one of an export.
 
     Attributes:
         values: those that it takes.
@@ -102,72 +105,130 @@ class Option:
     values: tuple[object, ...]
     protects: bool = False
 
+    def check(self, name: str, value: object) -> None:
+        """Raise ConfigError for a value that the option called `name` does not take."""
+        if value not in self.values:
+            msg = f"Expected {name} to be one of {', '.join(map(repr, self.values))}, but got {value!r}."
+            raise ConfigError(msg)
+
+
+#: The option `verify` of exports that compare the file with the quantized graph.
+VERIFY = Option(("raise", "warn", "off"))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exporter:
     """How a model is written as a program of some format.
 
     Attributes:
-        write: (the quantized graph, the engine model or None, further options by keyword) → content of the file; for several files, which
-            have one name but for its suffix, their contents by suffix, the file that users name first.
+        write: (the quantized graph, the engine model or None, the path of a file, options by keyword) → what is worth telling, or None. It
+            writes the file, and beside it whatever else belongs to the program, into a folder that holds nothing else. All of it gets to
+            the user's folder, under the same names, when `write` has returned.
+        suffix: how the file's name must end; "" for any.
+        options: those of `write`, by name.
         from_graph: it needs the quantized graph only, so that a model of any backend can be written by this one.
     """
 
-    write: Callable[..., bytes | Mapping[str, bytes]]
+    write: Callable[..., object]
+    suffix: str = ""
+    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     from_graph: bool = False
 
 
-def write_script(graph: QDQGraph, engine: EngineModel) -> bytes:
+def write_script(graph: QDQGraph, engine: EngineModel, file: Path) -> None:
     """Write the TorchScript program of an engine that runs one; raises UnsupportedError where this model has none."""
     if engine.script is None:
         msg = "The engine runs this model without a TorchScript program, so there is none to write."
         raise UnsupportedError(msg)
     buffer = io.BytesIO()  # a file's own name would become part of its bytes
     torch.jit.save(engine.script, buffer)
-    return buffer.getvalue()
+    file.write_bytes(buffer.getvalue())
 
 
-class Backend(Protocol):
-    """See the module text.
+class Backend:
+    """What an engine declares, and how it computes a quantized graph. An engine is a class that derives from this one.
+
+    All that is declared can be read without the engine installed. What a class leaves out is as here: nothing.
 
     Attributes:
         name: how users call it.
-        options: what `lower` takes beside `verify`, by name. A backend that leaves it out takes `isolate`.
-        exports: what it can write, by name of the format. A backend that leaves it out writes the TorchScript program of its models.
-
-    A backend with kernels for low-bit weights has a method `low_bit_kernels()`, which gives rows of
-    `nc.backends.low_bit.kernel.LowBitKernel`, the preferred ones first.
-
-    A backend whose models do not read the graph's codes of weights again, or only after a call of `QDQGraph.intact`, has a true attribute
-    `packs_weights`: `load` then leaves them in the artefact's file instead of in memory.
-
-    An engine whose import changes torch's kernels in the whole process has two more attributes:
-
-    * `capture_passes`, a sequence of `Pass`: rewrites of a captured fp32 graph, so that these kernels compute it correctly. Every captured
-      graph gets them, whatever backend it is for, since any model of the process may run with these kernels.
-    * `around_model`: fp32 model → a context in which the model computes what torch alone would compute.
+        runs_models: False: it only writes files for another runtime, so no model can be converted or loaded for it.
+        options: what `lower` takes beside `verify`, by name.
+        exports: what it can write, by name of the format.
+        packs_weights: its models do not read the graph's codes of weights again, or only after a call of `QDQGraph.intact`: `load` then
+            leaves them in the artefact's file instead of in memory.
+        capture_passes: for an engine whose import changes torch's kernels in the whole process: rewrites of a captured fp32 graph, so that
+            these kernels compute it correctly. Every captured graph gets them, whatever backend it is for, since any model of the process
+            may run with these kernels.
+        packages: distributions that it needs beside torch; `doctor` shows their versions.
+        remark: what `doctor` says where it can run.
     """
 
     name: str
-    options: Mapping[str, Option]
-    exports: Mapping[str, Exporter]
+    runs_models: bool = True
+    options: Mapping[str, Option] = MappingProxyType({})
+    exports: Mapping[str, Exporter] = MappingProxyType({})
+    packs_weights: bool = False
+    capture_passes: Sequence[Pass] = ()
+    packages: Sequence[str] = ()
+    remark: str = ""
 
     def why_unavailable(self) -> str:
-        """Why it can't run here and what to do about it; "" when it can."""
+        """Return why it can't run here and what to do about it; "" when it can."""
+        return ""
 
     def capabilities(self) -> Capabilities:
         """Return what it can run on this CPU; needs no engine to be installed."""
+        return Capabilities(backend=self.name, ops=())
+
+    def around_model(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which a fp32 model computes what torch alone would compute, see `capture_passes`."""
+        return contextlib.nullcontext()
+
+    def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
+        """Return its kernels for linears with low-bit weights, the preferred ones first."""
+        return ()
+
+    def plan_token(
+        self,
+        module: fx.GraphModule,
+        layers: Sequence[QuantLinear],
+    ) -> Callable[..., Sequence[torch.Tensor]] | None:
+        """Return what runs a graph that computes one token of a language model and may change its inputs in place.
+
+        Args:
+            module: flat graph, which may be changed.
+            layers: the low-bit linears of the model that it was captured from; what their kernels packed can be shared.
+
+        Returns:
+            flat inputs → flat outputs; None where the engine has no such plans.
+
+        Raises:
+            BackendUnavailableError: it has, but not on this machine.
+        """
+        return None
 
     def start(self) -> None:
-        """Import the engine, if it is not yet: it may bring kernels of its own for fp32 operators, so this comes before anything runs."""
+        """Import the engine, if it is not yet: it may bring kernels of its own for fp32 operators, so this comes before anything runs.
+
+        Raises:
+            BackendUnavailableError: it can't run here.
+        """
+        check_available(self)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """Return an engine model of the graph.
+
+        Args:
+            graph: the quantized model. The backend never sees a configuration: the graph contains everything.
+            options: `verify`, and those of `options`.
 
         Raises:
             BackendUnavailableError: the engine can't run here.
             VerificationError: the engine computes something else than the graph.
         """
+        msg = f"Backend {self.name!r} runs no models: its class has no `lower`."
+        raise UnsupportedError(msg)
 
 
 def check_available(backend: Backend) -> None:
@@ -186,25 +247,11 @@ def check_bf16(backend: Backend, graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
-_UNDECLARED: Mapping[str, Option] = {"isolate": Option(("auto", "always", "never"), protects=True)}
-
-
-def options_of(backend: Backend) -> Mapping[str, Option]:
-    """Return the options that a backend declares; one without a declaration has `isolate`."""
-    return getattr(backend, "options", _UNDECLARED)
-
-
-def exports_of(backend: Backend) -> Mapping[str, Exporter]:
-    """Return the formats that a backend declares. One without a declaration can write the TorchScript module that its models have."""
-    return getattr(backend, "exports", {"torchscript": Exporter(write_script)})
-
-
 def precautions_for(backends: Iterable[Backend]) -> Precautions:
     """Return what capture has to do because of these backends."""
     backends = tuple(backends)
-    passes = [each for backend in backends for each in getattr(backend, "capture_passes", ())]
-    around = [backend.around_model for backend in backends if hasattr(backend, "around_model")]
-    return Precautions(tuple(each.run for each in passes), tuple(around))
+    passes = [each for backend in backends for each in backend.capture_passes]
+    return Precautions(tuple(each.run for each in passes), tuple(backend.around_model for backend in backends))
 
 
 def lower(backend: Backend, graph: QDQGraph, **options: Any) -> EngineModel:

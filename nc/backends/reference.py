@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, EngineReport, Exporter, OpRun, Option
+from nc.backends.base import Backend, EngineModel, EngineReport, OpRun
 from nc.backends.profiling.nodes import profile_nodes
 from nc.formats import DTYPES, Capabilities, OpSupport
 from nc.formats.rule_key import KIND_NAMES
@@ -26,16 +25,11 @@ _DYNAMIC = ("per_token", "per_tensor")
 _NOTE = "simulated: codes are dequantized and computed in fp32"
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """See the module text."""
 
     name = NAME
-    options: Mapping[str, Option] = {}
-    exports: Mapping[str, Exporter] = {}
-
-    def why_unavailable(self) -> str:
-        """Return "": it always runs."""
-        return ""
+    remark = "fp32 simulation of the integers: for checking, not for speed; auto uses it for simulated formats only"
 
     def capabilities(self) -> Capabilities:
         """Every kind and dtype."""
@@ -56,9 +50,6 @@ class ReferenceBackend:
         rows += tuple(OpSupport(kind=kind, fake=tuple(DTYPES), note=_NOTE) for kind in sorted(SIMULATED_ONLY))
         fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
         return Capabilities(backend=NAME, ops=rows, fused_add=fused_add, why_no_bf16="", dynamic_cost=cpu.DYNAMIC_COST)
-
-    def start(self) -> None:
-        """Nothing to import."""
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """Run the graph's own module."""

@@ -16,6 +16,13 @@ def staging_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
+def check_no_directory(target: Path) -> None:
+    """Raise ArtefactError where a file is to be written and a directory has its name."""
+    if target.is_dir():
+        msg = f"{str(target)!r} is a directory; choose another name for the file."
+        raise ArtefactError(msg)
+
+
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path to write a file to. It replaces `path` when the block ends without an exception; else `path` stays as it was.
@@ -26,9 +33,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         ArtefactError: a directory has the name.
     """
     target = Path(path).resolve()
-    if target.is_dir():
-        msg = f"{str(target)!r} is a directory; choose another name for the file."
-        raise ArtefactError(msg)
+    check_no_directory(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = staging_path(target)
     try:

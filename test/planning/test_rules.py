@@ -25,6 +25,7 @@ from nc import (
     register_backend,
 )
 from nc.backends import get_backend
+from nc.backends.base import Backend
 from nc.formats import FLOAT, PER_CHANNEL, PER_TENSOR, PER_TOKEN, Capabilities, OpSupport, TensorSpec
 from nc.graph.plan import Plan
 from nc.planning.rules import fit, resolve
@@ -233,7 +234,7 @@ def test_a_plan_for_another_backend(ten):
         fit(plan, Capabilities(backend="other", ops=only_uint8))
 
 
-class TinyBackend:
+class TinyBackend(Backend):
     name = "tiny for test_rules"
 
     def why_unavailable(self):

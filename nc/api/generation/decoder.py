@@ -17,6 +17,7 @@ from nc.api.generation.memory import Memory, memory_of, why_unknown
 from nc.api.generation.names import CACHE_NAMES, cache_field, cache_of
 from nc.api.generation.snapshot import Snapshot
 from nc.api.generation.step import captured
+from nc.backends import plan_token
 from nc.errors import BackendError, CaptureError, NCError, UnsupportedError, VerificationError
 from nc.nn import QuantLinear
 from nc.numerics.metrics import worst_sqnr_db
@@ -234,8 +235,6 @@ class Decoder:
 
     def _step(self, memory: Memory, masked: bool) -> _Step:
         """Return what computes a token. Some models can be captured only with a mask, which hides nothing then."""
-        from nc.backends.native.decode import planned_step
-
         model = self._model()
         assert model is not None
         try:
@@ -248,7 +247,7 @@ class Decoder:
             except CaptureError:
                 raise error from None
         inputs = tuple(str(node.target) for node in module.graph.nodes if node.op == "placeholder")
-        return _Step(planned_step(module, self.layers), inputs)
+        return _Step(plan_token(module, self.layers), inputs)
 
 
 def _kind(kwargs: Mapping[str, Any]) -> _Kind:

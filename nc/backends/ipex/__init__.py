@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, Exporter, Option, check_available, write_script
+from nc.backends.base import Backend, EngineModel, Exporter, Option, check_available, write_script
 from nc.backends.ipex.capture_passes import CAPTURE_PASSES, right_layer_norms
 from nc.backends.ipex.low_bit import IPEX_WOQ
 from nc.backends.low_bit.kernel import LowBitKernel
@@ -44,7 +46,7 @@ OPS = (
 _HALVED = frozenset(row.kind for row in OPS if row.kind.startswith("conv"))
 
 
-class IpexBackend:
+class IpexBackend(Backend):
     """See the module text."""
 
     name = NAME
@@ -54,7 +56,11 @@ class IpexBackend:
     }
     exports: Mapping[str, Exporter] = {"torchscript": Exporter(write_script)}
     capture_passes = CAPTURE_PASSES
-    around_model = staticmethod(right_layer_norms)
+    packages = (_PACKAGE,)
+
+    def around_model(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """See `right_layer_norms`."""
+        return right_layer_norms(model)
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nc.backends import AUTO, get_backend, registered_backends
-from nc.backends.base import Backend, check_available
+from nc.backends import AUTO, backend_names, get_backend, registered_backends
+from nc.backends.base import check_available
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.errors import UnsupportedError
@@ -123,22 +123,23 @@ def engine(name: str = "auto") -> LowBitEngine | None:
         return None
     if name == "auto":
         names = (*registered_backends(), *AUTO)
-        found = [kernel for each in names if not get_backend(each).why_unavailable() for kernel in rows_of(get_backend(each))]
+        found = [kernel for each in names if not get_backend(each).why_unavailable() for kernel in get_backend(each).low_bit_kernels()]
         return LowBitEngine(name, tuple(found)) if any(not kernel.refused for kernel in found) else None
     backend = get_backend(name)
-    kernels = rows_of(backend)
+    kernels = backend.low_bit_kernels()
     if all(kernel.refused for kernel in kernels):
         why = "".join(f" {kernel.what}: {kernel.refused}." for kernel in kernels)
-        msg = f'Backend {name!r} has no kernel for low-bit weights.{why} Use "auto", "native" or "reference".'
+        msg = f"Backend {name!r} has no kernel for low-bit weights.{why} Use {_named_for_users()}."
         raise UnsupportedError(msg)
     check_available(backend)
     return LowBitEngine(name, kernels)
 
 
-def rows_of(backend: Backend) -> tuple[LowBitKernel, ...]:
-    """Return the low-bit kernels that a backend declares by a method `low_bit_kernels`; the preferred ones first."""
-    declared = getattr(backend, "low_bit_kernels", None)
-    return () if declared is None else declared()
+def _named_for_users() -> str:
+    """Return what users can ask for, as text: "auto", the backends with kernels for low-bit weights, and the reference."""
+    computing = [name for name in backend_names() if any(not kernel.refused for kernel in get_backend(name).low_bit_kernels())]
+    *names, last = (f'"{name}"' for name in ("auto", *computing, "reference"))
+    return f"{', '.join(names)} or {last}"
 
 
 def set_backend(model: torch.nn.Module, name: str = "auto") -> torch.nn.Module:

@@ -15,7 +15,6 @@ from torch import fx
 
 from nc.backends import get_backend
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as, used
-from nc.backends.low_bit.engine import rows_of
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.graph.catalogue import op_name, schema_arguments
 from nc.graph.fx_utils import constant_of, free_name, take_over
@@ -61,7 +60,7 @@ Pack = Callable[[LowBitKernel, PackedWeight], PackedLayout]
 
 def replace_low_bit(
     module: fx.GraphModule,
-    backend: str = "native",
+    backend: str,
     refused: tuple[LowBitKernel, ...] = (),
     pack: Pack = lambda kernel, weight: kernel.pack(weight),
 ) -> None:
@@ -73,7 +72,7 @@ def replace_low_bit(
         refused: further rows, which would be preferred if they were not refused.
         pack: packs a weight, or finds what was packed of it before.
     """
-    kernels, layouts = rows_of(get_backend(backend)), _Layouts(module, pack)
+    kernels, layouts = get_backend(backend).low_bit_kernels(), _Layouts(module, pack)
     for node in [n for n in module.graph.nodes if n.target is quant_linear]:
         arguments = schema_arguments(node)
         x, weight = arguments["x"].meta["val"], _constant_weight(module, arguments)
@@ -154,7 +153,7 @@ def _linear(
         msg = f"a low-bit linear of {in_features} input features can't take {tuple(x.shape)}"
         raise ValueError(msg)
     rows, start = x.numel() // in_features, 0
-    known = {kernel.name: kernel for kernel in rows_of(get_backend(backend))}
+    known = {kernel.name: kernel for kernel in get_backend(backend).low_bit_kernels()}
     for name, count in zip(kernels, counts, strict=True):
         if 0 < rows <= known[name].max_rows:
             layout: PackedLayout = tuple(layouts[start : start + count])

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, Exporter, Option, check_available
+from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option, check_available
 from nc.backends.low_bit.aten import DYN_QUANT_4BIT, INT4PACK, INT8PACK
 from nc.backends.low_bit.bag import BAG
 from nc.backends.low_bit.blocks import BLOCKS, BLOCKS_BF16
 from nc.backends.low_bit.compiled import KERNELS as IN_C
 from nc.backends.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
 from nc.backends.low_bit.kernel import LowBitKernel
-from nc.backends.native import lower, package
+from nc.backends.native import decode, lower, package
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
+from nc.nn import QuantLinear
 from nc.process.lock import LOCK
 
 NAME = "native"
@@ -44,7 +46,7 @@ OPS = (
 )
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """See the module text."""
 
     name = NAME
@@ -54,7 +56,9 @@ class NativeBackend:
         "verify_sizes": Option((True, False), protects=True),
         "verify_kernels": Option((lower.ALWAYS, lower.IN_DOUBT), protects=True),
     }
-    exports: Mapping[str, Exporter] = {"pt2": Exporter(package.package, from_graph=True)}
+    exports: Mapping[str, Exporter] = {
+        "pt2": Exporter(package.write, options={"free_sizes": Option((False, True)), "verify": VERIFY}, from_graph=True)
+    }
 
     def why_unavailable(self) -> str:
         """Return what this torch or CPU lacks; "" when it can run."""
@@ -72,6 +76,10 @@ class NativeBackend:
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights, the preferred ones first."""
         return (*IN_C, *IN_C_BY_BLOCKS, INT4PACK, INT8PACK, DYN_QUANT_4BIT, BAG, BLOCKS_BF16, BLOCKS)
+
+    def plan_token(self, module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]]:
+        """See `decode.planned_step`; raises BackendUnavailableError where this machine can have no plans."""
+        return decode.planned_step(module, layers)
 
     def start(self) -> None:
         """Nothing to import. Hides torch 2.13's warning that quantized tensors are deprecated, because users cannot act on it.

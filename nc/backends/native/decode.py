@@ -42,7 +42,7 @@ def planned_step(module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Plann
             return kernel.pack(weight)
         return layer.engine.packed(layer, kernel)
 
-    replace_low_bit(module, pack=pack)
+    replace_low_bit(module, "native", pack=pack)
     module.recompile()
     source = provider()
 

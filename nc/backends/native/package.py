@@ -17,7 +17,7 @@ from nc.backends.native.lower import executed
 from nc.backends.native.passes import finish, kernels
 from nc.backends.native.torch_library import in_place
 from nc.backends.passes import run_passes
-from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.backends.verify import first_disagreement, verify_outputs
 from nc.errors import BackendError, UnsupportedError
 from nc.graph.fx_utils import copy_module
 from nc.graph.plan import Decision
@@ -30,12 +30,20 @@ from nc.process.warn import warn
 _OPTIONS = {"freezing": True, "post_grad_custom_post_pass": in_place}
 
 
-def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: bool = False, verify: str = "raise") -> bytes:
-    """Content of the `.pt2`, for this CPU; run once and compared with the graph.
+def write(
+    graph: QDQGraph,
+    engine: EngineModel | None,
+    file: Path,
+    *,
+    free_sizes: bool = False,
+    verify: str = "raise",
+) -> None:
+    """Write the `.pt2`, for this CPU; it was run once and compared with the graph.
 
     Args:
         graph: the quantized model, with static quantization only.
         engine: not needed.
+        file: where.
         free_sizes: sizes that are free in the graph stay so.
         verify: see `nc.backends.verify`.
 
@@ -45,7 +53,6 @@ def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: b
         BackendError: AOTInductor failed.
         VerificationError: what it compiled computes something else than the graph.
     """
-    check_option("verify", verify, ("raise", "warn", "off"))
     check_compiler("export_pt2()")
     _check_static(graph)
     used = [leaf.dims for leaf in graph.signature.leaves if leaf.used]
@@ -67,7 +74,7 @@ def package(graph: QDQGraph, engine: EngineModel | None = None, *, free_sizes: b
     first = functools.partial(first_disagreement, graph.module, graph.example, run_part)
     with torch.no_grad():
         verify_outputs(graph, _as_before(graph, run(*graph.example)), verify, "AOTInductor's program", first)
-    return data
+    file.write_bytes(data)
 
 
 def _compile(module: fx.GraphModule, example: tuple[torch.Tensor, ...], free: Any = None) -> tuple[bytes, Callable[..., Sequence[Any]]]:

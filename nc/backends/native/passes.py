@@ -43,7 +43,10 @@ def kernels(example: Sequence[torch.Tensor], *, program: bool = False, products:
         if products
         else ()
     )
-    shapes, low_bit = Pass("shapes", functools.partial(note_shapes, example=example)), Pass("low_bit_kernels", replace_low_bit)
+    shapes, low_bit = (
+        Pass("shapes", functools.partial(note_shapes, example=example)),
+        Pass("low_bit_kernels", functools.partial(replace_low_bit, backend="native")),
+    )
     return (
         shapes if program else low_bit,
         Pass("recurrent_layers", replace_recurrent, why_not_recurrent, "int8"),

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from nc.backends.base import EngineModel
 from nc.backends.onnx.convert import Converted, convert, of_graph
 from nc.backends.onnx.integers import int32_biases
 from nc.backends.onnx.program import program
 from nc.backends.onnx.report import OnnxReport, operators
 from nc.backends.onnx.runtime import EXACT, Kernel, run, version
 from nc.backends.onnx.sums import WITHOUT_VNNI, saturating
-from nc.backends.verify import agreement_db, check_option, first_disagreement, required_db, verify_outputs
-from nc.errors import BackendError, BackendUnavailableError, ConfigError, UnsupportedError
+from nc.backends.verify import agreement_db, first_disagreement, required_db, verify_outputs
+from nc.errors import BackendError, BackendUnavailableError, UnsupportedError
 from nc.graph.plan import OUTPUTS
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import named, narrow
 from nc.process.error_texts import is_of_tensor_used_twice
 from nc.process.warn import warn
-from nc.storage.atomic import replaced
 
 SUFFIX = ".onnx"
 _INSTALL = "pip install 'nc-quant[onnx]'"
 
 
-def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: bool = False) -> OnnxReport:
-    """Write the file, and beside it `.data` with the constants where they are more than 2 GB; nothing is there if anything fails.
+def write(
+    graph: QDQGraph,
+    engine: EngineModel | None,
+    file: Path,
+    *,
+    verify: str = "raise",
+    without_vnni: bool = False,
+) -> OnnxReport:
+    """Write the file, and beside it `.data` with the constants where they are more than 2 GB.
 
     Args:
         graph: the quantized model.
-        path: the file.
+        engine: not needed.
+        file: where.
         verify: see `nc.backends.verify`; "off" needs no ONNX Runtime.
         without_vnni: quantize weights again that could saturate on CPUs without VNNI.
 
     Raises:
-        ConfigError: the name does not end in `.onnx`.
         UnsupportedError: an input has a type that can't be given to ONNX Runtime.
         BackendUnavailableError: a package is missing.
         BackendError: an operator has no translation, or ONNX Runtime fails.
         VerificationError: ONNX Runtime computes something else than the graph.
     """
-    check_option("verify", verify, ("raise", "warn", "off"))
-    if path.suffix != SUFFIX:
-        msg = f"Expected a path that ends in {SUFFIX!r}, but got {str(path)!r}."
-        raise ConfigError(msg)
     _check_packages(verify)
     _check_inputs(graph)
     if without_vnni:
@@ -61,16 +62,13 @@ def write(graph: QDQGraph, path: Path, *, verify: str = "raise", without_vnni: b
     converted = of_graph(graph)
     if graph.plan.placement == OUTPUTS:
         int32_biases(converted.model.model)
-    with _saved(converted, path.name) as file:
-        report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
-        fp32 = {op.operator for op in report.operators if not op.int8}
-        report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
-        if report.saturating and verify != "off":  # once more, as ONNX Runtime runs it by itself
-            outputs, _ = _run(file, graph.example, exact=False)
-            report = dataclasses.replace(report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example)))
-        with contextlib.ExitStack() as stack:
-            for part in sorted(file.parent.iterdir()):
-                shutil.copyfile(part, stack.enter_context(replaced(path.with_name(part.name))))
+    converted.save(str(file))
+    report = OnnxReport() if verify == "off" else _checked(graph, converted, file, verify)
+    fp32 = {op.operator for op in report.operators if not op.int8}
+    report = dataclasses.replace(report, saturating=tuple(name for name in saturating(graph) if name not in fp32))
+    if report.saturating and verify != "off":  # once more, as ONNX Runtime runs it by itself
+        outputs, _ = _run(file, graph.example, exact=False)
+        report = dataclasses.replace(report, saturated_db=agreement_db(graph, converted.program.together(outputs, graph.example)))
     if report.saturating:
         warn(_advice(report, required_db(graph), without_vnni))
     return report
@@ -107,15 +105,6 @@ def _check_inputs(graph: QDQGraph) -> None:
         raise UnsupportedError(msg)
 
 
-@contextlib.contextmanager
-def _saved(converted: Converted, name: str) -> Iterator[Path]:
-    """Save the file in a temporary folder, alone with what belongs to it."""
-    with tempfile.TemporaryDirectory(prefix="nc-") as folder:
-        file = Path(folder) / name
-        converted.save(str(file))
-        yield file
-
-
 def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> OnnxReport:
     """Run the file once, compare its outputs with those of the graph, and say what ran.
 
@@ -132,7 +121,9 @@ def _checked(graph: QDQGraph, converted: Converted, file: Path, verify: str) -> 
 def _run_part(part: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> Sequence[Any]:
     """Return what ONNX Runtime gives for a part of a graph."""
     source = program(part, inputs)
-    with _saved(convert(source, inputs), f"part{SUFFIX}") as file:
+    with tempfile.TemporaryDirectory(prefix="nc-") as folder:
+        file = Path(folder) / f"part{SUFFIX}"
+        convert(source, inputs).save(str(file))
         return source.together(_run(file, inputs, exact=True)[0], inputs)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nc.backends import cpu
-from nc.backends.base import EngineModel, Exporter, Option, check_available
+from nc.backends.base import VERIFY, Backend, EngineModel, Exporter, Option
 from nc.backends.openvino import lower, write
 from nc.formats import Capabilities, OpSupport
 from nc.graph.qdq import QDQGraph
@@ -33,12 +33,13 @@ OPS = (
 )
 
 
-class OpenVINOBackend:
+class OpenVINOBackend(Backend):
     """See the module text."""
 
     name = NAME
     options: Mapping[str, Option] = {"verify_sizes": Option((True, False), protects=True)}
-    exports: Mapping[str, Exporter] = {"openvino": Exporter(write.files, from_graph=True)}
+    exports: Mapping[str, Exporter] = {"openvino": Exporter(write.write, ".xml", {"verify": VERIFY}, from_graph=True)}
+    packages = ("openvino",)
 
     def why_unavailable(self) -> str:
         """Return what is missing and what to install; "" when it can run. Imports nothing of OpenVINO."""
@@ -60,14 +61,6 @@ class OpenVINOBackend:
         """
         ops = OPS if cpu.accumulates_wide() else tuple(row for row in OPS if row.kind not in _WIDE_KINDS)
         return cpu.capabilities(NAME, ops, bf16=True)
-
-    def start(self) -> None:
-        """Nothing to import before calibration: OpenVINO changes nothing of torch.
-
-        Raises:
-            BackendUnavailableError: it can't run here.
-        """
-        check_available(self)
 
     def lower(self, graph: QDQGraph, **options: Any) -> EngineModel:
         """See `lower.lower`; raises BackendUnavailableError when it can't run here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ from nc.backends.base import EngineModel
 from nc.backends.openvino.convert import of_graph
 from nc.backends.openvino.lower import run_part, wants_bf16
 from nc.backends.openvino.runtime import Requests, compiled, core
-from nc.backends.verify import check_option, first_disagreement, verify_outputs
+from nc.backends.verify import first_disagreement, verify_outputs
 from nc.errors import BackendError
 from nc.graph.qdq import QDQGraph
 
 
-def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "raise") -> dict[str, bytes]:  # noqa: ARG001 - not needed
-    """Contents of the `.xml` and the `.bin`; read again, run once and compared with the graph.
+def write(graph: QDQGraph, engine: EngineModel | None, file: Path, *, verify: str = "raise") -> None:  # noqa: ARG001 - not needed
+    """Write the `.xml`, and the `.bin` beside it; read again, run once and compared with the graph.
 
     Args:
         graph: the quantized model.
         engine: not needed.
+        file: the `.xml`.
         verify: see `nc.backends.verify`.
 
     Raises:
@@ -32,22 +32,16 @@ def files(graph: QDQGraph, engine: EngineModel | None = None, *, verify: str = "
     """
     import openvino
 
-    check_option("verify", verify, ("raise", "warn", "off"))
     core()
     converted = of_graph(graph)
     _fix_sizes(converted.model, graph)
     threads, bf16 = torch.get_num_threads(), wants_bf16(graph)
-    with tempfile.TemporaryDirectory(prefix="nc-") as directory:
-        target = Path(directory) / "model.xml"
-        openvino.save_model(converted.model, target, compress_to_fp16=False)
-        written = {suffix: target.with_suffix(suffix).read_bytes() for suffix in (".xml", ".bin")}
-        if verify != "off":
-            outputs = Requests(compiled(target, threads, bf16=bf16)).infer(graph.example)
-            first = functools.partial(
-                first_disagreement, graph.module, graph.example, functools.partial(run_part, threads=threads, bf16=bf16)
-            )
-            verify_outputs(graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first)
-    return written
+    openvino.save_model(converted.model, file, compress_to_fp16=False)
+    if verify != "off":
+        outputs = Requests(compiled(file, threads, bf16=bf16)).infer(graph.example)
+        part = functools.partial(run_part, threads=threads, bf16=bf16)
+        first = functools.partial(first_disagreement, graph.module, graph.example, part)
+        verify_outputs(graph, converted.program.together(outputs, graph.example), verify, "OpenVINO", first)
 
 
 def _fix_sizes(model: Any, graph: QDQGraph) -> None:

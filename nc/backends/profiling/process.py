@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nc.backends.base import Backend, check_available, options_of
+from nc.backends.base import Backend, check_available
 from nc.backends.profiling.onednn_verbose import TIMESTAMPS
 from nc.backends.profiling.profile import Profile
 from nc.backends.spawn import end_with_parent, run_module
@@ -85,6 +85,6 @@ def main(directory: str, module: str, name: str, threads: str, parent: str) -> N
     backend = getattr(importlib.import_module(module), name)()
     check_available(backend)
     inputs = torch.load(folder / "inputs.pt", weights_only=True)
-    options = {"isolate": "never"} if "isolate" in options_of(backend) else {}  # this is a process of its own
+    options = {"isolate": "never"} if "isolate" in backend.options else {}  # this is a process of its own
     engine = backend.lower(store.read(folder / "model").graph(), verify="off", **options)
     (folder / "profile.json").write_text(json.dumps(dataclasses.asdict(engine.profile(inputs))))

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import nc
 from nc.backends import cpu, get_backend
+from nc.backends.base import Backend
 from nc.backends.low_bit import kernel as kernel_module
 from nc.backends.low_bit.aten import INT4PACK, INT8PACK
 from nc.backends.low_bit.bag import BAG, grid
@@ -220,11 +221,8 @@ def test_a_registered_backend_brings_kernels(monkeypatch):
     calls = []
     counted = dataclasses.replace(BLOCKS, name="own blocks", linear=lambda *a: calls.append(a[0].shape[0]) or BLOCKS.linear(*a))
 
-    class Own:
+    class Own(Backend):
         name = "own"
-
-        def why_unavailable(self):
-            return ""
 
         def capabilities(self):
             return get_backend("reference").capabilities()

@@ -11,6 +11,7 @@ from torch import nn
 
 import nc
 from nc.backends import get_backend
+from nc.backends.base import Backend
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit import graph as low_bit
 from nc.backends.low_bit import kernel as kernel_module
@@ -32,7 +33,7 @@ def captured(model, x, dynamic_shapes=None):
     """(the graph of a model, the same with kernels)."""
     module = export(model, x, dynamic_shapes).graph.module
     lowered, _ = copy_module(module)
-    low_bit.replace_low_bit(lowered)
+    low_bit.replace_low_bit(lowered, "native")
     lowered.recompile()
     return module, lowered
 
@@ -161,7 +162,9 @@ def test_a_registered_backend_computes_by_its_own_rows(monkeypatch):
     rows, seen = get_backend("native").low_bit_kernels(), []
     bag = next(row for row in rows if row.name == "bag")
     own = dataclasses.replace(bag, name="own", max_rows=4, linear=lambda x, *a: seen.append(len(x)) or bag.linear(x, *a))
-    monkeypatch.setattr("nc.backends._REGISTERED", {"mine": type("Mine", (), {"low_bit_kernels": lambda _: (own,)})()})
+    monkeypatch.setattr(
+        "nc.backends._REGISTERED", {"mine": type("Mine", (Backend,), {"name": "mine", "low_bit_kernels": lambda _: (own,)})()}
+    )
     layer = layer_of()
     lowered, _ = copy_module(export(layer, torch.randn(2, 128)).graph.module)
     low_bit.replace_low_bit(lowered, "mine")

@@ -1,8 +1,8 @@
 """The OpenVINO backend: the common suite on OpenVINO's CPU plugin."""
 
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -412,15 +412,15 @@ def test_export_writes_both_files_or_none(residual, tmp_path, monkeypatch):
     q, _ = residual
     with pytest.raises(ConfigError, match=r"ends in '\.xml'"):
         export_openvino(q, tmp_path / "m.onnx")
-    real = Path.write_bytes
+    real = shutil.copyfile
 
-    def fails(path, data):
-        if ".bin" in path.name and path.parent == tmp_path:
+    def fails(source, target):
+        if ".bin" in target.name and target.parent == tmp_path:
             msg = "the disk is full"
             raise OSError(msg)
-        return real(path, data)
+        return real(source, target)
 
-    monkeypatch.setattr(Path, "write_bytes", fails)
+    monkeypatch.setattr(shutil, "copyfile", fails)
     with pytest.raises(OSError, match="the disk is full"):
         export_openvino(q, tmp_path / "m.xml")
     assert list(tmp_path.iterdir()) == []
