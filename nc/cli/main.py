@@ -36,7 +36,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _PIPE_WIDTH = 160
 #: What a shell says of a command that a closed pipe stopped: 128 and the number of the signal.
 _CLOSED_PIPE = 128 + signal.SIGPIPE
-_PACKAGES = ("torch", "intel-extension-for-pytorch", "openvino", "transformers", "torchvision", "safetensors", "numpy")
+#: Distributions whose versions `doctor` shows, beside torch and those of the engines.
+_PACKAGES = ("transformers", "torchvision", "safetensors", "numpy")
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -97,6 +98,18 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
+class _BackendOption(click.Option):
+    """`--backend`: its help names the backends that are known when it is shown."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option and its help."""
+        from nc.backends import backend_names
+
+        *names, last = ("auto", *backend_names())
+        self.help = f"{', '.join(names)} or {last}."
+        return super().get_help_record(ctx)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=installation.DISTRIBUTION)
 def main() -> None:
@@ -112,7 +125,7 @@ def main() -> None:
 )
 @click.option("--out", type=_FOLDER, required=True, help="Folder to save to: new, empty, or an artefact to replace.")
 @click.option("--config", type=_FILE, help="A JSON file from to_json_file (default: static int8).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native, openvino or reference.")
+@click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Samples per batch.")
 @click.option(
     "--example",
@@ -224,7 +237,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Calls of each model.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use (default: torch's own choice).")
-@click.option("--backend", default="auto", show_default=True, help="auto, ipex, native, openvino or reference.")
+@click.option("--backend", cls=_BackendOption, default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_command
 def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json: bool) -> None:
@@ -366,19 +379,18 @@ def _tell_health(facts: dict[str, Any]) -> None:
         tell(facts["artefact"], console)
 
 
-def _remark(backend: str) -> str:
-    from nc.backends import cpu
+def _remark(name: str) -> str:
+    from nc.backends import cpu, get_backend
 
-    if backend == "reference":
-        return "fp32 simulation of the integers: for checking, not for speed; auto uses it for simulated formats only"
-    if backend in ("ipex", "native", "openvino") and not cpu.accumulates_wide():
-        why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
-        return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
-    return ""
+    backend = get_backend(name)
+    if backend.remark or cpu.accumulates_wide() or not backend.capabilities().narrow_sums:
+        return backend.remark
+    why = f"{', '.join(cpu.limits())} hides this CPU's VNNI" if cpu.why_narrow() else "this CPU has neither VNNI nor AMX"
+    return f"{why}: nc reduces a few weights so that 16-bit sums cannot overflow"
 
 
 def _onednn() -> str:
-    """Return what `native` calls, and who calls it; or why its plans can't be used."""
+    """Return which oneDNN plans call, and who calls it; or why there can be no plans."""
     from nc.errors import BackendUnavailableError
     from nc.kernels.onednn.providers import provider
     from nc.kernels.onednn.runner import runner
@@ -406,9 +418,10 @@ def _c_code(name: str) -> str:
 def _machine() -> list[tuple[str, str]]:
     import torch
 
-    from nc.backends import cpu
+    from nc.backends import backend_names, cpu, get_backend
     from nc.kernels.c_code import build
 
+    engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
         ("CPU", cpu_model()),
         ("features", (", ".join(cpu.features()) or "none that int8 kernels use") + cpu.why_narrow()),
@@ -419,7 +432,7 @@ def _machine() -> list[tuple[str, str]]:
         ("oneDNN", _onednn()),
         *((f"C code: {name}", _c_code(name)) for name in build.sources()),
     ]
-    for package in _PACKAGES:
+    for package in ("torch", *engines, *_PACKAGES):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
