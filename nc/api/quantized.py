@@ -24,6 +24,9 @@ from nc.kernels.c_code.openmp import leave_threads_of_parent
 from nc.process.torch_settings import without_autocast
 from nc.storage.store import write
 
+#: What to do instead of tracing or exporting an engine's model.
+_INSTEAD = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
+
 
 class ReferenceModule(FixedModule):
     """The QDQ graph as a plain module with the user's signature: fp32 simulation of the integers, on any CPU."""
@@ -111,7 +114,7 @@ class QuantizedModel(FixedModule):
         except NCError:
             raise
         except Exception as error:
-            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True) from error
+            raise call_error(error, f"Backend {self.backend!r}", tensors, graph.example, engine=True, instead=_INSTEAD) from error
         return graph.signature.result(outputs, args, kwargs)
 
     def __copy__(self) -> QuantizedModel:

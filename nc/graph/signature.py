@@ -416,7 +416,7 @@ def _equal(value: Any, constant: Any) -> bool:
 
 
 def call_error(
-    error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False
+    error: Exception, who: str, tensors: Sequence[torch.Tensor], example: Sequence[torch.Tensor], *, engine: bool = False, instead: str = ""
 ) -> NCError:
     """Return what to raise for an error that came up inside a captured graph, or inside the engine that runs it.
 
@@ -426,12 +426,13 @@ def call_error(
         tensors: the flat inputs.
         example: those that the graph was captured with.
         engine: an engine raised it.
+        instead: what a user can do who wants to trace or export the model, as a sentence; for an engine.
 
     Returns:
         UnsupportedError where torch gives an engine tensors without memory; BackendError where an engine fails on inputs of the example's
         sizes, except for values out of range; else InputError.
     """
-    if engine and (why := _without_memory(tensors)):
+    if engine and (why := _without_memory(tensors, instead)):
         return UnsupportedError(f"{who} reads the memory of its inputs, {why}")
     text = f"{who} fails on these inputs: {type(error).__name__}: {str(error).strip() or '-'}"
     given, captured = ([tuple(t.shape) for t in each] for each in (tensors, example))
@@ -441,9 +442,8 @@ def call_error(
     return BackendError(text) if engine and not is_of_index(error) else InputError(text)
 
 
-def _without_memory(tensors: Sequence[torch.Tensor]) -> str:
+def _without_memory(tensors: Sequence[torch.Tensor], instead: str) -> str:
     """Which of torch's transforms gives tensors that have no memory, or does not see what is done there, and what to do; "" for none."""
-    instead = 'nc.export_pt2(), nc.export_onnx(), nc.export_openvino(), or with backend="ipex" nc.export_torchscript(), writes a program.'
     if torch._C._is_tracing():
         return f"which torch.jit.trace() can't record: {instead}"
     if are_fake(tensors):
