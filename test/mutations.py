@@ -316,6 +316,22 @@ MUTATIONS = (
         ("auto",),
     ),
     Mutation(
+        "engine-of-files",
+        "an engine that only writes files is no backend for models",
+        "backends/__init__.py",
+        "if backend is None or not backend.runs_models:",
+        "if backend is None:",
+        ("toy_engine",),
+    ),
+    Mutation(
+        "engine-suffix",
+        "the name of an exported file ends as its format demands",
+        "backends/exporting.py",
+        "if exporter.suffix and path.suffix != exporter.suffix:",
+        "if False:",
+        ("toy_engine",),
+    ),
+    Mutation(
         "auto",
         'backend="auto" goes on when an engine can not compute the model',
         "backends/__init__.py",

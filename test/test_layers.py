@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nc.backends import ENGINES
+
 ROOT = Path(__file__).parents[1]
 
 #: Imports inside functions, by the module that has them; each avoids a load that most users do not need.
@@ -126,6 +128,34 @@ def test_ipex_is_imported_in_one_place_and_only_when_used():
     engine = "intel_extension_for_pytorch"
     users = {module: inside for module in FILES for name, inside in imports(module) if name.split(".")[0] == engine}
     assert users == {"nc.backends.ipex.quiet": True}
+
+
+#: Where engines have names: the table of them, the order of "auto" that was measured, and the public functions `nc.export_…`.
+NAMING = {"nc.backends", "nc.backends.auto_order", "nc.api.exports"}
+
+
+def test_engines_are_known_by_name_in_few_places():
+    """By an import, or by a string that is the name. An engine that is added or removed changes nothing else."""
+    engines = {name for name in ENGINES if FILES[f"nc.backends.{name}"].name == "__init__.py"}  # the reference has no folder
+    assert engines >= {"native", "onnx"}
+    found = set()
+    for module, path in FILES.items():
+        if not any(f"{module}.".startswith(f"nc.backends.{name}.") for name in engines):
+            known = {name for name in engines for other, _ in own(module) if f"{other}.".startswith(f"nc.backends.{name}.")}
+            found |= {module} if known or strings_in(path) & engines else set()
+    assert found == NAMING
+    for name in engines:  # what several of them use is in nc/backends itself
+        for module in FILES:
+            if f"{module}.".startswith(f"nc.backends.{name}."):
+                others = [other for other, _ in own(module) for each in engines - {name} if f"{other}.".startswith(f"nc.backends.{each}.")]
+                assert not others, module
+
+
+def strings_in(path):
+    """Every string in a file."""
+    return {
+        n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
 
 
 def test_nothing_above_the_graph_reads_a_configuration():

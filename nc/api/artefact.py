@@ -86,8 +86,8 @@ def load(
         format: "default", the only one.
         device: "cpu", the only one.
         model: a float model of the class that was saved, e.g. a fresh one. Its layers are replaced in a copy; it stays as it is.
-        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and computes
-            this model correctly. The report says why earlier engines were not used.
+        backend: a name of `available_backends()`, or "auto": the first engine that can run here and computes this model correctly. The
+            report says why earlier engines were not used.
         verify: "raise" or "warn" if the engine disagrees with the reference on the example inputs, or "off".
         verify_sizes: as in `convert`.
         isolate: run the first fused call in a child process: "auto" (only for unknown patterns), "always" or "never".

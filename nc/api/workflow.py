@@ -68,7 +68,7 @@ def prepare(
     """Capture a model and insert observers for calibration.
 
     With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs` and `dynamic_shapes` are not
-    used. `backend` says what computes the low-bit layers: "auto", "native" or "reference".
+    used. `backend` says what computes the low-bit layers: one with kernels for them, "auto" or "reference".
 
     Args:
         model: a trained fp32 model on the CPU, or the result of `nc.export.export`. It is never changed, and is quantized as in eval mode.
@@ -76,9 +76,8 @@ def prepare(
         inplace: share the model's weights instead of copying them, and leave the model in eval mode. If you train the model
             afterwards, the prepared model changes too.
         example_inputs: one batch: a tensor, a tuple or list (positional), or a dict (keywords). Other batch sizes and lengths work later.
-        backend: "ipex", "native", "openvino", "reference", a registered one, or "auto": the first engine that can run here and has what
-            the configuration asks for. If that engine cannot compute this model, `convert` tries the next one. For simulated formats
-            "auto" is the reference.
+        backend: a name of `available_backends()`, or "auto": the first engine that can run here and has what the configuration asks for.
+            If that engine cannot compute this model, `convert` tries the next one. For simulated formats "auto" is the reference.
         dynamic_shapes: as for `torch.export.export`, by argument name. With None, every dimension that the model does not fix is free,
             except the height and width of images in models with layer norm, attention or embeddings.
         strict: raise if a rule's name or pattern matches nothing, or if nothing in the model can be quantized as asked and another call

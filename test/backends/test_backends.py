@@ -1,11 +1,11 @@
 """What backends say of themselves."""
 
-from nc.backends import get_backend
+from nc.backends import backend_names, get_backend
 from nc.backends.table import support_table
 from nc.formats.rule_key import KIND_NAMES
 from nc.graph.catalogue import PRODUCTS
 
-NAMES = ("ipex", "native", "openvino", "reference")
+NAMES = backend_names()
 
 
 def test_the_table_has_every_kind_and_only_what_a_backend_claims():
