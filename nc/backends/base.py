@@ -189,11 +189,7 @@ class Backend:
         """Return its kernels for linears with low-bit weights, the preferred ones first."""
         return ()
 
-    def plan_token(
-        self,
-        module: fx.GraphModule,
-        layers: Sequence[QuantLinear],
-    ) -> Callable[..., Sequence[torch.Tensor]] | None:
+    def plan_token(self, module: fx.GraphModule, layers: Sequence[QuantLinear]) -> Callable[..., Sequence[torch.Tensor]] | None:
         """Return what runs a graph that computes one token of a language model and may change its inputs in place.
 
         Args:

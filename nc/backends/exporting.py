@@ -20,7 +20,7 @@ def export(
     graph: QDQGraph,
     engine: EngineModel | None,
     path: Path,
-    options: Mapping[str, object],  # noqa: A002
+    options: Mapping[str, object],
 ) -> object:
     """Write a file with its parents, and those that belong to it; none is replaced until all are written.
 
@@ -51,7 +51,7 @@ def export(
     return told
 
 
-def _check_options(exporter: Exporter, format: str, options: Mapping[str, object]) -> None:  # noqa: A002
+def _check_options(exporter: Exporter, format: str, options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if name not in exporter.options:
             has = f"it has {', '.join(exporter.options)}" if exporter.options else "it has none"
