@@ -70,7 +70,8 @@ def export_pt2(q_model: QuantizedModel, path: str | os.PathLike[str], *, free_si
 def export_openvino(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify: str = "raise") -> None:
     """Write a model of OpenVINO as two files, for serving without `nc` and without torch.
 
-    Free sizes stay free. Those that decide about the path through the model's Python code are fixed, with a warning (docs/concepts/the-way-of-a-model.md).
+    Free sizes stay free. Those that decide about the path through the model's Python code are fixed, with a warning:
+    docs/concepts/the-way-of-a-model.md.
     `openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})` loads it; without the hint OpenVINO computes in bf16
     what is not int8, where the CPU can. Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on:
     the flat outputs that are tensors.
@@ -94,7 +95,8 @@ def export_onnx(q_model: QuantizedModel, path: str | os.PathLike[str], *, verify
     """Write an ONNX file (opset 21) with quantize and dequantize nodes and int8 weights, and say what ONNX Runtime computes in int8.
 
     Inputs are named after the arguments of the model, and outputs `output_0`, `output_1` and so on: the flat outputs that are tensors.
-    Free sizes stay free. Those that decide about the path through the model's Python code are fixed, with a warning (docs/concepts/the-way-of-a-model.md).
+    Free sizes stay free. Those that decide about the path through the model's Python code are fixed, with a warning:
+    docs/concepts/the-way-of-a-model.md.
     ONNX Runtime has int8 convolutions only where the output is quantized too: `prepare(placement="outputs")`.
 
     Args:
