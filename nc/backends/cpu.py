@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nc.formats import Capabilities, DynamicCost, OpSupport
+from nc.kernels.c_code import limit
 from nc.process import env
 
 #: Flags of /proc/cpuinfo that matter here → the names used in artefacts and messages.
@@ -78,17 +79,30 @@ def detected() -> tuple[str, ...]:
 
 
 def limits() -> tuple[str, ...]:
-    """Environment variables that keep oneDNN from features, as "NAME=value".
+    """Environment variables that keep kernels from features, as "NAME=value": oneDNN's, and `NC_MAX_ISA` of the C code of this package.
 
     oneDNN reads its variable once, at its first use: what was set when the process started may still hold.
+
+    Raises:
+        ConfigError: `NC_MAX_ISA` names no instruction set.
     """
-    return tuple(dict.fromkeys(filter(None, (_onednn_limit(env.at_start()), _onednn_limit(env.extended({}))))))
+    ours = f"{limit.VARIABLE}={limit.limit()}" if not all(map(limit.permits, _FLAGS)) else ""
+    return tuple(dict.fromkeys(filter(None, (*_onednn_limits(), ours))))
 
 
 def features() -> tuple[str, ...]:
-    """Names of the features that this CPU has and oneDNN may use."""
-    allowed = [_ONEDNN_LIMITS[limit.split("=", 1)[1].lower()] for limit in limits()]
-    return tuple(name for name in detected() if all(name in names for names in allowed))
+    """Names of the features that this CPU has, and that both oneDNN and the C code of this package may use.
+
+    Raises:
+        ConfigError: see `limits`.
+    """
+    allowed = [_ONEDNN_LIMITS[found.split("=", 1)[1].lower()] for found in _onednn_limits()]
+    return tuple(name for name in detected() if limit.permits(name) and all(name in names for names in allowed))
+
+
+def _onednn_limits() -> tuple[str, ...]:
+    found = (_onednn_limit(env.at_start()), _onednn_limit(env.extended({})))
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 def lacks(needed: Iterable[str]) -> tuple[str, ...]:

@@ -49,6 +49,12 @@ CC = Variable(
     "the first of `cc`, `gcc` and `clang` that exists",
     "compiles the C kernels at their first use, where the wheel has none",
 )
+NC_MAX_ISA = Variable(
+    "NC_MAX_ISA",
+    "`avx2`, `avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16` or `amx`",
+    "no limit",
+    "the best instruction set that nc's C kernels use and that plans count on; any other value is an error. Set it when the process starts",
+)
 CXX = Variable("CXX", "a command", "`g++`", "the C++ compiler that `compile=True` and `export_pt2` need")
 XDG_CACHE_HOME = Variable(
     "XDG_CACHE_HOME",
@@ -74,6 +80,7 @@ FBGEMM_ENABLE_INSTRUCTIONS = Variable(
 #: All variables that nc reads.
 VARIABLES = (
     NC_ONEDNN,
+    NC_MAX_ISA,
     CC,
     CXX,
     XDG_CACHE_HOME,

@@ -22,6 +22,7 @@ from nc.ops import RECURRENT
 from nc.planning.rules import fit
 from nc.process.unavailable import Unavailable
 
+pytestmark = pytest.mark.isas
 ENGINES = [name for name, why in available_backends().items() if name in ("ipex", "native", "reference") and not why]
 LAYERS = [
     (cls, options)
@@ -191,9 +192,11 @@ def test_layers_with_ranges_per_row_against_float64(backend, cls, options):
 
         for rows, steps in ((5, 7), (1, 1), (9, 3)):
             more = model.inputs(rows, steps, states=True)
-            expected = float64_layers(model.rnn, more[0], more[1:], weight)
+            # where FBGEMM's sums could saturate, weights have other codes: those of the quantized graph
+            wide = cpu.fbgemm_accumulates_wide()
+            expected = float64_layers(model.rnn, more[0], more[1:], weight) if wide else tree_leaves(q.reference(*more))
             # a value between two codes can go either way
-            assert worst_db(expected, [t.double() for t in tree_leaves(q(*more))]) > 45
+            assert worst_db([t.double() for t in expected], [t.double() for t in tree_leaves(q(*more))]) > 45
         assert worst_db(model(*inputs), q(*inputs)) > 25
     decision = q.graph.plan["rnn"]
     assert str(decision.spec.activation.granularity) == "per_token"

@@ -6,8 +6,11 @@ from torch import nn
 
 from nc.backends.low_bit import compiled
 from nc.backends.low_bit.compiled import NUMBERS
+from nc.kernels.c_code import limit
 
 HERE = {name: NUMBERS[name] for name in compiled.usable()}
+#: Those to test: under a limit the best one, because each of the others has a run of its own (test/isas.py).
+TESTED = list(HERE)[:1] if limit.limit() else list(HERE)
 
 
 def bound(x, packed, bias):

@@ -17,10 +17,11 @@ from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.errors import BackendError, BackendUnavailableError
-from nc.kernels.c_code import isas, openmp
+from nc.kernels.c_code import openmp
 from nc.kernels.c_code.build import load
 from nc.kernels.c_code.failures import words
 from nc.kernels.c_code.isas import ISAS, NUMBERS
+from nc.kernels.c_code.limit import used
 from nc.numerics.groups import about_middle
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
@@ -86,7 +87,7 @@ def _code() -> _Code | Unavailable:
     function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
     step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
     assert step is not None
-    allowed = [name for name in isas.compiled(library) if name != "amx" or library.nc_low_bit_amx()]
+    allowed = [name for name in used(library) if name != "amx" or library.nc_low_bit_amx()]
     return _Code(function, step, tuple(allowed))
 
 

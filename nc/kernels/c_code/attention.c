@@ -352,6 +352,7 @@ int nc_attention(const int64_t *how, void *unused, int count, char *const *tenso
     TAKES(OTHERS + others * OTHER, 5 + others, 5 + others);
     struct job job = {.how = how, .tensors = tensors};
     (void)unused;
+    EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
     EXPECT(how[BATCH] >= 0 && how[HEADS] >= 0 && how[ROWS] >= 0 && how[THREADS] > 0, OTHER_SIZE);
     EXPECT(how[KEYS] > 0 && how[WIDTH] > 0 && how[WIDTH] <= MOST_WIDE && how[WIDE] > 0 && how[PARTS] > 0, OTHER_SIZE);
     EXPECT(bytes_of_room(how) <= how[BYTES], OTHER_SIZE);

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nc.errors import BackendUnavailableError
-from nc.kernels.c_code import flags, isas, openmp
+from nc.kernels.c_code import flags, isas, limit, openmp
 from nc.process import cache, env
 from nc.process.unavailable import Unavailable
 
@@ -25,27 +25,31 @@ _TIMEOUT_S = 300
 _MOST_KEPT = 8
 
 
+#: Where a library comes from: the package, the cache folder, or the compiler in this process. In the order in which they are tried.
+ORIGINS = ("shipped", "kept", "compiled")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """A library of this package.
 
     Attributes:
         library: itself.
+        origin: one of `ORIGINS`.
         where: where it comes from, in words.
         compiler: which has compiled it.
         isas: instruction sets that it has code for.
+        missing: those that it has no code for, because the compiler does not know them.
         passed_over: why what comes before was not taken, one text each.
     """
 
     library: ctypes.CDLL
+    origin: str
     where: str
     compiler: str
     isas: tuple[str, ...]
+    missing: tuple[str, ...]
     passed_over: tuple[str, ...]
-
-    def __str__(self) -> str:
-        code = ", ".join(self.isas) or "any x86-64 CPU alone"
-        return f"{self.where}, by {self.compiler}, code for {code}" + (f"; not {'; '.join(self.passed_over)}" if self.passed_over else "")
 
 
 def load(name: str) -> ctypes.CDLL:
@@ -80,6 +84,11 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _HERE.glob("*.c")))
 
 
+def is_shipped(name: str) -> bool:
+    """Whether the installed package has a library of a source, be it one that can't be loaded here."""
+    return (_HERE / f"{name}.so").exists()
+
+
 def load_on_threads(name: str) -> ctypes.CDLL | Unavailable:
     """Return the library of a source that includes openmp.h, on the threads of torch's operators; or why there is none."""
     try:
@@ -97,15 +106,18 @@ def _found(source: Path, identity: str, compiler: str, folder: Path) -> Loaded |
     passed_over: list[str] = []
     ways: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (
         lambda: _shipped(source, identity),
-        lambda: _kept(kept, identity, passed_over),
+        lambda: _kept(kept, identity, passed_over, "kept"),
         lambda: _compiled(source, kept, identity, compiler, passed_over),
     )
-    for way in ways:
+    for origin, way in zip(ORIGINS, ways, strict=True):
         found = _attempt(way, passed_over)
         if found is not None:
             library, where = found
+            limit.restrict(library)
             library.nc_compiler.restype = ctypes.c_char_p
-            return Loaded(library, where, library.nc_compiler().decode(), isas.compiled(library), tuple(passed_over))
+            code = isas.compiled(library)
+            missing = isas.missing(source.stem, code)
+            return Loaded(library, origin, where, library.nc_compiler().decode(), code, missing, tuple(passed_over))
     return Unavailable("; ".join(reversed(passed_over)))  # the last one is what the user can do something about
 
 
@@ -133,8 +145,8 @@ def _shipped(source: Path, identity: str) -> tuple[ctypes.CDLL, str]:
         raise OSError(msg) from error
 
 
-def _kept(path: Path, identity: str, passed_over: list[str]) -> tuple[ctypes.CDLL, str]:
-    """Return the library of an earlier process; its descriptor is loaded, not its name, which another file may get meanwhile."""
+def _kept(path: Path, identity: str, passed_over: list[str], made: str) -> tuple[ctypes.CDLL, str]:
+    """Return a library of the cache; its descriptor is loaded, not its name, which another file may get meanwhile."""
     try:
         with cache.opened(path) as handle:
             os.utime(handle)  # the cache drops what was not used for long
@@ -142,11 +154,11 @@ def _kept(path: Path, identity: str, passed_over: list[str]) -> tuple[ctypes.CDL
             _check_whole(content)
             lasting = os.dup(handle)  # the loader tells libraries apart by their names: this one must not be given away
         try:
-            return _opened(f"/proc/self/fd/{lasting}", identity), f"kept as {path}"
+            return _opened(f"/proc/self/fd/{lasting}", identity), f"{made} as {path}"
         except OSError as error:
             os.close(lasting)
             passed_over.append(f"{path}: {error}")
-        return _elsewhere(path.name, content, identity, passed_over, f"kept as {path}")
+        return _elsewhere(path.name, content, identity, passed_over, f"{made} as {path}")
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -167,7 +179,7 @@ def _compiled(source: Path, kept: Path, identity: str, compiler: str, passed_ove
     if cache.write(kept, content):
         cache.prune(f"{source.stem}-*.so", _MOST_KEPT)
         try:
-            return _kept(kept, identity, passed_over)
+            return _kept(kept, identity, passed_over, "compiled in this process, kept")
         except OSError as error:
             passed_over.append(str(error))
     else:

@@ -9,7 +9,7 @@ _WORDS = (
     "it succeeded",
     "an index is out of range",
     "there is no memory for its scratch",
-    "it was compiled without code for this CPU",
+    "it has no code that it may use for this instruction set",
     "it takes another count of numbers",
     "it takes another count of tensors",
     "it knows no such dtype",

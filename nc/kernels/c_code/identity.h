@@ -19,3 +19,8 @@ enum { ISA_AVX2, ISA_AVX_VNNI, ISA_AVX512, ISA_AVX512_VNNI, ISA_AVX512_BF16, ISA
 
 /* Those that this library has code for: bit i for number i. It needs no CPU that has them: it asks, or its callers do. */
 int64_t nc_isas(void);
+
+/* Those that the user leaves it, set once before the first call of anything else, and what follows: those that it may use. */
+static int64_t nc_permitted = -1;
+void nc_permit(int64_t isas) { nc_permitted = isas; }
+int64_t nc_may_use(void) { return nc_isas() & nc_permitted; }

@@ -1,4 +1,7 @@
-"""Instruction sets of the C code: those that a library was compiled for, and the features of the CPU that each needs."""
+"""Instruction sets of the C code: those that a library was compiled for, and the features of the CPU that each needs.
+
+Imports nothing of nc: setup.py runs this file where there is no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,31 @@ ISAS = {
     "amx": (*_BF16, "amx_tile", "amx_int8", "amx_bf16"),
 }
 NUMBERS = {name: number for number, name in enumerate(ISAS)}
+#: Source → instruction sets that it has code for, by a compiler that knows them.
+OF_SOURCES = {
+    "attention": ("avx512_vnni",),
+    "low_bit": tuple(ISAS),
+    "low_bit_blocks": ("avx2", "avx512", "amx"),
+    "products": ("avx2",),
+    "recurrent": ("avx2", "avx512_vnni"),
+    "runner": (),
+    "steps": ("avx2", "avx512"),
+}
+#: Instruction sets that not every supported compiler knows → those that do.
+COMPILERS = {"avx_vnni": "gcc 11 or clang 12", "avx512_bf16": "gcc 10 or clang 9", "amx": "gcc 11 or clang 12"}
 
 
 def compiled(library: ctypes.CDLL) -> tuple[str, ...]:
     """Return the instruction sets that a library has code for: an old compiler leaves some out."""
     library.nc_isas.restype = ctypes.c_int64
-    bits = library.nc_isas()
+    return named(library.nc_isas())
+
+
+def missing(source: str, compiled: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the instruction sets for which a library of a source lacks code, because its compiler does not know them."""
+    return tuple(name for name in OF_SOURCES[source] if name not in compiled)
+
+
+def named(bits: int) -> tuple[str, ...]:
+    """Return the names of numbers: bit i for number i."""
     return tuple(name for name, number in NUMBERS.items() if bits >> number & 1)

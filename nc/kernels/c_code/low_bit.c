@@ -904,7 +904,7 @@ static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t blo
 {
     const int64_t outputs = shape[0], inputs = shape[1], padded = shape[2], group = shape[3], bits = shape[4], isa = shape[6];
     EXPECT(shape[7] >= FP32 && shape[7] <= BF16, OTHER_DTYPE);
-    EXPECT(isa >= AVX2 && isa <= AMX && nc_isas() >> isa & 1, NOT_HERE);
+    EXPECT(isa >= AVX2 && isa <= AMX && nc_may_use() >> isa & 1, NOT_HERE);
     EXPECT((bits == 4 || bits == 8) && outputs > 0 && inputs > 0 && padded >= inputs && padded % 32 == 0, OTHER_SIZE);
     EXPECT(group > 0 && group % 32 == 0 && padded % group == 0, OTHER_SIZE);
     EXPECT(rows >= 0 && stride >= (block == -1 || block > 0 ? inputs : padded), OTHER_SIZE);
@@ -954,7 +954,7 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
     const int bf16 = in_bf16 && (amx || (shape[6] == AVX512_BF16 && rows >= 4));
     block = block == -2 ? 0 : block;
     const part_t part = bf16 ? amx ? bf16_4_amx : bf16_4_512 : choose(&j.w, block != 0, amx || shape[6] < AMX ? shape[6] : AVX512_BF16);
-    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, AVX512);
+    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, shape[6] < AVX512 ? AVX2 : AVX512);
     const part_t in_tiles = rows < FEW_ROWS ? NULL : part == fp32_4_256 ? tiles_fp32_4_256 : part == fp32_8_256 ? tiles_fp32_8_256 : NULL;
     const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI ? DIGITS : 0;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;

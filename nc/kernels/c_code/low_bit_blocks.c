@@ -322,7 +322,7 @@ static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t blo
 {
     const int64_t outputs = shape[0], inputs = shape[1], groups = shape[2], held = shape[3], kind = shape[4], parts = shape[5], isa = shape[6];
     EXPECT(shape[7] >= FP32 && shape[7] <= BF16 && kind >= TABLE && kind < KINDS, OTHER_DTYPE);
-    EXPECT(isa >= ISA_AVX2 && isa <= ISA_AMX && nc_isas() >> isa & 1, NOT_HERE);
+    EXPECT(isa >= ISA_AVX2 && isa <= ISA_AMX && nc_may_use() >> isa & 1, NOT_HERE);
     EXPECT(outputs > 0 && inputs > 0 && groups > 0 && inputs % groups == 0, OTHER_SIZE);
     EXPECT(held == (inputs / groups + STEP - 1) / STEP * STEP && parts >= 0 && parts <= MOST_PARTS, OTHER_SIZE);
     EXPECT(rows >= 0 && stride >= inputs && block >= -2, OTHER_SIZE);

@@ -421,7 +421,7 @@ static int check(const struct layer *l)
 {
     static const int64_t gates[] = {[LSTM] = 4, [GRU] = 3, [RNN_TANH] = 1, [RNN_RELU] = 1};
     EXPECT(l->bytes == (int64_t)sizeof *l, OTHER_NUMBERS);
-    EXPECT(l->isa >= ISA_AVX2 && l->isa <= ISA_AMX && nc_isas() >> l->isa & 1, NOT_HERE);
+    EXPECT(l->isa >= ISA_AVX2 && l->isa <= ISA_AMX && nc_may_use() >> l->isa & 1, NOT_HERE);
     EXPECT(l->kind >= LSTM && l->kind <= RNN_RELU, OTHER_OPERATION);
     EXPECT(l->threads >= 1 && l->steps >= 0 && l->rows >= 0 && l->hidden >= 1 && l->state >= 1, OTHER_SIZE);
     EXPECT(fits(&l->input, gates[l->kind] * l->hidden, l->input.inputs), OTHER_SIZE);

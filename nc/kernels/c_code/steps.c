@@ -11,12 +11,44 @@
 #include "calls.h"
 #include "openmp.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NC_NO_CLONES)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+/* FOR_EACH_CPU(type, name, (parameters), (arguments)) defines a function by its body, `any_name`. The body is compiled for each of
+ * these instruction sets, and a call takes the best one that the CPU has and the library may use. NC_NO_CLONES: tests leave them out. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(NC_NO_CLONES)
 #define CLONES (1 << ISA_AVX512 | 1 << ISA_AVX2)
+#define FOR_EACH_CPU(type, name, parameters, arguments)                                     \
+    static __attribute__((target("avx512f"))) type name##_avx512 parameters                 \
+    {                                                                                       \
+        return any_##name arguments;                                                        \
+    }                                                                                       \
+    static __attribute__((target("avx2"))) type name##_avx2 parameters                      \
+    {                                                                                       \
+        return any_##name arguments;                                                        \
+    }                                                                                       \
+    static type name##_sse2 parameters                                                      \
+    {                                                                                       \
+        return any_##name arguments;                                                        \
+    }                                                                                       \
+    static type name parameters                                                             \
+    {                                                                                       \
+        const int64_t isa = nc_step_isa();                                                  \
+        if (isa == ISA_AVX512)                                                              \
+            return name##_avx512 arguments;                                                 \
+        return isa == ISA_AVX2 ? name##_avx2 arguments : name##_sse2 arguments;             \
+    }
+
+/* The instruction set whose code is called; -1: that which every CPU has. */
+int64_t nc_step_isa(void)
+{
+    if (nc_permitted >> ISA_AVX512 & 1 && __builtin_cpu_supports("avx512f"))
+        return ISA_AVX512;
+    return nc_permitted >> ISA_AVX2 & 1 && __builtin_cpu_supports("avx2") ? ISA_AVX2 : -1;
+}
 #else
-#define FOR_EACH_CPU
 #define CLONES 0
+#define FOR_EACH_CPU(type, name, parameters, arguments) \
+    static type name parameters { return any_##name arguments; }
+
+int64_t nc_step_isa(void) { return -1; }
 #endif
 
 /* Part of the functions above: between them, a call for each key would take as long as its work. */
@@ -136,8 +168,8 @@ INLINE float exponential(float x)
         y[i] = (value);                   \
     break
 
-FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y,
-                               int64_t n)
+INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y,
+                      int64_t n)
 {
     switch (op) {
     case COPY: EACH(a[i]);
@@ -164,6 +196,9 @@ FOR_EACH_CPU static void apply(int64_t op, const float *restrict a, const float 
     case SELECT: EACH(a[i] != 0 ? b[i] : c[i]);
     }
 }
+FOR_EACH_CPU(void, apply,
+             (int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y, int64_t n),
+             (op, a, b, c, y, n))
 
 /* y = op(a, b, c), elementwise.
  *
@@ -226,7 +261,7 @@ INLINE float total(float *sums)
     return sums[0];
 }
 
-FOR_EACH_CPU static float sum_of(const float *x, int64_t n)
+INLINE float any_sum_of(const float *x, int64_t n)
 {
     float sums[32] = {0}, sum = 0;
     int64_t i = 0;
@@ -237,6 +272,7 @@ FOR_EACH_CPU static float sum_of(const float *x, int64_t n)
         sum += x[i];
     return sum + total(sums);
 }
+FOR_EACH_CPU(float, sum_of, (const float *x, int64_t n), (x, n))
 
 /* Means of rows. how: dtypes of y and x, rows, elements of a row, stride of rows; tensors: y, without gaps; x */
 int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tensors)
@@ -259,7 +295,7 @@ int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tenso
     return 0;
 }
 
-FOR_EACH_CPU static float squares_of(const float *x, float mean, int64_t n)
+INLINE float any_squares_of(const float *x, float mean, int64_t n)
 {
     float sums[32] = {0}, sum = 0;
     int64_t i = 0;
@@ -270,6 +306,7 @@ FOR_EACH_CPU static float squares_of(const float *x, float mean, int64_t n)
         sum += (x[i] - mean) * (x[i] - mean);
     return sum + total(sums);
 }
+FOR_EACH_CPU(float, squares_of, (const float *x, float mean, int64_t n), (x, mean, n))
 
 struct norm {
     const int64_t *how;
@@ -278,7 +315,7 @@ struct norm {
     struct codes codes;
 };
 
-FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
+INLINE void any_norm_row(const struct norm *job, int64_t row)
 {
     const int64_t n = job->how[3], to = job->how[0], from = job->how[1];
     const float *weight = (const float *)job->tensors[2], *bias = (const float *)job->tensors[3];
@@ -309,6 +346,7 @@ FOR_EACH_CPU static void norm_row(const struct norm *job, int64_t row)
             store(y + start * bytes_of(to), to, 1, part, buffer);
     }
 }
+FOR_EACH_CPU(void, norm_row, (const struct norm *job, int64_t row), (job, row))
 
 static void norm_rows(void *data, int64_t part, int64_t parts)
 {
@@ -396,7 +434,7 @@ struct attention {
 
 /* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far is taken off all
  * (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
-FOR_EACH_CPU static void attend(const struct attention *job, int64_t task)
+INLINE void any_attend(const struct attention *job, int64_t task)
 {
     const int64_t *h = job->how, batch = task / h[H], head = task % h[H], shared = head / h[GROUP];
     const int64_t q_type = h[DTYPES], k_type = h[DTYPES + 1], v_type = h[DTYPES + 2], y_type = h[DTYPES + 3], m_type = h[DTYPES + 4];
@@ -447,6 +485,7 @@ FOR_EACH_CPU static void attend(const struct attention *job, int64_t task)
         scale(sum, 1.0f / total, h[VALUE_WIDTH]);
     store(job->tensors[0] + (batch * h[Y] + head * h[Y + 1]) * bytes_of(y_type), y_type, 1, h[VALUE_WIDTH], sum);
 }
+FOR_EACH_CPU(void, attend, (const struct attention *job, int64_t task), (job, task))
 
 static void attend_all(void *data, int64_t part, int64_t parts)
 {
@@ -490,7 +529,7 @@ struct rotation {
     struct codes codes;
 };
 
-FOR_EACH_CPU static void rotate_row(const struct rotation *job, int64_t row)
+INLINE void any_rotate_row(const struct rotation *job, int64_t row)
 {
     const int64_t *how = job->how, half = how[HALF];
     const int64_t k = row % how[SIZES + 2], j = row / how[SIZES + 2] % how[SIZES + 1], i = row / how[SIZES + 2] / how[SIZES + 1];
@@ -508,6 +547,7 @@ FOR_EACH_CPU static void rotate_row(const struct rotation *job, int64_t row)
     else
         store_codes(y, job->codes, 2 * half, turned);
 }
+FOR_EACH_CPU(void, rotate_row, (const struct rotation *job, int64_t row), (job, row))
 
 static void rotate_rows(void *data, int64_t part, int64_t parts)
 {
@@ -544,7 +584,7 @@ struct image {
     struct codes codes;
 };
 
-FOR_EACH_CPU static void quantize_pixels(const struct image *job, int64_t unit)
+INLINE void any_quantize_pixels(const struct image *job, int64_t unit)
 {
     const int64_t pixels = job->how[1], units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
     const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
@@ -558,6 +598,7 @@ FOR_EACH_CPU static void quantize_pixels(const struct image *job, int64_t unit)
         y[3 * i + 2] = codes[2][i];
     }
 }
+FOR_EACH_CPU(void, quantize_pixels, (const struct image *job, int64_t unit), (job, unit))
 
 static void quantize_images(void *data, int64_t part, int64_t parts)
 {

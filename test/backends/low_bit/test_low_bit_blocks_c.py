@@ -27,15 +27,20 @@ from nc.backends.low_bit.compiled_blocks import (
 )
 from nc.formats import PRESETS, DoubleQuant, WeightFormat
 from nc.formats.dtypes import DTYPES
+from nc.kernels.c_code import limit
 from nc.kernels.c_code.isas import NUMBERS
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
 from nc.numerics.groups import encode
 from nc.numerics.packed_weight import pack
 
-pytestmark = pytest.mark.skipif(C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.skipif(C_BLOCKS.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"),
+]
 #: Instruction sets → their numbers.
 HERE = {name: NUMBERS[name] for name in compiled_blocks.usable()}
+TESTED = list(HERE)[:1] if limit.limit() else list(HERE)  # see suites.low_bit_c
 TWO_LEVELS = {
     **{name: WeightFormat.from_dict(preset.to_dict()) for name, preset in PRESETS.items()},
     "double": WeightFormat(dtype="nf4", group_size=16, double_quant=DoubleQuant(8, 4, "fp16")),
@@ -75,7 +80,7 @@ def test_every_format_and_group_is_exact_up_to_fp32_sums(case):
     check(packed, x, result, bias, rounded(x, block) if block and rows else None, isa)
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("name", TWO_LEVELS)
 def test_scales_of_two_levels(name, best):
     of = TWO_LEVELS[name]
@@ -88,7 +93,7 @@ def test_scales_of_two_levels(name, best):
         check(packed, x, compiled_blocks.linear(x, layout, packed, bias), bias)
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(
     ("name", "group", "inputs"), [("fp8_e4m3", -1, 1115), ("nf4", 16, 1120), ("int4", 24, 1104), ("mxint8", 160, 1120)]
 )
@@ -103,7 +108,7 @@ def test_many_rows_and_inputs(name, group, inputs, best, how):
         check(packed, x, compiled_blocks.linear(x, layout, packed, bias), bias, best=best)
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "scale_dtype"), [("fp8_e4m3", "e8m0"), ("int8", "bf16"), ("nf4", "fp32")])
 def test_each_part_of_a_number_counts(name, scale_dtype, best):
     """With four inputs, a part that is left out is larger than what fp32 sums lose; weights are one, two and three numbers of bf16."""
@@ -145,7 +150,7 @@ def test_amx_multiplies_as_many_parts_as_weights_have(name, group, scale_dtype, 
     assert compiled_blocks.pack(packed)[4][5] == (0 if group != -1 and scale_dtype != "e4m3" else parts)
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("rows", [2, 24])
 @pytest.mark.parametrize(("name", "group"), [("fp8_e4m3", 32), ("nf4", 16), ("int4", 20), ("int8", 16)])
@@ -160,7 +165,7 @@ def test_what_is_not_finite_in_activations_is_passed_on(name, group, rows, value
     check(packed, x[others], result[others])
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "code"), [("fp8_e4m3", 0x7F), ("fp8_e4m3", 0xFF), ("fp8_e5m2", 0x7C), ("fp8_e5m2", 0xFE)])
 @pytest.mark.parametrize("group", [16, -1])
 def test_what_is_not_finite_in_weights_is_passed_on(name, code, group, best):
@@ -175,7 +180,7 @@ def test_what_is_not_finite_in_weights_is_passed_on(name, code, group, best):
         assert result[:, [n for n in range(24) if n != 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("size", [1e-44, 1e-35, 1e-12, 1e5, 1e33])
 @pytest.mark.parametrize(("name", "group"), [("fp8_e4m3", -1), ("nf4", 16)])
 def test_tiny_and_huge_values(name, group, size, best):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import path
 from suites.low_bit import exact, form, layer_with, ran, weight
-from suites.low_bit_c import HERE, bound, rounded
+from suites.low_bit_c import HERE, TESTED, bound, rounded
 from torch import nn
 
 import nc
@@ -22,7 +22,10 @@ from nc.backends.low_bit.engine import LowBitEngine, set_backend
 from nc.kernels.c_code import build
 from nc.nn import QuantLinear
 
-pytestmark = pytest.mark.skipif(C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler")
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.skipif(C_FP32.why_not(form(), (48, 128), "fp32") is not None, reason="needs AVX2 and a C compiler"),
+]
 WEIGHTS = [
     (name, group, kind)
     for name in ("int4", "uint4", "int8", "uint8", "int3", "int6")
@@ -45,7 +48,7 @@ def packed_of(name, group, kind, outputs):
     return weight(form(name, group, kind), outputs, INPUTS[group])
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "group", "kind"), WEIGHTS)
 def test_fp32_is_exact_up_to_fp32_sums(name, group, kind, best):
     for outputs in (16, 33, 48):
@@ -59,7 +62,7 @@ def test_fp32_is_exact_up_to_fp32_sums(name, group, kind, best):
 
 
 @pytest.mark.parametrize("block", [-1, 32])
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "group", "kind"), WEIGHTS)
 def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, block):
     for outputs in (16, 33, 48):
@@ -72,7 +75,7 @@ def test_int8_is_exact_for_the_rounded_activations(name, group, kind, best, bloc
             assert ((result.double() - (values @ exact(packed).T + bias.double())).abs() <= bound(values, packed, bias)).all()
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("scale_dtype", ["fp16", "bf16", "e8m0"])
 def test_scales_of_16_bits_are_packed_as_they_are_stored(scale_dtype, best):
     packed = weight(form("int4", 64, "symmetric", scale_dtype), 33, 128)
@@ -98,7 +101,7 @@ def test_kernel_bag_and_reference_round_activations_alike(act, block, inputs):
     assert not torch.allclose(expected, x.reshape(6, inputs).double() @ exact(packed).T, rtol=1e-5)
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_the_largest_products_do_not_saturate(name, best):
     packed = weight(form(name, -1), 16, 9000)
@@ -142,7 +145,7 @@ def test_the_number_of_threads_changes_no_bit(threads, act, kernel):
     assert ((alone.double() - values @ exact(packed).T).abs() <= bound(values, packed, torch.zeros(1000))).all()
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(
     ("name", "group", "inputs", "kind"),
     [
@@ -212,7 +215,7 @@ def test_any_strides_shapes_and_dtypes(act, kernel):
         assert torch.equal(layer(x), layer(x.contiguous()))
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize(("name", "group", "kind"), WEIGHTS)
 def test_bf16_activations_give_exact_products_and_fp32_sums(name, group, kind, best):
     packed = packed_of(name, group, kind, 33)
@@ -235,7 +238,7 @@ def test_bf16_activations_are_multiplied_by_weights_in_fp32():
     assert torch.equal(layer_with([row], packed, "bf16")(x.float()), row.linear(x, row.pack(packed), packed))
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("size", [1e-44, 1e-35, 1e-12, 1e5, 1e33])
 def test_fp32_is_exact_for_tiny_and_huge_values(size, best):
     packed = weight(form("int4", 64, "zero point"), 24, 128)
@@ -247,7 +250,7 @@ def test_fp32_is_exact_for_tiny_and_huge_values(size, best):
     assert ((result.double() - x.double() @ exact(packed).T).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("best", HERE)
+@pytest.mark.parametrize("best", TESTED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_fp32_passes_on_what_is_not_finite(value, best):
     packed = weight(form("int4", 64, "zero point"), 24, 128)
@@ -293,6 +296,7 @@ def test_what_it_cannot_do_is_data(kernel, args, reason):
     assert found is None if reason is None else reason in found
 
 
+@pytest.mark.skipif("avx512_bf16" not in HERE, reason="needs AVX512-BF16")
 def test_the_user_s_limit_of_instruction_sets_holds(monkeypatch):
     monkeypatch.setattr(cpu, "features", lambda: ("avx2",))
     assert compiled.isa() == NUMBERS["avx2"]

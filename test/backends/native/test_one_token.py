@@ -19,10 +19,13 @@ from nc.errors import BackendError
 from nc.kernels.onednn.runner import PythonRunner, call_once, runner
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(
-    bool(available_backends()["native"] or c_functions.why_unavailable()),
-    reason=available_backends()["native"] or c_functions.why_unavailable(),
-)
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.skipif(
+        bool(available_backends()["native"] or c_functions.why_unavailable()),
+        reason=available_backends()["native"] or c_functions.why_unavailable(),
+    ),
+]
 aten = torch.ops.aten
 #: Of results in fp32 and bf16, relative to the largest: some roundings of each.
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}

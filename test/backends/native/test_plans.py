@@ -48,7 +48,10 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.process import cache
 from nc.process.env import NC_ONEDNN
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"),
+]
 
 
 class Residual(nn.Module):

@@ -18,7 +18,7 @@ from nc.kernels.onednn.runner import call_once
 
 THREADS = 6
 _WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from nc.ops import quantize_per_tensor
 from nc.process.unavailable import Unavailable
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if "avx2" in cpu.detected() else "this CPU has no AVX2")
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY)]
 
 ADDED = "nothing", "codes", "fp32", "other"
 

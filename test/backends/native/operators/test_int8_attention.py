@@ -17,7 +17,7 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable
 
 _WHY = available_backends()["native"] or int8_attention.why_unavailable()
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 LOWEST = torch.finfo(torch.float32).min
 
 

@@ -20,7 +20,7 @@ from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 aten = torch.ops.aten
 LOWEST = torch.finfo(torch.float32).min
 

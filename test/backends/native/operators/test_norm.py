@@ -13,7 +13,10 @@ from nc.backends.passes import run_passes
 from nc.graph.fx_utils import copy_module
 from nc.numerics.metrics import worst_sqnr_db
 
-pytestmark = pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run")
+pytestmark = [
+    pytest.mark.isas,
+    pytest.mark.skipif(bool(available_backends()["native"]), reason=available_backends()["native"] or "it can run"),
+]
 
 G = torch.Generator().manual_seed(0)
 X, IMAGE = torch.randn(2, 5, 16, generator=G), torch.randn(2, 8, 9, 7, generator=G)

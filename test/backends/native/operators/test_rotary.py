@@ -19,7 +19,7 @@ from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY or "it can run")]
 aten = torch.ops.aten
 CODES = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 

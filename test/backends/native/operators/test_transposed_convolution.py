@@ -10,7 +10,7 @@ from nc import StaticQuantConfig, available_backends, compare, load
 from nc.backends import cpu
 
 WHY = available_backends()["native"]
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")
+pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(WHY), reason=WHY or "it can run")]
 
 LAYERS = {
     "doubles": lambda: nn.ConvTranspose2d(8, 16, 4, stride=2, padding=1),
