@@ -1,4 +1,4 @@
-"""`python -m nc doctor DIR`: whether this CPU can run an artefact, and which layers `load` quantizes again here."""
+"""What `python -m nc doctor` says of the C code, and of an artefact: whether this CPU can run it, and which layers `load` changes here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,55 @@ from rich.table import Table
 
 from nc.backends import available_backends, cpu, get_backend
 from nc.backends.reference import NAME as REFERENCE
+from nc.errors import BackendUnavailableError
 from nc.graph.qdq import QDQGraph
 from nc.graph.saturation import saturating
+from nc.kernels.c_code import build, isas
 from nc.storage import folder as folders
 from nc.storage import store
 from nc.weights.files.artefact import FORMAT as LOW_BIT
+
+#: Origin of a library → what the table says.
+_FROM = {"shipped": "the wheel", "kept": "the cache folder", "compiled": "the compiler, in this process", "": "nowhere"}
+
+
+def of_c_code() -> list[dict[str, Any]]:
+    """Return what is known of each library of C code, as plain values.
+
+    Returns:
+        library: its name.
+        origin: "shipped" (in the wheel), "kept" (compiled by an earlier process), "compiled" (in this process), or "" (there is none).
+        where, compiler: in words; "" where there is none.
+        instruction_sets: those that it has code for, besides that for any x86-64 CPU.
+        remarks: why there is no better one, or none.
+    """
+    return [_of_library(name) for name in build.sources()]
+
+
+def _of_library(name: str) -> dict[str, Any]:
+    try:
+        found = build.loaded(name)
+    except BackendUnavailableError as error:
+        return {"library": name, "origin": "", "where": "", "compiler": "", "instruction_sets": [], "remarks": [str(error)]}
+    unknown = [f"{isa} takes {isas.COMPILERS.get(isa, 'another compiler')}" for isa in found.missing]
+    remarks = [*found.passed_over, *([f"{found.compiler} has no code for {', '.join(unknown)}"] if unknown else [])]
+    if found.origin != build.ORIGINS[0] and not build.is_shipped(name):
+        remarks.append("the installation has no compiled libraries: it is editable, or of a wheel for any platform")
+    facts = {"library": name, "origin": found.origin, "where": found.where, "compiler": found.compiler}
+    return {**facts, "instruction_sets": list(found.isas), "remarks": remarks}
+
+
+def tell_c_code(libraries: list[dict[str, Any]], console: Console) -> None:
+    """Print a result of `of_c_code`: a table, then each origin and each remark once, with the libraries that it is of."""
+    table = Table("C code", "from", "instruction sets", "compiler", box=None, pad_edge=False)
+    for row in libraries:
+        code = ", ".join(row["instruction_sets"]) or ("any x86-64" if row["origin"] else "none")
+        table.add_row(row["library"], _FROM[row["origin"]], code, row["compiler"])
+    console.print(table)
+    for remark in dict.fromkeys(remark for row in libraries for remark in row["remarks"]):
+        names = [row["library"] for row in libraries if remark in row["remarks"]]
+        of = "all" if len(names) == len(libraries) else ", ".join(names)
+        click.echo(f"C code, {of}: {remark}")
 
 
 def of_artefact(folder: Path) -> dict[str, Any]:

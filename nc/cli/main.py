@@ -335,11 +335,13 @@ def _health() -> dict[str, Any]:
     """Return what doctor finds on this machine, as plain values."""
     from nc.backends import available_backends, choose_backend, why_chosen
     from nc.backends.auto_order import CONVOLUTIONS, LINEARS
+    from nc.cli.doctor import of_c_code
     from nc.errors import BackendUnavailableError
 
     backends = {name: {"can_run": not why, "remark": why or _remark(name)} for name, why in available_backends().items()}
     problems = [why for why in (installation.other_distribution(), installation.altered_files()) if why]
-    facts: dict[str, Any] = {"machine": dict(_machine()), "backends": backends, "problems": problems, "auto": {}, "no_engine": ""}
+    facts: dict[str, Any] = {"machine": dict(_machine()), "c_code": of_c_code(), "backends": backends, "problems": problems}
+    facts |= {"auto": {}, "no_engine": ""}
     try:
         for kind in (CONVOLUTIONS, LINEARS):
             name = choose_backend("auto", kind).name
@@ -350,13 +352,15 @@ def _health() -> dict[str, Any]:
 
 
 def _tell_health(facts: dict[str, Any]) -> None:
-    from nc.cli.doctor import tell
+    from nc.cli.doctor import tell, tell_c_code
 
     console = _console()
     machine = Table("machine", "", box=None, pad_edge=False)
     for row in facts["machine"].items():
         machine.add_row(*row)
     console.print(machine)
+    console.print()
+    tell_c_code(facts["c_code"], console)
     console.print()
     table = Table("backend", "can run here", "why not, and what to do", box=None, pad_edge=False)
     for name, found in facts["backends"].items():
@@ -404,22 +408,10 @@ def _onednn() -> str:
     return f"{found}, called by {run_by.name}{others}"
 
 
-def _c_code(name: str) -> str:
-    """Which library of C code is taken, from where, and why not a better one; or why there is none."""
-    from nc.errors import BackendUnavailableError
-    from nc.kernels.c_code import build
-
-    try:
-        return str(build.loaded(name))
-    except BackendUnavailableError as error:
-        return f"none: {error}"
-
-
 def _machine() -> list[tuple[str, str]]:
     import torch
 
     from nc.backends import backend_names, cpu, get_backend
-    from nc.kernels.c_code import build
 
     engines = [package for name in backend_names() for package in get_backend(name).packages]
     rows = [
@@ -430,7 +422,6 @@ def _machine() -> list[tuple[str, str]]:
         ("Python", platform.python_version()),
         (installation.DISTRIBUTION, __version__),
         ("oneDNN", _onednn()),
-        *((f"C code: {name}", _c_code(name)) for name in build.sources()),
     ]
     for package in ("torch", *engines, *_PACKAGES):
         try:
