@@ -1,15 +1,19 @@
 """Packaging of ``nc`` as ``nc-quant``; tool settings live in pyproject.toml, the development environment in Makefile.
 
-Where there is a C compiler, a wheel contains the compiled C sources of ``nc/kernels/c_code`` and is for this platform, whatever the Python:
-they are plain libraries that link to no Python, torch or oneDNN. Without a compiler the wheel is for all platforms; then, and in an
-editable install, ``nc.kernels.c_code.build`` compiles at first use, where it can.
+A wheel contains the compiled C sources of ``nc/kernels/c_code`` and is for this platform, whatever the Python: they are plain libraries
+that link to no Python, torch or oneDNN. The build fails where the compiler can't build all instruction sets. Where there is no compiler, or
+``NC_WHEEL=source`` asks for it, the wheel is for all platforms (``py3-none-any``), and says so in its metadata; then, and in an editable
+install, ``nc.kernels.c_code.build`` compiles at first use, where it can. ``make wheel`` builds the one to publish.
 """
 
+import ctypes
 import functools
 import os
+import platform
 import re
 import runpy
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,13 +28,21 @@ README = ROOT / "README.md"
 MODELS = ["torchvision", "transformers>=4.55.4,<6"]
 
 C_CODE = Path("nc/kernels/c_code")
+ADVICE = "Set CC to another compiler, or NC_WHEEL=source for a wheel whose C code is compiled at first use."
 
 
 @functools.cache
 def compiled() -> dict[str, bytes]:
-    """Library of each C source, by file name; {} where one can't be compiled."""
+    """Library of each C source, by file name; {} for a wheel of sources alone.
+
+    Raises:
+        SystemExit: a source can't be compiled, or not for all instruction sets; says what to do.
+    """
     how = runpy.run_path(str(ROOT / C_CODE / "flags.py"))
     compiler = how["compiler"](os.environ.get("CC", ""))
+    if os.environ.get("NC_WHEEL") == "source" or not compiler:
+        print("The wheel has no compiled libraries: its C code is compiled at first use, where there is a compiler.")
+        return {}
     libraries = {}
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted((ROOT / C_CODE).glob("*.c")):
@@ -38,17 +50,23 @@ def compiled() -> dict[str, bytes]:
             try:
                 subprocess.run(how["command"](compiler, source, target), check=True)
             except (OSError, subprocess.CalledProcessError) as error:
-                print(f"{source.name} is not compiled: {error}. The wheel has its source, which is compiled at first use.")
-                return {}
+                sys.exit(f"{source.name} can't be compiled: {error}. {ADVICE}")
+            check_instruction_sets(target, compiler)
             libraries[target.name] = target.read_bytes()
     return libraries
 
 
-def oldest_system() -> str:
-    """Return the oldest Linux that the libraries run on, as a wheel's tag says it (PEP 600); "" where they need more than the C library."""
-    needed = {name for content in compiled().values() for name in re.findall(rb"\0(lib[\w+-]+\.so[.\d]*)(?=\0)", content)}
-    versions = [int(minor) for content in compiled().values() for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]
-    return f"manylinux_2_{max([17, *versions])}_x86_64" if needed <= {b"libc.so.6", b"libm.so.6"} else ""
+def check_instruction_sets(library: Path, compiler: str) -> None:
+    """Fail where a library lacks code for an instruction set, because the compiler is too old; of other processors it has none at all.
+
+    Raises:
+        SystemExit: says which, and what to do.
+    """
+    known = runpy.run_path(str(ROOT / C_CODE / "isas.py"))
+    missing = known["missing"](library.stem, known["compiled"](ctypes.CDLL(str(library))))
+    if missing and platform.machine() == "x86_64":
+        needs = ", ".join(f"{name} takes {known['COMPILERS'].get(name, 'another compiler')}" for name in missing)
+        sys.exit(f"The compiler {compiler!r} has no code for all instruction sets of {library.stem}.c: {needs}. {ADVICE}")
 
 
 class Package(Distribution):
@@ -77,14 +95,11 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel for every Python."""
+    """A wheel for every Python. auditwheel finds out which systems it runs on."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Python, its binary interface, and the platform."""
-        _, _, platform = super().get_tag()
-        if platform == "linux_x86_64" and not self.plat_name_supplied:
-            platform = oldest_system() or platform
-        return "py3", "none", platform
+        return "py3", "none", super().get_tag()[2]
 
 
 setup(

@@ -1,5 +1,7 @@
-"""A wheel has the compiled C code where there was a compiler when it was built, and works without one everywhere."""
+"""A wheel has the compiled C code of every instruction set, or none of it; where it is installed, no compiler is needed."""
 
+import ctypes
+import json
 import os
 import re
 import shutil
@@ -10,24 +12,35 @@ from pathlib import Path
 
 import pytest
 
-from nc.kernels.c_code import build
+from nc.kernels.c_code import build, isas
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"
-RUNNER = """
-from nc.kernels.c_code.build import load
-from nc.kernels.onednn.providers import provider
-from nc.kernels.onednn.runner import runner
+#: Runs where the wheel is installed, and prints what was taken from where.
+USER = """
+import json, pathlib, shutil, sys
+import torch
 import nc
-print(nc.__file__, load("runner")._name, runner(provider().maker.library)[0].name, sep="\\n")
+from nc.kernels.c_code import build, isas
+
+assert not build._compiler(), "there is a compiler"
+x = torch.randn(4, 64)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+q = nc.quantize(model, nc.StaticQuantConfig(), lambda p: p(x), example_inputs=x, backend="native")
+low_bit = nc.quantize(model, nc.WeightOnlyConfig("int4", group_size=32), backend="native")
+origins = {name: build.loaded(name).origin for name in build.sources()}
+kernels = [layer.kernel for layer in nc.report(low_bit).layers]
+finite = bool(q(x).isfinite().all() and low_bit(x).isfinite().all())
+run_by = q.report().details["kernels"]
+print(json.dumps({"package": nc.__file__, "origins": origins, "run by": run_by, "low bit": kernels, "finite": finite}))
 """
 
 pytestmark = pytest.mark.skipif(not build._compiler(), reason="there is no C compiler")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Builds the wheel with variables of the environment; gives its path."""
+def build_wheel(tmp_path_factory):
+    """Builds the wheel with variables of the environment; gives what pip said, and the folder with the wheel."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "nc", source / "nc", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
@@ -36,10 +49,28 @@ def wheel(tmp_path_factory):
     def made(**variables):
         target = tmp_path_factory.mktemp("wheel")
         shutil.rmtree(source / "build", ignore_errors=True)
-        subprocess.run([sys.executable, *WHEEL, str(target), str(source)], check=True, env={**os.environ, **variables}, timeout=300)
-        return next(target.glob("*.whl"))
+        command = [sys.executable, *WHEEL, str(target), str(source)]
+        environment = {**os.environ, **variables}
+        return subprocess.run(command, env=environment, timeout=500, capture_output=True, text=True, check=False), target
 
     return made
+
+
+@pytest.fixture(scope="module")
+def wheel(build_wheel):
+    """The wheel of this machine's compiler."""
+    done, folder = build_wheel()
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture
+def clean(tmp_path):
+    """A Python that has torch and no nc, and gives the program that it runs a PATH on which there is no compiler."""
+    (shared,) = Path(sys.prefix).glob("lib/python3*/site-packages/shared.pth")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "clean")], check=True)
+    shutil.copy(shared, next((tmp_path / "clean").glob("lib/python3*/site-packages")))
+    return tmp_path / "clean" / "bin" / "python"
 
 
 def compiled_in(path):
@@ -47,27 +78,61 @@ def compiled_in(path):
 
 
 @pytest.mark.exhaustive
+def test_a_wheel_serves_every_python_and_its_libraries_have_every_instruction_set(wheel, tmp_path):
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    assert sorted(compiled_in(wheel)) == [f"nc/kernels/c_code/{name}.so" for name in sorted(isas.OF_SOURCES)]
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    libraries = {path.stem: ctypes.CDLL(str(path)) for path in (tmp_path / "nc" / "kernels" / "c_code").glob("*.so")}
+    assert {name: isas.compiled(library) for name, library in libraries.items()} == isas.OF_SOURCES
+
+
+@pytest.mark.exhaustive
 @pytest.mark.needs_plans
-def test_a_wheel_has_the_compiled_code_and_serves_every_python(wheel, tmp_path):
-    path = wheel()
-    assert re.search(r"-py3-none-(many)?linux_(\d+_\d+_)?x86_64\.whl$", path.name)
-    assert sorted(compiled_in(path)) == sorted(f"nc/kernels/c_code/{source.stem}.so" for source in Path(build.__file__).parent.glob("*.c"))
-    zipfile.ZipFile(path).extractall(tmp_path / "site")
-    variables = {"PYTHONPATH": str(tmp_path / "site"), "CC": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER], capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, **variables}
-    )
-    package, library, name = done.stdout.splitlines()
-    assert Path(package).parent == tmp_path / "site" / "nc"
-    assert Path(library) == tmp_path / "site" / "nc" / "kernels" / "c_code" / "runner.so"
-    assert name == "C"
+def test_an_audited_wheel_is_used_where_there_is_no_compiler(wheel, clean, tmp_path):
+    """`make wheel-check` has auditwheel."""
+    pytest.importorskip("auditwheel", reason="auditwheel is in requirements/wheel.txt")
+    tools = str(Path(sys.executable).parent)
+    repair = [sys.executable, "-m", "auditwheel", "repair", "-w", str(tmp_path / "audited"), str(wheel)]
+    subprocess.run(repair, check=True, env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"})
+    (audited,) = (tmp_path / "audited").glob("*.whl")
+    assert re.search(r"-py3-none-manylinux[\w.]+_x86_64\.whl$", audited.name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(clean)]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(audited)], check=True)
+    environment = {"PATH": str(clean.parent), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([str(clean), "-c", USER], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert Path(found["package"]).is_relative_to(clean.parents[1])
+    assert found["origins"] == dict.fromkeys(sorted(isas.OF_SOURCES), "shipped")
+    assert "called by C" in found["run by"]
+    assert all("c fp32" in kernel for kernel in found["low bit"])
+    assert found["finite"]
+    assert not list((tmp_path / "cache").rglob("*.so")), "something was compiled"
 
 
-def test_without_a_compiler_the_wheel_is_for_all_platforms(wheel):
-    path = wheel(CC="/nonexistent")
+def test_without_a_compiler_the_wheel_is_for_all_platforms(build_wheel):
+    done, folder = build_wheel(NC_WHEEL="source")
+    assert done.returncode == 0, done.stderr
+    path = next(folder.glob("*.whl"))
     assert path.name.endswith("-py3-none-any.whl")
     assert not compiled_in(path)
     assert {"nc/kernels/c_code/runner.c", "nc/kernels/c_code/openmp.h"} < set(zipfile.ZipFile(path).namelist())
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("cc -DNC_OLD_COMPILER -O0", "has no code for all instruction sets of low_bit.c: avx_vnni takes gcc 11 or clang 12, "),
+        ("/nonexistent", "attention.c can't be compiled: "),
+        ("false", "attention.c can't be compiled: "),
+    ],
+)
+def test_a_build_fails_where_the_compiler_can_not_build_everything(build_wheel, compiler, why):
+    done, folder = build_wheel(CC=compiler)
+    assert done.returncode
+    assert why in done.stderr
+    assert "NC_WHEEL=source for a wheel whose C code is compiled at first use" in done.stderr
+    assert not list(folder.glob("*.whl"))
 
 
 def test_a_library_of_another_system_is_compiled_here(tmp_path, monkeypatch):
