@@ -3,13 +3,17 @@
 # make demo-native | test-native | setup-native            with a torch that has a small CPU build and no IPEX, in .venv-native
 # make demo-newest | test-newest | setup-newest            torch 2.15.0 and transformers 5.24, the newest on 2026-11-26, in .venv-newest
 # make newer                                               prints which releases are newer than those
+# make test-everything                                     the full matrix: what has changed since it passed (ALL=1: everything), see docs/contribute/ci.md
 # make test-all | test-all-native | test-all-newest        the short suite and what is exhaustive
+# make test-once                                           of the short suite, what `make test` leaves to test-native
 # make test-exhaustive                                     only what the short suite leaves out
 #   OF="and ipex"                                          of these, those that a pytest expression selects
 # make test-exhaustive-native                              the same with the torch of .venv-native
 # make mutations                                           breaks the package on purpose; the short suite must notice (test/mutations.py)
 # make bench-peers | setup-peers                           other projects' engines beside this one's, in .venv-peers
 # make sanitize                                            the C code under the address, undefined-behaviour and thread sanitizers of gcc
+# make test-isas                                           the kernels' tests once for each instruction set of this CPU
+# make wheel | wheel-check | setup-wheel                   the wheel to publish; whether it has every instruction set and needs no compiler (.venv-wheel)
 # make test-judges | setup-judges                          files and numerics against the libraries of other projects, in .venv-judges
 # make test-onnx | setup-onnx                              export_onnx with ONNX Runtime, over the packages of .venv-native, in .venv-onnx
 # make test-fallback | setup-fallback                      the short suite without the oneDNN inside torch: with none, and with a packaged one (.venv-fallback)
@@ -22,7 +26,8 @@
 #                       wheels (its address is on PyTorch's "Get started" page, choose "CPU") saves about 6 GB of
 #                       CUDA libraries: its "2.8.0+cpu" satisfies the pin "2.8.0" and ranks above it.
 #   CACHE=<folder>      where the third-party packages are kept
-#   SHARE=<n> TURN=<k>  `make test-newest`, `test-fallback`, `test-exhaustive-native` and `sanitize` run every nth test, beginning with the kth
+#   SHARE=<n> TURN=<k>  `make test-newest`, `test-fallback`, `test-exhaustive-native`, `sanitize` and `mutations` run every nth test, beginning with the kth
+#   ROOM=<folder>       `make test-newest`, `test-fallback`, `test-once` and `test-exhaustive` run the tests of one folder below test/
 #   JOBS=<n>            processes that run tests, 2 by default
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -53,7 +58,7 @@ setup-judges: NODEPS += requirements/judges-nodeps.txt
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint clean
+.PHONY: demo demo-llm demo-native demo-newest test test-native test-newest test-all test-all-native test-all-newest test-exhaustive test-exhaustive-native mutations sanitize lint bench bench-peers newer setup setup-native setup-newest setup-peers setup-judges test-judges setup-onnx test-onnx setup-fallback test-fallback setup-lint setup-wheel wheel wheel-check test-isas test-once test-everything clean
 
 # Models and data ship inside packages: nothing may reach for a network while it runs.
 export HF_HUB_OFFLINE := 1
@@ -77,15 +82,25 @@ demo-newest: setup-newest
 # the models that they share, stay in one process.
 PYTEST = -m pytest -q -n $(JOBS) --dist worksteal --durations=10
 SHORT = -m "not exhaustive"
+# Of one folder of tests: "." are the files in test/ itself, and "backends", say, those in test/backends/ itself. Without it, all tests.
+ROOM ?=
+FILES = $(if $(ROOM),$(if $(filter . backends algorithms api,$(ROOM)),$(wildcard test/$(ROOM)/test_*.py),test/$(ROOM)))
+# A folder may have no test that is selected, which pytest reports as 5; without ROOM that is an error.
+OR_NONE = $(if $(ROOM),|| [[ $$? == 5 ]])
 
+# What depends on IPEX or its torch. The other tests, and the same ones with a newer torch, are those of test-native.
 test: setup
-	.venv/bin/python $(PYTEST) $(SHORT)
+	.venv/bin/python $(PYTEST) -m "not exhaustive and not once"
+
+# What `make test` leaves to test-native.
+test-once: setup
+	.venv/bin/python $(PYTEST) -m "once and not exhaustive" $(FILES) $(OR_NONE)
 
 test-native: setup-native
 	.venv-native/bin/python $(PYTEST) -rs $(SHORT)
 
 test-newest: setup-newest
-	.venv-newest/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
+	.venv-newest/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
 test-all: setup
 	.venv/bin/python $(PYTEST)
@@ -104,18 +119,22 @@ test-onnx: setup-onnx
 
 # What a torch without symbols leaves: its own operators, or the library of a Python package.
 test-fallback: setup-fallback
-	NC_ONEDNN=none .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
-	NC_ONEDNN=package .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN)
+	NC_ONEDNN=none .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
+	NC_ONEDNN=package .venv-fallback/bin/python $(PYTEST) -rs $(SHORT) --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
 
 test-exhaustive: setup
-	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)"
+	.venv/bin/python $(PYTEST) -m "exhaustive $(OF)" $(FILES) $(OR_NONE)
 
 test-exhaustive-native: setup-native
-	.venv-native/bin/python $(PYTEST) -rs -m "exhaustive $(OF)" --share $(SHARE) --turn $(TURN)
+	.venv-native/bin/python $(PYTEST) -rs -m "exhaustive $(OF)" --share $(SHARE) --turn $(TURN) $(FILES) $(OR_NONE)
+
+# The full matrix: the jobs of .ci/matrix.py whose files have changed since they passed (ALL=1: all), which .ci/ledger.json then says.
+test-everything:
+	$(PYTHON) .ci/matrix.py --record $(if $(ALL),--all)
 
 mutations: setup setup-native
-	.venv-native/bin/python test/mutations.py --jobs $(JOBS)
-	.venv/bin/python test/mutations.py --jobs $(JOBS)
+	.venv-native/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
+	.venv/bin/python test/mutations.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
 
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
 sanitize: setup-native
@@ -127,13 +146,25 @@ sanitize: setup-native
 	    "$$program"
 	done
 
-# Without clones: the sanitizer does not run yet when they are chosen.
-TSAN = gcc -O1 -g -std=gnu11 -fno-math-errno -fsanitize=thread -DNC_NO_CLONES -I nc/kernels/c_code -include nc/kernels/c_code/identity.h -DNC_SOURCE_HASH='""'
+TSAN = gcc -O1 -g -std=gnu11 -fno-math-errno -fsanitize=thread -I nc/kernels/c_code -include nc/kernels/c_code/identity.h -DNC_SOURCE_HASH='""'
 
 lint: setup setup-native setup-lint
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv-lint/bin/python -m mypy --python-executable .venv-native/bin/python
+
+# For each instruction set that this CPU has (ISAS="avx2 amx": of these), in a process that is limited to it.
+test-isas: setup-native
+	.venv-native/bin/python test/isas.py $(ISAS) --jobs $(JOBS)
+
+# The wheel to publish, in dist/: with all instruction sets, for all systems that auditwheel finds.
+wheel: setup-wheel
+	rm -rf build dist
+	.venv-wheel/bin/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w build/wheel .
+	PATH="$$PWD/.venv-wheel/bin:$$PATH" .venv-wheel/bin/python -m auditwheel repair -w dist build/wheel/*.whl
+
+wheel-check: setup-wheel
+	.venv-wheel/bin/python -m pytest -q -rs test/process/test_wheel.py
 
 bench: setup
 	.venv/bin/python benchmarks/run.py
@@ -147,7 +178,7 @@ newer: setup-native
 
 # Leaves the shared packages alone: other clones use them.
 clean:
-	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-fallback .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-native .venv-newest .venv-peers .venv-judges .venv-onnx .venv-fallback .venv-wheel .venv-lint .venv-lowbit-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Prints what identifies the interpreter, or one line that says what to do instead.
@@ -201,8 +232,8 @@ setup-lowbit-%: setup-native
 	cp .venv-native/lib/python3*/site-packages/shared.pth .venv-lowbit-$*/lib/python3*/site-packages/
 	.venv-lowbit-$*/bin/python -m pip --disable-pip-version-check install -q -r requirements/peers-lowbit-$*.txt
 
-# What export_onnx needs, 150 MB, and a oneDNN library, over the packages of .venv-native.
-setup-onnx setup-fallback: setup-%: setup-native
+# What export_onnx needs, 150 MB, a oneDNN library, and auditwheel, over the packages of .venv-native.
+setup-onnx setup-fallback setup-wheel: setup-%: setup-native
 	@stamp=$$(cat .venv-native/.complete requirements/$*.txt Makefile | sha256sum)
 	if [[ -e .venv-$*/.complete && $$(< .venv-$*/.complete) == "$$stamp" ]]; then exit; fi
 	rm -rf .venv-$*

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,25 @@ from nc.process.unavailable import Unavailable
 hypothesis.settings.register_profile("nc", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("nc")
 
+#: Folders whose tests depend on neither torch's version nor IPEX; of the files in test/ itself none does.
+ONCE = (
+    "algorithms",
+    "backends/low_bit",
+    "backends/native",
+    "backends/openvino",
+    "benchmarks",
+    "calibration",
+    "config",
+    "formats",
+    "interchange",
+    "kernels",
+    "numerics",
+    "observers",
+    "planning",
+    "process",
+    "storage",
+    "text",
+)
 WHY_NO_IPEX = get_backend("ipex").why_unavailable()
 
 
@@ -40,6 +60,9 @@ def pytest_report_header():
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config, items):
     _mark_samples(items)
+    for item in items:
+        if _is_once(item.path.parent.relative_to(Path(__file__).parent), item.get_closest_marker("ipex") is not None):
+            item.add_marker(pytest.mark.once)
     share = config.getoption("share")
     turn = config.getoption("turn") % share
     config.hook.pytest_deselected(items=[item for item in items if _place(item) % share != turn])
@@ -54,6 +77,12 @@ def pytest_collectstart(collector):
     """Models that a module builds while it is imported are the same in every run too."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(_hash(collector.nodeid))
+
+
+def _is_once(folder, ipex):
+    """Whether tests of a folder, relative to test/, need not run with each torch; those that need IPEX run with its torch."""
+    parts = ("/".join(folder.parts[:1]), "/".join(folder.parts[:2]))
+    return not ipex and (not folder.parts or any(part in ONCE for part in parts))
 
 
 def _place(item):

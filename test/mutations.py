@@ -1163,9 +1163,12 @@ def main() -> None:
     parser.add_argument("--targeted", action="store_true", help="run only the test files that should notice a mutation")
     parser.add_argument("--list", action="store_true", help="print the list and check its texts, run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth mutation")
+    parser.add_argument("--turn", type=int, default=0, metavar="K", help="which of the N shares")
     options = parser.parse_args()
     here = "ipex" if not available_backends()["ipex"] else "native"
     chosen = [m for m in MUTATIONS if m.name in options.names or (not options.names and (options.list or m.ipex == (here == "ipex")))]
+    chosen = chosen[options.turn % options.share :: options.share]
     unknown = set(options.names) - {m.name for m in MUTATIONS}
     if unknown:
         sys.exit(f"There is no mutation {', '.join(sorted(unknown))}.")
