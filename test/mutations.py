@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         "samples-before-writes",
         "kept samples are what the model was called with",
-        "observed/prepared.py",
+        "api/preparation/captured.py",
         "            self._samples.keep(inputs)  # before",
         "            self._samples.batches.append(tuple(inputs))  # before",
         ("effects",),
@@ -1068,7 +1068,7 @@ MUTATIONS = (
     Mutation(
         "inaccurate-operators",
         "a dynamic operator whose own result is noise stays fp32",
-        "observed/prepared.py",
+        "api/preparation/captured.py",
         "            if db >= LEAST_DB:\n",
         "            if db >= -LEAST_DB:\n",
         ("recurrent",),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from nc.algorithms.inputs.layers import has_low_bit
 from nc.api.quantized import QuantizedModel, checked
 from nc.api.weight_report import weight_report
 from nc.backends import choose_backend, cpu, engine_options, first_that_can, why_chosen
-from nc.backends.auto_order import kind_of_model
+from nc.backends.auto_order import kind_of_graph
 from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.low_bit.engine import engine as low_bit_engine
 from nc.backends.low_bit.engine import set_backend
 from nc.backends.narrowing import narrowed
 from nc.backends.reference import NAME as REFERENCE
 from nc.errors import ArtefactError, ConfigError, InputError, NCError, UnsupportedError
-from nc.graph.catalogue import kind_of_node
 from nc.graph.qdq import QDQGraph, in_memory
 from nc.ops import RECURRENT
 from nc.process.torch_settings import check_default_device, without_autocast
@@ -49,7 +49,7 @@ def save(model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str] = "saved
     if format != "default":
         msg = f'Expected format="default", but got {format!r}.'
         raise ConfigError(msg)
-    if isinstance(model, torch.nn.Module) and not isinstance(model, QuantizedModel) and has_low_bit(model):
+    if has_low_bit(model):
         low_bit.write(model, checkpoint_dir)
         return
     q_model = checked(model, "save")
@@ -115,49 +115,91 @@ def load(
         msg = f'Expected format="default" and device="cpu", but got {format!r} and {device!r}.'
         raise ConfigError(msg)
     check_default_device("load")
+    asked = _Loading(
+        model=original_model if model is None else model,
+        backend=backend,
+        verify=verify,
+        verify_sizes=verify_sizes,
+        isolate=isolate,
+        compile=compile,
+    )
     content = folder.read(model_name_or_path, wait=False)
     with content.checked():  # another thread computes the checksum of the weights meanwhile
-        if content.format == low_bit.FORMAT:
-            low_bit_engine(backend)  # refused before the work, not after it
-            given = original_model if model is None else model
-            if given is not None and not isinstance(given, torch.nn.Module):
-                msg = f"Expected model to be a torch.nn.Module, but got {type(given).__name__}."
-                raise InputError(msg)
-            return set_backend(low_bit.read(content, given, lambda built: str(weight_report(built))), backend)
-        stored = store.checked(content)
-        if choose_backend(backend).name != REFERENCE:  # which computes in fp32, alike on every CPU
-            _check_cpu(stored.plan.isa, stored.directory)
-        graph, directory, weights = stored.graph(wait=False), stored.directory, content.weights
+        return _LOADERS[content.format](content, asked)
 
-        kind = kind_of_model(map(kind_of_node, graph.module.graph.nodes))
 
-        def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
-            fitted = narrowed(graph if engine.packs_weights else in_memory(graph), engine)
-            sizes = {"verify_sizes": verify_sizes, "verify_kernels": "in doubt"}
-            options = engine_options(engine, **sizes, isolate=isolate, compile=compile)
-            return fitted, lower(engine, fitted, verify=verify, **options)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Loading:
+    """The arguments of `load` that say what is made of the files."""
 
-        def check() -> None:
-            with folder.malformed(directory / folder.MODEL):
-                _run(graph, lambda inputs: graph.module(*inputs))
+    model: torch.nn.Module | None
+    backend: str
+    verify: str
+    verify_sizes: bool
+    isolate: str
+    compile: bool
 
-        if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
-            check()  # torch's kernels of these do not look at the sizes of what they read
-        try:
-            (lowered_graph, lowered), name, failed = first_that_can(backend, choose_backend(backend, kind).name, attempt, model=kind)
-            if not (lowered.verified and _fits(lowered_graph)):
-                _run(lowered_graph, lowered.run)
-        except Exception as error:
-            check()  # a graph that can't run at all is the fault of the artefact
-            if isinstance(error, NCError):
-                raise
-            msg = (
-                f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
-                'or save the model again. backend="reference" runs it.'
-            )
-            raise ArtefactError(msg) from error
-        weights.release()  # engines have packed them
-        return QuantizedModel(lowered_graph, lowered, name, why_chosen(backend, name, failed, kind))
+
+def _load_low_bit(content: folder.Content, asked: _Loading) -> torch.nn.Module:
+    """Return a module of the user's class with low-bit weights.
+
+    Raises:
+        InputError, ArtefactError, UnknownBackendError, BackendUnavailableError: see `load`.
+    """
+    low_bit_engine(asked.backend)  # refused before the work, not after it
+    if asked.model is not None and not isinstance(asked.model, torch.nn.Module):
+        msg = f"Expected model to be a torch.nn.Module, but got {type(asked.model).__name__}."
+        raise InputError(msg)
+    return set_backend(low_bit.read(content, asked.model, lambda built: str(weight_report(built))), asked.backend)
+
+
+def _load_graph(content: folder.Content, asked: _Loading) -> QuantizedModel:
+    """Return a quantized graph on an engine.
+
+    Raises:
+        UnsupportedError, VerificationError, BackendError, ArtefactError: see `load`.
+    """
+    stored = store.checked(content)
+    if choose_backend(asked.backend).name != REFERENCE:  # which computes in fp32, alike on every CPU
+        _check_cpu(stored.plan.isa, stored.directory)
+    graph, directory, weights = stored.graph(wait=False), stored.directory, content.weights
+    kind = kind_of_graph(graph.module)
+
+    def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
+        fitted = narrowed(graph if engine.packs_weights else in_memory(graph), engine)
+        sizes = {"verify_sizes": asked.verify_sizes, "verify_kernels": "in doubt"}
+        options = engine_options(engine, **sizes, isolate=asked.isolate, compile=asked.compile)
+        return fitted, lower(engine, fitted, verify=asked.verify, **options)
+
+    def check() -> None:
+        with folder.malformed(directory / folder.MODEL):
+            _run(graph, lambda inputs: graph.module(*inputs))
+
+    if any(node.target in RECURRENT.values() for node in graph.module.graph.nodes):
+        check()  # torch's kernels of these do not look at the sizes of what they read
+    try:
+        first = choose_backend(asked.backend, kind).name
+        (lowered_graph, lowered), name, failed = first_that_can(asked.backend, first, attempt, model=kind)
+        if not (lowered.verified and _fits(lowered_graph)):
+            _run(lowered_graph, lowered.run)
+    except Exception as error:
+        check()  # a graph that can't run at all is the fault of the artefact
+        if isinstance(error, NCError):
+            raise
+        msg = (
+            f"{str(directory)!r}: the engine cannot run this graph ({type(error).__name__}: {error}). If its files were altered, copy "
+            'or save the model again. backend="reference" runs it.'
+        )
+        raise ArtefactError(msg) from error
+    weights.release()  # engines have packed them
+    return QuantizedModel(lowered_graph, lowered, name, why_chosen(asked.backend, name, failed, kind))
+
+
+#: What makes a model of the files, by their format.
+_LOADERS: Mapping[str, Callable[[folder.Content, _Loading], torch.nn.Module]] = {
+    low_bit.FORMAT: _load_low_bit,
+    store.FORMAT: _load_graph,
+}
 
 
 def _fits(graph: QDQGraph) -> bool:

@@ -15,6 +15,7 @@ import torch
 from nc._version import __version__
 from nc.algorithms.inputs.block_calls import Sample, block_lists
 from nc.algorithms.inputs.layers import layers_of
+from nc.api.preparation.weights import without_cache
 from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
@@ -29,7 +30,6 @@ from nc.weights.files.sources import experts_of, sources_of
 from nc.weights.files.streamed import StreamedWeights, shards, take_values_from
 from nc.weights.heap import give_back_large_pieces
 from nc.weights.history import Record
-from nc.weights.prepared import without_cache
 
 
 def quantize_folder(

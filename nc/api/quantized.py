@@ -183,7 +183,7 @@ def checked(model: object, step: str) -> QuantizedModel:
     if isinstance(model, QuantizedModel):
         return model
     name = type(model).__name__
-    if isinstance(model, torch.nn.Module) and has_low_bit(model):
+    if has_low_bit(model):
         msg = (
             f"{step}() needs a captured graph, and this {name} with low-bit weights is a plain module. Write its weights with "
             "export_weights(), or prepare() and convert() it with another strategy, e.g. StaticQuantConfig, which keeps these layers."

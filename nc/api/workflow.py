@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nc.algorithms import in_order, steps
-from nc.algorithms.base import Algorithm
 from nc.algorithms.inputs.layers import has_low_bit
-from nc.api.mixed import PreparedMixed
-from nc.api.quantized import QuantizedModel, ReferenceModule, as_call
-from nc.api.report import Report, hopeless_text
+from nc.api.model_checks import check_model
+from nc.api.preparation.base import Conversion, Preparation
+from nc.api.preparation.make import Request, plan_of, preparation
+from nc.api.quantized import QuantizedModel, as_call
+from nc.api.report import Report
 from nc.api.weight_report import WeightReport, weight_report
-from nc.api.weight_verdict import measure as low_bit_verdict
-from nc.api.weight_verdict import warn_if_slower
-from nc.backends import choose_backend, engine_options, first_that_can, get_backend, precautions, why_chosen
-from nc.backends.auto_order import kind_of_model
-from nc.backends.base import Backend, EngineModel, lower
-from nc.backends.low_bit.engine import engine as low_bit_engine
-from nc.backends.low_bit.engine import set_backend
-from nc.backends.profiling.own_model import OwnModel
-from nc.backends.profiling.verdict import Verdict
-from nc.backends.profiling.verdict import measure as speed_verdict
-from nc.backends.reference import NAME as REFERENCE
 from nc.backends.verify import check_option
-from nc.calibration.costly import HOPELESS_DB
-from nc.capture.capture import Graph, capture
-from nc.config import AnyConfig, QuantConfig, SmoothQuantConfig, WeightOnlyConfig, config_from, is_simulated, outer_field, parts_of
+from nc.config import AnyConfig, config_from
 from nc.errors import ConfigError, InputError, StateError
-from nc.export import ExportedModel
-from nc.graph.catalogue import kind_of_node
 from nc.graph.plan import INPUTS, PLACEMENTS, Plan
-from nc.graph.products import unknown_products, unknown_text
-from nc.graph.qdq import QDQGraph
-from nc.observed.prepared import PreparedModel
-from nc.planning.layer_plan import WeightPlan, others_text
-from nc.planning.layer_rules import name_low_bit, plan_layers, with_low_bit
-from nc.planning.matching import check_rules
-from nc.planning.nothing import nothing_quantized
-from nc.planning.rules import decide
-from nc.process.lock import LOCK
+from nc.planning.layer_plan import WeightPlan
 from nc.process.torch_settings import check_default_device
-from nc.process.warn import warn
-from nc.weights.accuracy import accuracy_db, hopeless_layers
-from nc.weights.accuracy import hopeless_text as low_bit_hopeless_text
 from nc.weights.driver import Progress
-from nc.weights.experts import separated
-from nc.weights.prepared import PreparedWeights
 
 
 def prepare(
@@ -64,7 +34,7 @@ def prepare(
     dynamic_shapes: Any = None,
     strict: bool = True,
     placement: str = INPUTS,
-) -> PreparedModel | PreparedWeights | PreparedMixed:
+) -> Preparation:
     """Capture a model and insert observers for calibration.
 
     With a `WeightOnlyConfig` nothing is captured: the result is a `PreparedWeights`, and `example_inputs` and `dynamic_shapes` are not
@@ -101,43 +71,21 @@ def prepare(
     check_option("placement", placement, PLACEMENTS)
     check_default_device("prepare")
     config = copy.deepcopy(config_from(quant_config))  # later changes by the user have no effect here
-    _check_model(model)
-    if weight_only(config):
-        _warn_of_training(model, inplace=inplace)
-        low_bit_engine(backend)
-        layers = plan_layers(config, separated(model), strict=strict)
-        _warn_of_float_weights(layers)
-        stacks = {d.operator.rpartition(".")[0] for d in layers.quantized}
-        model = separated(model, inplace=inplace, names=stacks)  # not before: an error leaves the model as it is
-        return PreparedWeights(model, layers, config, inplace=inplace, asked=backend)
-    if has_weight_only(config) and not has_low_bit(model):
-        low_bit = PreparedWeights(model, plan_layers(config, model, check=False), config, inplace=inplace)
-        options = {"backend": backend, "dynamic_shapes": dynamic_shapes, "strict": strict, "placement": placement}
-        mixed = PreparedMixed(low_bit, lambda m: prepare(m, config, inplace, example_inputs, **options))
-        if low_bit.plan.quantized:
-            return mixed if low_bit.plan.needs_data else mixed.graph_part()
-    asked, backend = backend, _that_simulates(backend, config)
-    engine = choose_backend(backend)
-    engine.start()
-    graph = _capture(model, example_inputs, dynamic_shapes, inplace=inplace)
-    check_rules(config, with_low_bit(graph, model), strict=strict)
-    kind = _kind_of(graph)
-    first = choose_backend(backend, kind).name
-    plan, name, failed = first_that_can(backend, first, lambda e: decide(config, graph, e.capabilities(), placement), model=kind)
-    if name != engine.name:
-        engine = get_backend(name)
-        engine.start()
-    _refuse_nothing(plan, config, strict=strict)
-    _warn_of_unknown_products(plan)
-    plan, algorithms = _with_algorithms(plan, config)
-    if inplace:
-        model.eval()
-    own = None if isinstance(model, ExportedModel) else OwnModel(model, *as_call(example_inputs))
-    return PreparedModel(graph, plan, engine.capabilities(), name, config, algorithms, asked=asked, failed=failed, own=own)
+    check_model(model)
+    asked = Request(
+        config=config,
+        inplace=inplace,
+        example_inputs=example_inputs,
+        backend=backend,
+        dynamic_shapes=dynamic_shapes,
+        strict=strict,
+        placement=placement,
+    )
+    return preparation(model, asked)
 
 
 def convert(
-    model: PreparedModel | PreparedWeights | PreparedMixed,
+    model: Preparation,
     quant_config: AnyConfig | dict[str, Any] | None = None,
     inplace: bool = True,
     *,
@@ -183,48 +131,23 @@ def convert(
     if isinstance(model, QuantizedModel):
         msg = "The model is converted already; convert() expects the result of prepare()."
         raise StateError(msg)
-    if not isinstance(model, (PreparedModel, PreparedWeights, PreparedMixed)):
+    if not isinstance(model, Preparation):
         msg = f"convert() expects the result of prepare(), but got {type(model).__name__}."
         raise StateError(msg)
     if quant_config is not None and config_from(quant_config) != model.quant_config:
         msg = "convert() got another configuration than prepare(); leave it out here, or call prepare() again with this configuration."
         raise ConfigError(msg)
     check_default_device("convert")
-    if isinstance(model, PreparedWeights):
-        name = backend or model.asked
-        low_bit_engine(name)  # refused before the work, not after it
-        low_bit = set_backend(model.quantized(progress), name)
-        _warn_of_low_bit(low_bit, model)
-        verdict = low_bit_verdict(low_bit) if measure else None
-        if verdict is not None:
-            low_bit.__dict__["nc_verdict"] = verdict
-            warn_if_slower(verdict)
-        return low_bit
-    if isinstance(model, PreparedMixed):
-        prepared = model.calibrated(progress)
-        options: dict[str, Any] = {"verify_sizes": verify_sizes, "isolate": isolate, "compile": compile}
-        return convert(prepared, backend=backend, verify=verify, measure=measure, **options)
-    kind = _kind_of(model.graph)
-    asked, first, before = model.asked, model.backend, model.failed
-    if backend is not None:
-        asked, first, before = backend, choose_backend(_that_simulates(backend, model.quant_config), kind).name, {}
-
-    def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
-        engine.start()
-        graph = model.quantized_graph(engine.capabilities())
-        options = engine_options(engine, verify_sizes=verify_sizes, isolate=isolate, compile=compile)
-        return graph, lower(engine, graph, verify=verify, **options)
-
-    engine_name = _that_simulates(asked, model.quant_config)
-    (graph, lowered), name, failed = first_that_can(engine_name, first, attempt, before, kind)
-    chosen = why_chosen(asked, name, failed, kind) if engine_name == asked else _SIMULATED
-    q_model = QuantizedModel(graph, lowered, name, chosen)
-    if measure and name != REFERENCE:
-        # a model that fills lists or caches is another one in each call of the same arguments
-        own = None if graph.signature.effects.after is not None else model.own
-        q_model.verdict = speed_verdict(model.graph.module, graph, lowered, own=own, quantized=q_model)
-    _warn_of_result(model.plan, model.quant_config, graph, q_model.verdict)
-    return q_model
+    asked = Conversion(
+        backend=backend,
+        verify=verify,
+        verify_sizes=verify_sizes,
+        isolate=isolate,
+        compile=compile,
+        measure=measure,
+        progress=progress,
+    )
+    return model.convert(asked)
 
 
 def quantize(
@@ -265,11 +188,6 @@ def quantize(
     return convert(prepared, measure=measure, progress=progress)
 
 
-def _kind_of(graph: Graph) -> str:
-    """Return what kind of model it is, for the order of engines."""
-    return kind_of_model(map(kind_of_node, graph.module.graph.nodes))
-
-
 def describe(
     model: torch.nn.Module,
     quant_config: AnyConfig | dict[str, Any],
@@ -290,19 +208,17 @@ def describe(
     check_option("placement", placement, PLACEMENTS)
     check_default_device("describe")
     config = config_from(quant_config)
-    _check_model(model)
-    if weight_only(config):
-        return plan_layers(config, separated(model), strict=strict)
-    backend = _that_simulates(backend, config)
-    choose_backend(backend)  # refused before the work, not after it
-    graph = _capture(model, example_inputs, None, share_weights=True)
-    check_rules(config, with_low_bit(graph, model), strict=strict)
-    kind = _kind_of(graph)
-    first = choose_backend(backend, kind).name
-    plan, _, _ = first_that_can(backend, first, lambda e: decide(config, graph, e.capabilities(), placement), model=kind)
-    if has_weight_only(config) and not has_low_bit(model):
-        plan = name_low_bit(plan, plan_layers(config, model, check=False))
-    return _with_algorithms(plan, config)[0]
+    check_model(model)
+    asked = Request(
+        config=config,
+        inplace=False,
+        example_inputs=example_inputs,
+        backend=backend,
+        dynamic_shapes=None,
+        strict=strict,
+        placement=placement,
+    )
+    return plan_of(model, asked)
 
 
 def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
@@ -318,7 +234,7 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
     """
     if isinstance(model, QuantizedModel):
         return model.report(**options)
-    if not isinstance(model, torch.nn.Module) or not has_low_bit(model):
+    if not has_low_bit(model):
         msg = f"report() expects the result of convert() or load(), but this {type(model).__name__} has no quantized layer."
         raise StateError(msg)
     inputs = options.pop("profile_inputs", None)
@@ -326,164 +242,3 @@ def report(model: torch.nn.Module, **options: Any) -> Report | WeightReport:
         msg = f"report() of a model with low-bit weights has no option {', '.join(options)}; it has profile_inputs."
         raise ConfigError(msg)
     return weight_report(model, None if inputs is None else as_call(inputs))
-
-
-def _with_algorithms(plan: Plan, config: AnyConfig) -> tuple[Plan, tuple[Algorithm, ...]]:
-    """Return the plan with its algorithms as part of it, and as objects."""
-    smooths = any(isinstance(each, SmoothQuantConfig) for each in _with_rules(config))
-    algorithms = in_order(plan, outer_field(config, "pre"), outer_field(config, "post"), smooths=smooths)
-    return dataclasses.replace(plan, algorithms=steps(algorithms)), algorithms
-
-
-#: Why "auto" takes the reference.
-_SIMULATED = '"auto" takes the reference, because the configuration simulates number formats: it computes them in fp32, slowly'
-
-
-def _that_simulates(backend: str, config: AnyConfig) -> str:
-    """Return the backend that is asked for; for "auto" the reference, if the configuration simulates formats, which no engine does."""
-    return REFERENCE if backend == "auto" and is_simulated(config) else backend
-
-
-#: A model that is one of these, or holds one, is quantized already.
-_OURS = (PreparedModel, PreparedWeights, PreparedMixed, QuantizedModel, ReferenceModule)
-
-
-def weight_only(config: AnyConfig) -> bool:
-    """Whether all parts and rules of a configuration are weight-only."""
-    return all(isinstance(each, WeightOnlyConfig) for each in _with_rules(config))
-
-
-def has_weight_only(config: AnyConfig) -> bool:
-    """Whether a part or a rule of a configuration is weight-only."""
-    return any(isinstance(each, WeightOnlyConfig) for each in _with_rules(config))
-
-
-def _with_rules(config: AnyConfig) -> list[QuantConfig]:
-    """All parts of a configuration and the local ones of their rules."""
-    return [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, (PreparedModel, PreparedWeights, PreparedMixed, QuantizedModel)):
-        msg = f"The model is a {type(model).__name__} already; call prepare() with the fp32 model."
-        raise StateError(msg)
-    inside = next((m for m in model.modules() if isinstance(m, _OURS)), None) if isinstance(model, torch.nn.Module) else None
-    if inside is not None:
-        msg = f"The model contains a {type(inside).__name__}; call prepare() with the fp32 model."
-        raise StateError(msg)
-    if not isinstance(model, torch.nn.Module):
-        msg = f"Expected the model to be a torch.nn.Module, but got {type(model).__name__}."
-        raise InputError(msg)
-    lazy = next((name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)), None)
-    if lazy is not None:
-        msg = f"Parameter {lazy!r} has no value yet: call the model once, and load its trained weights, before prepare()."
-        raise InputError(msg)
-    _check_other_tools(model)
-    with LOCK:  # while another thread captures this model, its parameters are fake ones
-        devices = {name: tensor.device for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    for name, device in devices.items():
-        if device.type != "cpu":
-            msg = f"Parameter {name!r} is on device {device}; nc quantizes for CPUs only; call model.cpu()."
-            raise InputError(msg)
-
-
-#: What torch.ao puts into models: quantized layers, those of training for quantization, observers.
-_OF_TORCH_AO = (
-    "torch.ao.nn.quantized.",
-    "torch.ao.nn.intrinsic.quantized.",
-    "torch.ao.nn.qat.",
-    "torch.ao.nn.intrinsic.qat.",
-    "torch.ao.quantization.observer.",
-    "torch.ao.quantization.fake_quantize.",
-)
-
-
-def _check_other_tools(model: torch.nn.Module) -> None:
-    """Raise InputError for a model that torch.ao or torchao has quantized, or prepared for that."""
-    for name, module in model.named_modules():
-        if f"{type(module).__module__}.".startswith(_OF_TORCH_AO):
-            msg = (
-                f"{name or 'The model'!r} is a {type(module).__name__} of torch.ao: the model is quantized already, or prepared for it. "
-                "Call prepare() with the fp32 model."
-            )
-            raise InputError(msg)
-    for name, parameter in model.named_parameters():
-        kind = type(parameter.data)
-        if kind.__module__.partition(".")[0] == "torchao":
-            msg = f"Parameter {name!r} is a {kind.__name__}, which is quantized already. Call prepare() with the fp32 model."
-            raise InputError(msg)
-
-
-def _warn_of_float_weights(plan: WeightPlan) -> None:
-    """Most of a model, or all of it, stays float: users would take it for quantized."""
-    count, others = (
-        sum(math.prod(shape) for shape in shapes) for shapes in ([d.shape for d in plan.quantized], [s for _, s in plan.others])
-    )
-    if not count:
-        reasons = "; ".join(dict.fromkeys(d.reason for d in plan.decisions))
-        warn(f"No layer gets a low-bit weight: {reasons}.")
-    elif others > count:
-        warn(f"Most weights of this model stay as they are. {others_text(plan.others)}.")
-
-
-def _warn_of_unknown_products(plan: Plan) -> None:
-    """As above, for captured models."""
-    products = unknown_products(plan)
-    if 2 * sum(product.size for product in products) > sum(plan.shares.weights.values()):
-        msg = f"Most weights of this model stay as they are. {unknown_text(products)}. nc.WeightOnlyConfig quantizes stacked experts."
-        warn(msg)
-
-
-def _refuse_nothing(plan: Plan, config: AnyConfig, *, strict: bool) -> None:
-    """Raise, or warn, where a plan quantizes nothing."""
-    nothing = nothing_quantized(plan, config)
-    if nothing is not None and strict and nothing.error is not None:
-        msg = f"{nothing.text} strict=False makes this error a warning."
-        raise nothing.error(msg)
-    if nothing is not None:
-        warn(nothing.text)
-
-
-def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: Verdict | None) -> None:
-    """Warn of a model in which nothing is quantized any more, which is far from fp32, or slower than it."""
-    nothing = nothing_quantized(graph.plan, config) if planned.quantized else None
-    if nothing is not None:
-        warn(nothing.text)
-    if graph.sqnr_vs_fp32_db < HOPELESS_DB:
-        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health))
-    if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
-        warn(str(verdict))
-
-
-def _warn_of_low_bit(model: torch.nn.Module, prepared: PreparedWeights) -> None:
-    """Compare the outputs of a model with low-bit weights with the float model's, if that was called; warn where it is far from it."""
-    decibels = None
-    if prepared.first is not None:
-        try:
-            decibels = accuracy_db(model, prepared.first)
-        except Exception as error:  # noqa: BLE001 - any model can raise anything; what was quantized is kept
-            warn(f"The quantized model fails on the inputs of the first call of the prepared model: {type(error).__name__}: {error}")
-    model.__dict__["nc_sqnr_db"] = decibels
-    hopeless = low_bit_hopeless_text(decibels, hopeless_layers(model))
-    if hopeless:
-        warn(hopeless)
-
-
-def _warn_of_training(model: torch.nn.Module, *, inplace: bool) -> None:
-    if any(m.training for m in model.modules()):
-        flags = "it stays in eval mode, because inplace=True" if inplace else "its own flags do not change"
-        warn(f"The model is in training mode; it is quantized as in eval mode, and {flags}.")
-
-
-def _capture(
-    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, *, inplace: bool = False, share_weights: bool = False
-) -> Graph:
-    if isinstance(model, ExportedModel):
-        return model.own_graph()
-    script = next((name or "The model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
-    if script is not None:
-        msg = f"{script} is TorchScript, which can't be captured; call prepare() with the torch.nn.Module that it was made from."
-        raise InputError(msg)
-    with LOCK:  # capture in another thread switches the same flags for a while
-        _warn_of_training(model, inplace=inplace)
-        return capture(model, example_inputs, dynamic_shapes, share_weights=share_weights or inplace, precautions=precautions())

@@ -8,6 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
+from torch import fx
+
+from nc.graph.catalogue import kind_of_node
+
 #: Kinds of CPU: the name in messages, and the feature that tells it; a CPU is of the first kind whose feature it has.
 CPUS = {"AMX": "amx_int8", "AVX512-VNNI": "avx512_vnni", "AVX-VNNI": "avx_vnni", "AVX-512": "avx512f", "AVX2": "avx2"}
 #: Kinds of model, by what most of its products are.
@@ -58,6 +62,11 @@ def kind_of_model(kinds: Iterable[str | None]) -> str:
     found = list(kinds)
     convolutions = sum(kind in _CONVOLUTIONS for kind in found)
     return CONVOLUTIONS if convolutions > found.count("linear") else LINEARS
+
+
+def kind_of_graph(module: fx.GraphModule) -> str:
+    """Return the kind of a captured model."""
+    return kind_of_model(map(kind_of_node, module.graph.nodes))
 
 
 def race_for(features: Collection[str], model: str) -> Race | None:

@@ -19,12 +19,10 @@ import click
 import numpy as np
 import torch
 
-from nc.api.mixed import PreparedMixed
+from nc.api.preparation.base import Preparation
 from nc.config import AnyConfig, config_from
 from nc.errors import InputError, NCError
-from nc.observed.prepared import PreparedModel
 from nc.planning.layer_plan import WeightPlan
-from nc.weights.prepared import PreparedWeights
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -135,9 +133,9 @@ def whence(path: Path | None, examples: Arrays) -> Iterator[None]:
         raise RequestError(msg) from error
 
 
-def check_needs_no_data(prepared: PreparedModel | PreparedWeights | PreparedMixed) -> None:
+def check_needs_no_data(prepared: Preparation) -> None:
     """Raise RequestError for a model whose configuration needs calibration data."""
-    plan = prepared.low_bit.plan if isinstance(prepared, PreparedMixed) else prepared.plan
+    plan = prepared.plan
     if isinstance(plan, WeightPlan):
         if plan.needs_data:
             msg = "--calib is missing: the solver or the transforms of this configuration need calibration data."

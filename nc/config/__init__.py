@@ -1,6 +1,16 @@
 """What the user asks for."""
 
-from nc.config.base import AnyConfig, ComposedConfig, QuantConfig, is_simulated, outer_field, parts_of
+from nc.config.base import (
+    AnyConfig,
+    ComposedConfig,
+    QuantConfig,
+    has_weight_only,
+    is_simulated,
+    is_weight_only,
+    outer_field,
+    parts_of,
+    with_rules,
+)
 from nc.config.fake_quant import FakeQuantConfig
 from nc.config.neural_compressor import (
     AutoRoundConfig,
@@ -61,8 +71,11 @@ __all__ = [
     "get_default_sq_config",
     "get_default_static_config",
     "get_default_teq_config",
+    "has_weight_only",
     "is_simulated",
+    "is_weight_only",
     "outer_field",
     "parts_of",
     "weight_format",
+    "with_rules",
 ]

@@ -312,10 +312,24 @@ def outer_field(config: AnyConfig, name: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def with_rules(config: AnyConfig) -> list[QuantConfig]:
+    """Return the parts of a configuration, and the configurations of their rules."""
+    return [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
+
+
 def is_simulated(config: AnyConfig) -> bool:
     """Whether a part or a rule of a configuration asks for formats that are simulated."""
-    every = [each for part in parts_of(config) for each in (part, *(rule.config for rule in part.rules))]
-    return any(each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values()) for each in every)
+    return any(each.family == "fake_quant" and any(value not in _FLOATS for value in each.given.values()) for each in with_rules(config))
+
+
+def is_weight_only(config: AnyConfig) -> bool:
+    """Whether all parts and rules of a configuration are weight-only."""
+    return all(each.family == "weight_only" for each in with_rules(config))
+
+
+def has_weight_only(config: AnyConfig) -> bool:
+    """Whether a part or a rule of a configuration is weight-only."""
+    return any(each.family == "weight_only" for each in with_rules(config))
 
 
 def config_from(value: object) -> AnyConfig:

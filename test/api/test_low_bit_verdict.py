@@ -137,7 +137,7 @@ def test_convert_warns(monkeypatch):
     found = Machine(monkeypatch, int8=9.0).measure(
         nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32))
     )
-    monkeypatch.setattr("nc.api.workflow.low_bit_verdict", lambda _: found)
+    monkeypatch.setattr("nc.api.preparation.weights.low_bit_verdict", lambda _: found)
     with pytest.warns(NCWarning, match="SLOWER"):
         nc.quantize(nn.Sequential(nn.Linear(64, 64)).eval(), WeightOnlyConfig("int8", group_size=32))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nc
-import nc.api.workflow
+from nc.api.preparation import captured
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY, HOPELESS_DB, costly_operators
 from nc.numerics.metrics import sqnr_db
@@ -113,7 +113,7 @@ def test_one_operator_is_enough():
 def test_another_backend_that_has_no_kernel_for_anything():
     prepared = nc.prepare(nn.Sequential(Recurrent()).eval(), nc.DynamicQuantConfig(), example_inputs=X[None], backend="native")
     with pytest.warns(nc.NCWarning, match="Nothing is quantized: 0.lstm: backend 'bare' has no dynamic int8 kernel for lstm"):
-        nc.api.workflow._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)  # noqa: SLF001
+        captured._warn_of_result(prepared.plan, prepared.quant_config, without_kernels(prepared), None)  # noqa: SLF001
 
 
 def test_a_hopeless_model_names_the_operator_that_costs_most():
@@ -178,7 +178,7 @@ def test_the_measurement_stops_when_its_time_is_over():
 @pytest.mark.parametrize(("fp32_ms", "doubt", "warned"), [(1.0, "", True), (1.0, "the machine is busy", False), (3.0, "", False)])
 def test_a_model_that_is_slower_warns_with_the_rule_to_paste(monkeypatch, fp32_ms, doubt, warned):
     verdict = Verdict(fp32_ms=fp32_ms, engine_ms=2.0, calls=5, threads=1, doubt=doubt)
-    monkeypatch.setattr(nc.api.workflow, "speed_verdict", lambda *_, **__: dataclasses.replace(verdict))
+    monkeypatch.setattr(captured, "speed_verdict", lambda *_, **__: dataclasses.replace(verdict))
     prepared = nc.prepare(linears(), nc.StaticQuantConfig(), example_inputs=X, backend="native")
     prepared(X)
     with warnings.catch_warnings(record=True) as caught:

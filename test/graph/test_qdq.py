@@ -24,12 +24,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from nc import StaticQuantConfig, convert
+from nc.api.preparation.captured import PreparedModel
 from nc.backends.reference import ReferenceBackend
 from nc.backends.torchscript import explicit_clamps
 from nc.formats import TensorSpec
 from nc.graph.catalogue import op_name
 from nc.numerics.weights import quantize_weight
-from nc.observed.prepared import PreparedModel
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 from nc.planning.rules import resolve
 

@@ -98,9 +98,9 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int]:
     return first, second
 
 
-def has_low_bit(model: torch.nn.Module) -> bool:
-    """Whether a model holds a module with a low-bit weight."""
-    return any(map(is_low_bit, model.modules()))
+def has_low_bit(model: object) -> bool:
+    """Whether something is a model that holds a module with a low-bit weight."""
+    return isinstance(model, torch.nn.Module) and any(map(is_low_bit, model.modules()))
 
 
 def is_low_bit(module: torch.nn.Module) -> bool:

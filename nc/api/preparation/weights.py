@@ -1,4 +1,4 @@
-"""The result of `prepare` for weight-only quantization: the user's float model, and the calibration samples that reach it."""
+"""Weight-only quantization under calibration: the user's float model, and the calibration samples that reach it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from torch.utils import _pytree as pytree
 from nc.algorithms.inputs.block_calls import Sample
 from nc.algorithms.inputs.copies import own_tensors, sharing
 from nc.algorithms.inputs.layers import is_low_bit, settle_layers
+from nc.api.preparation.base import Conversion, Preparation
+from nc.api.weight_verdict import measure as low_bit_verdict
+from nc.api.weight_verdict import warn_if_slower
+from nc.backends.low_bit.engine import engine as low_bit_engine
+from nc.backends.low_bit.engine import set_backend
 from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import StateError
-from nc.graph.fixed_module import FixedModule
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
-from nc.weights.accuracy import FirstCall, first_call, goes_on
+from nc.process.warn import warn
+from nc.weights.accuracy import FirstCall, accuracy_db, first_call, goes_on, hopeless_layers, hopeless_text
 from nc.weights.driver import Driver, Progress
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.history import Record
 from nc.weights.saved_calls import RecordedCalls
 
 
-class PreparedWeights(FixedModule):
-    """Call it with calibration data; it returns what the float model returns. `convert` gives the quantized model.
+class PreparedWeights(Preparation):
+    """The float model. Call it with calibration data; it returns what the float model returns.
 
     Attributes:
         model: the float model, unchanged.
@@ -38,9 +43,9 @@ class PreparedWeights(FixedModule):
         asked: the backend that `prepare` was asked for.
     """
 
-    what = "A prepared model"
     saved_by = "save what it was called with by prepared.statistics.save()"
     cast_by = "cast the float model, and call prepare() with it"
+    plan: WeightPlan
 
     def __init__(
         self, model: torch.nn.Module, plan: WeightPlan, quant_config: AnyConfig, *, inplace: bool = False, asked: str = "auto"
@@ -72,6 +77,35 @@ class PreparedWeights(FixedModule):
     def statistics(self) -> RecordedCalls:
         """The calls so far, to save, load or merge."""
         return RecordedCalls(self.model, self.samples)
+
+    def convert(self, asked: Conversion) -> torch.nn.Module:
+        """Return a model of the user's class, whose layers hold low-bit weights; warns where it is far from the float one, or slower.
+
+        Raises:
+            As `quantized`; and if the backend has no kernels for low-bit weights.
+        """
+        name = asked.backend or self.asked
+        low_bit_engine(name)  # refused before the work, not after it
+        low_bit = set_backend(self.quantized(asked.progress), name)
+        self._compare(low_bit)
+        verdict = low_bit_verdict(low_bit) if asked.measure else None
+        if verdict is not None:
+            low_bit.__dict__["nc_verdict"] = verdict
+            warn_if_slower(verdict)
+        return low_bit
+
+    def _compare(self, low_bit: torch.nn.Module) -> None:
+        """Compare the outputs of the quantized model with the float model's, if that was called; warn where it is far from it."""
+        decibels = None
+        if self.first is not None:
+            try:
+                decibels = accuracy_db(low_bit, self.first)
+            except Exception as error:  # noqa: BLE001 - any model can raise anything; what was quantized is kept
+                warn(f"The quantized model fails on the inputs of the first call of the prepared model: {type(error).__name__}: {error}")
+        low_bit.__dict__["nc_sqnr_db"] = decibels
+        hopeless = hopeless_text(decibels, hopeless_layers(low_bit))
+        if hopeless:
+            warn(hopeless)
 
     def _users_model(self) -> torch.nn.Module | None:
         return self._modules.get("model")

@@ -1,4 +1,4 @@
-"""The prepared model: the user's signature, fp32 results, and observers on tensors that will be quantized."""
+"""A captured model under calibration: the user's signature, fp32 results, and observers on tensors that will be quantized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from torch import fx
 
 from nc.algorithms.base import Algorithm, Context, Stage
 from nc.algorithms.pipeline import all_needs, run
+from nc.api.preparation.base import Conversion, Preparation
+from nc.api.quantized import QuantizedModel
+from nc.api.report import hopeless_text
+from nc.backends import choose_backend, engine_options, first_that_can, why_chosen
+from nc.backends.auto_order import kind_of_graph
+from nc.backends.base import Backend, EngineModel, lower
 from nc.backends.profiling.own_model import OwnModel
+from nc.backends.profiling.verdict import Verdict
+from nc.backends.profiling.verdict import measure as speed_verdict
+from nc.backends.reference import NAME as REFERENCE
 from nc.calibration.costly import HOPELESS_DB, costly_operators
 from nc.calibration.diagnostics import examine
 from nc.calibration.distributed import gather
@@ -31,18 +40,20 @@ from nc.formats.reasons import Cause
 from nc.graph.catalogue import PRODUCTS
 from nc.graph.dataflow import pools_on_codes
 from nc.graph.fake_quant import insert_fake_quant, static_sites
-from nc.graph.fixed_module import FixedModule
 from nc.graph.fx_utils import call_graph
 from nc.graph.placement import Edge, place
 from nc.graph.plan import Plan
 from nc.graph.qdq import Finding, QDQGraph, expected_outputs, insert_qdq
 from nc.graph.signature import call_error
 from nc.numerics.metrics import worst_sqnr_db
+from nc.planning.nothing import nothing_quantized
 from nc.planning.rules import fit
+from nc.planning.simulated import WHY_REFERENCE, that_simulates
+from nc.process.warn import warn
 
 
-class PreparedModel(FixedModule):
-    """The result of `prepare`. Call it with calibration data of any batch size; it returns what the fp32 model returns.
+class PreparedModel(Preparation):
+    """The captured model. Call it with calibration data of any batch size; it returns what the fp32 model returns.
 
     Attributes:
         graph: the captured model.
@@ -54,8 +65,8 @@ class PreparedModel(FixedModule):
         own: the user's module, while it exists, and its example arguments, for the verdict on speed.
     """
 
-    what = "A prepared model"
     saved_by = "save what it has seen with prepared.statistics.save()"
+    plan: Plan
 
     def __init__(
         self,
@@ -151,6 +162,35 @@ class PreparedModel(FixedModule):
             "load that in a model that is prepared alike."
         )
         raise StateError(msg)
+
+    def convert(self, asked: Conversion) -> QuantizedModel:
+        """Return the model on an engine, compared with the reference; warns where it is hardly worth it."""
+        graph, lowered, name, chosen = self._lowered(asked)
+        q_model = QuantizedModel(graph, lowered, name, chosen)
+        if asked.measure and name != REFERENCE:
+            # a model that fills lists or caches is another one in each call of the same arguments
+            own = None if graph.signature.effects.after is not None else self.own
+            q_model.verdict = speed_verdict(self.graph.module, graph, lowered, own=own, quantized=q_model)
+        _warn_of_result(self.plan, self.quant_config, graph, q_model.verdict)
+        return q_model
+
+    def _lowered(self, asked: Conversion) -> tuple[QDQGraph, EngineModel, str, str]:
+        """Return the QDQ graph, the engine's model of it, the name of the engine, and why "auto" chose it."""
+        kind = kind_of_graph(self.graph.module)
+        name, first, before = self.asked, self.backend, self.failed
+        if asked.backend is not None:
+            name, before = asked.backend, {}
+            first = choose_backend(that_simulates(name, self.quant_config), kind).name
+
+        def attempt(engine: Backend) -> tuple[QDQGraph, EngineModel]:
+            engine.start()
+            graph = self.quantized_graph(engine.capabilities())
+            given = {"verify_sizes": asked.verify_sizes, "isolate": asked.isolate, "compile": asked.compile}
+            return graph, lower(engine, graph, verify=asked.verify, **engine_options(engine, **given))
+
+        engine_name = that_simulates(name, self.quant_config)
+        (graph, lowered), found, failed = first_that_can(engine_name, first, attempt, before, kind)
+        return graph, lowered, found, why_chosen(name, found, failed, kind) if engine_name == name else WHY_REFERENCE
 
     def quantized_graph(self, capabilities: Capabilities | None = None) -> QDQGraph:
         """Return the QDQ graph for the ranges seen so far, by all ranks of a process group; calibration can go on afterwards.
@@ -257,3 +297,14 @@ def _check_weights(graph: Graph, plan: Plan) -> None:
                     "have no codes. Repair it, or leave the operator in fp32: config.exclude(...)."
                 )
                 raise InputError(msg)
+
+
+def _warn_of_result(planned: Plan, config: AnyConfig, graph: QDQGraph, verdict: Verdict | None) -> None:
+    """Warn of a model in which nothing is quantized any more, which is far from fp32, or slower than it."""
+    nothing = nothing_quantized(graph.plan, config) if planned.quantized else None
+    if nothing is not None:
+        warn(nothing.text)
+    if graph.sqnr_vs_fp32_db < HOPELESS_DB:
+        warn(hopeless_text(graph.sqnr_vs_fp32_db, graph.health))
+    if graph.plan.quantized and verdict is not None and verdict.certain and round(verdict.ratio, 2) < 1:
+        warn(str(verdict))

@@ -1,0 +1,1 @@
+"""What `prepare` returns: models under calibration."""

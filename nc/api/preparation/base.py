@@ -1,0 +1,65 @@
+"""What every result of `prepare` can do."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+from typing import Any, Protocol
+
+import torch
+
+from nc.config import AnyConfig
+from nc.graph.fixed_module import FixedModule
+from nc.graph.plan import Plan
+from nc.planning.layer_plan import WeightPlan
+from nc.weights.driver import Progress
+
+
+class CalibrationData(Protocol):
+    """What a prepared model has seen."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to one file."""
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace it by that of a file."""
+
+    def merge(self, other: Any) -> None:
+        """Add that of another prepared model, or of a file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """The arguments of `nc.convert`, whose docstring says what they mean."""
+
+    backend: str | None = None
+    verify: str = "raise"
+    verify_sizes: bool = True
+    isolate: str = "auto"
+    compile: bool = False
+    measure: bool = True
+    progress: Progress | None = None
+
+
+class Preparation(FixedModule, abc.ABC):
+    """A model under calibration: call it as the user's model; it returns what the float model returns.
+
+    Attributes:
+        plan: the decisions; `print(prepared.plan)` shows them.
+        quant_config: the configuration.
+    """
+
+    what = "A prepared model"
+
+    plan: Plan | WeightPlan
+    quant_config: AnyConfig
+
+    @property
+    @abc.abstractmethod
+    def statistics(self) -> CalibrationData:
+        """What it was called with so far, to save, load or merge."""
+
+    @abc.abstractmethod
+    def convert(self, asked: Conversion) -> torch.nn.Module:
+        """Return the quantized model; see `nc.convert`. Calibration can go on afterwards."""

@@ -1,1 +1,0 @@
-"""A captured model under calibration."""
