@@ -27,7 +27,7 @@ from nc.algorithms.base import Batch, Bound, Context, Needs, Stage, State, Tap
 from nc.algorithms.replay import channel_axis
 from nc.algorithms.side_by_side import Stream
 from nc.graph.catalogue import WEIGHTED, is_float_tensor, kind_of_node
-from nc.graph.fx_utils import add_constant, constant_of, replace_constant
+from nc.graph.fx_utils import add_constant, call_function, constant_of, replace_constant
 from nc.graph.plan import Applied, Plan
 from nc.graph.views import Weighted
 from nc.numerics.mean_error import mean_error, square_errors
@@ -272,6 +272,6 @@ def _add_to_bias(module: fx.GraphModule, node: fx.Node, delta: torch.Tensor) -> 
     if bias is not None and bias.op != "get_attr":  # computed in the graph (Swin v2 clears part of its bias)
         constant = add_constant(module, node, f"{node.name}_bias_correction", delta, f"{node.name}.bias_correction")
         with module.graph.inserting_before(node):
-            node.replace_input_with(bias, module.graph.call_function(torch.ops.aten.add.Tensor, (bias, constant)))
+            node.replace_input_with(bias, call_function(module.graph, torch.ops.aten.add.Tensor, (bias, constant)))
         return
     replace_constant(module, node, "bias", delta if bias is None else constant_of(module, bias) + delta)

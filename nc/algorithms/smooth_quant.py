@@ -16,7 +16,7 @@ from torch import fx
 from nc.algorithms.smooth_search import Batch, Range, Unit, find_alphas, worse_than_without
 from nc.formats import OpSpec
 from nc.graph.catalogue import input_node, op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, constant_of, copy_module, replace_constant
+from nc.graph.fx_utils import add_constant, call_function, constant_of, copy_module, replace_constant
 from nc.graph.placement import works_in_place
 from nc.graph.views import Weighted, set_argument
 
@@ -127,6 +127,6 @@ def _rewrite(module: fx.GraphModule, unit: Unit, scales: torch.Tensor, in_place:
     for node in unit.members:
         if product is None or in_place:
             with module.graph.inserting_before(node):
-                product = module.graph.call_function(torch.ops.aten.mul.Tensor, (unit.source, factor))
+                product = call_function(module.graph, torch.ops.aten.mul.Tensor, (unit.source, factor))
             product.meta["val"] = unit.source.meta.get("val")
         set_argument(node, "input", product)

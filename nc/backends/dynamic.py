@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.graph.catalogue import first_input, kind_of_node, op_name
-from nc.graph.fx_utils import constant_of, take_over
+from nc.graph.fx_utils import call_function, constant_of, take_over
 from nc.graph.views import Dequantize, DynamicQDQ, Linear, Recurrent
 from nc.numerics.recurrent import has_projections
 from nc.ops import RECURRENT, dequantize_per_channel, dequantize_per_tensor, quantize_dequantize_dynamic
@@ -141,7 +141,7 @@ def _linear(module: fx.GraphModule, node: fx.Node, rows: dict[fx.Node, _Rows]) -
     ranges, weight, bias = linear.input, quantized_weight(module, linear.weight), linear.bias
 
     def call(target: torch._ops.OpOverload, *args: Argument, **kwargs: Argument) -> fx.Node:
-        result = module.graph.call_function(target, args, kwargs)
+        result = call_function(module.graph, target, args, kwargs)
         take_over(result, node)
         return result
 
@@ -177,9 +177,9 @@ def _recurrent(module: fx.GraphModule, node: fx.Node) -> fx.Node:
         cells.append(_attribute(module, f"{node.name}_{i}", cell))
     options = (True, layer.num_layers, 0.0, False, layer.bidirectional, layer.batch_first)
     if _RECURRENT[node.target] == "gru":
-        return module.graph.call_function(_aten.quantized_gru.input, (layer.input, layer.hx, cells, *options))
+        return call_function(module.graph, _aten.quantized_gru.input, (layer.input, layer.hx, cells, *options))
     kinds: dict[str, Argument] = {"dtype": torch.qint8, "use_dynamic": True}
-    return module.graph.call_function(_aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds)
+    return call_function(module.graph, _aten.quantized_lstm.input, (layer.input, layer.hx, cells, *options), kinds)
 
 
 def _pack(module: fx.GraphModule, node: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:

@@ -17,7 +17,7 @@ from torch import fx
 from nc.backends.dynamic import quantized_weight, replace_dynamic
 from nc.errors import BackendError
 from nc.graph.catalogue import ACTIVATIONS, MOVES, POOLS, first_input, input_node, is_float_tensor, is_transposed, op_name
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_function, copy_module
 from nc.graph.placement import works_in_place
 from nc.graph.views import Conv, Dequantize, Quantize, called_with, returned, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
@@ -153,7 +153,7 @@ def explicit_clamps(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(reader):
             scale, zero_point = codes.numbers
             limits = ((end - zero_point) * scale for end in (codes.quant_min, codes.quant_max))
-            clamp = module.graph.call_function(_aten.clamp.default, (x, *limits))
+            clamp = call_function(module.graph, _aten.clamp.default, (x, *limits))
         clamp.meta["val"] = x.meta.get("val")
         reader.replace_input_with(x, clamp)
         set_argument(node, "quant_min", quant_min)

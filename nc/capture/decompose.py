@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.graph.catalogue import is_float_tensor, op_name, schema_arguments
+from nc.graph.fx_utils import call_function
 
 aten = torch.ops.aten
 Shape = tuple[int | torch.SymInt, ...]
@@ -38,7 +39,7 @@ class _Builder:
         self.origin = origin
 
     def __call__(self, shape: Shape | None, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        node = call_function(self.graph, target, args, kwargs)
         node.meta["nn_module_stack"] = self.origin.meta.get("nn_module_stack", {})
         if shape is not None:
             # the shape is given here, not traced: some composite operators refuse fake tensors with free sizes

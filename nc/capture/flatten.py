@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from nc.errors import CaptureError
+from nc.graph.catalogue import name_operators
 from nc.graph.fx_utils import free_name
 
 
@@ -42,6 +43,7 @@ def flatten_program(program: torch.export.ExportedProgram) -> tuple[fx.GraphModu
             placeholders.append(placeholder)
         else:
             _copy(program.graph_module, node, graph, mapping)
+    name_operators(graph)
     module = fx.GraphModule(root, graph)
     used = {n for n in placeholders if n is not None and n.users}
     for node in [n for n in placeholders if n is not None and n not in used]:

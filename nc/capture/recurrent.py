@@ -16,6 +16,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from nc.errors import CaptureError
+from nc.graph.fx_utils import retarget
 
 _NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _NAMESPACE = "nc_capture"
@@ -49,7 +50,7 @@ def steps_as_one(module: fx.GraphModule) -> None:
     """Operators of this module become those of ATen that they stand for."""
     for node in module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _NAMESPACE:
-            node.target = getattr(torch.ops.aten, node.target._opname).input
+            retarget(node, getattr(torch.ops.aten, node.target._opname).input)
 
 
 def _with_fixed_sizes(

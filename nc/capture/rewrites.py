@@ -26,7 +26,7 @@ from nc.graph.catalogue import (
     schema_arguments,
     works_in_place,
 )
-from nc.graph.fx_utils import add_constant, constant_number, constant_value, drop_unused, fqn_of
+from nc.graph.fx_utils import add_constant, call_function, constant_number, constant_value, drop_unused, fqn_of, retarget, take_over
 from nc.graph.schemas import schema_of
 from nc.graph.views import Binary, Weighted, returned, set_argument
 
@@ -92,7 +92,7 @@ def own_inputs(module: fx.GraphModule, own: int, reads: int) -> Written:
             )
             raise CaptureError(msg)
         with module.graph.inserting_after(root):
-            copy = module.graph.call_function(aten.clone.default, (root,))
+            copy = call_function(module.graph, aten.clone.default, (root,))
         copy.meta["val"] = root.meta["val"]
         root.replace_all_uses_with(copy, delete_user_cb=functools.partial(operator.is_not, copy))
         if root.op == "placeholder":
@@ -143,7 +143,7 @@ def views(module: fx.GraphModule) -> None:
     """`view` becomes `reshape`, because the rewrites below may change the strides that `view` needs."""
     for node in module.graph.nodes:
         if node.target is aten.view.default:
-            node.target = aten.reshape.default
+            retarget(node, aten.reshape.default)
 
 
 def flattens(module: fx.GraphModule) -> None:
@@ -159,7 +159,8 @@ def flattens(module: fx.GraphModule) -> None:
         sizes += [math.prod(merged) if all(isinstance(s, int) for s in merged) else -1]
         sizes += [_size(module, s) for s in shape[end + 1 :]]
         if None not in sizes:
-            node.target, node.args, node.kwargs = aten.reshape.default, (a["self"], sizes), {}
+            retarget(node, aten.reshape.default)
+            node.args, node.kwargs = (a["self"], sizes), {}
 
 
 def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | None:
@@ -171,7 +172,7 @@ def _size(module: fx.GraphModule, size: int | torch.SymInt) -> int | fx.Node | N
         for dim, other in enumerate(node.meta["val"].shape):
             if not isinstance(other, int) and other.node.expr == size.node.expr:
                 with module.graph.inserting_after(inputs[-1]):
-                    read = module.graph.call_function(aten.sym_size.int, (node, dim))
+                    read = call_function(module.graph, aten.sym_size.int, (node, dim))
                 read.meta["val"] = size
                 return read
     return None
@@ -228,7 +229,7 @@ def functionalise(module: fx.GraphModule) -> None:
         # the result of an operator that stays in place is memory that others read too
         if works_in_place(target) or any(may_be_view(user) for user in target.users):
             continue
-        node.target = functional
+        retarget(node, functional)
         for user in list(target.users):
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(target, node)
@@ -289,7 +290,7 @@ def _to_linear(module: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bi
         return
     fqn = fqn_of(w)
     weight = add_constant(module, node, re.sub(r"\W", "_", f"{fqn}_t"), value.t(), fqn)
-    node.target = aten.linear.default
+    retarget(node, aten.linear.default)
     node.args = (x, weight, bias)
     node.kwargs = {}
 
@@ -300,7 +301,7 @@ def batched_matmul(module: fx.GraphModule) -> None:
         if node.target is aten.matmul.default:
             a, b = (n.meta["val"].shape for n in Binary.of(node).sides)
             if len(a) == len(b) == 3 and str(a[0]) == str(b[0]):
-                node.target = aten.bmm.default
+                retarget(node, aten.bmm.default)
 
 
 def tensor_limits(module: fx.GraphModule) -> None:
@@ -311,8 +312,8 @@ def tensor_limits(module: fx.GraphModule) -> None:
         for target, limit in ((aten.maximum.default, a["min"]), (aten.minimum.default, a["max"])):
             if limit is not None:
                 with module.graph.inserting_before(node):
-                    result = module.graph.call_function(target, (result, limit))
-                result.meta.update(node.meta)
+                    result = call_function(module.graph, target, (result, limit))
+                take_over(result, node)
         _replace(node, result)
 
 
@@ -323,11 +324,12 @@ def batched_convolutions(module: fx.GraphModule) -> None:
         if x.meta["val"].dim() != Weighted.of(node).weight.meta["val"].dim() - 1:
             continue
         with module.graph.inserting_before(node):
-            batch = module.graph.call_function(aten.unsqueeze.default, (x, 0))
-        batch.meta = {**x.meta, "val": x.meta["val"].unsqueeze(0), "nn_module_stack": node.meta.get("nn_module_stack", {})}
+            batch = call_function(module.graph, aten.unsqueeze.default, (x, 0))
+        take_over(batch, x)
+        batch.meta.update(val=x.meta["val"].unsqueeze(0), nn_module_stack=node.meta.get("nn_module_stack", {}))
         with module.graph.inserting_after(node):
-            back = module.graph.call_function(aten.squeeze.dim, (node, 0))
-        back.meta = dict(node.meta)
+            back = call_function(module.graph, aten.squeeze.dim, (node, 0))
+        take_over(back, node)
         node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
         set_argument(node, "input", batch)
         node.meta["val"] = node.meta["val"].unsqueeze(0)
@@ -347,11 +349,12 @@ def explicit_padding(module: fx.GraphModule) -> None:
         if any(t % 2 for t in totals):  # the end gets the larger half. `pad` lists the last dimension first
             with module.graph.inserting_before(node):
                 x, ends = arguments["input"], [end for t in reversed(totals) for end in (t // 2, t - t // 2)]
-                arguments["input"] = module.graph.call_function(aten.constant_pad_nd.default, (x, ends, 0.0))
-            arguments["input"].meta = {**node.meta, "val": aten.constant_pad_nd.default(x.meta["val"], ends, 0.0)}
+                arguments["input"] = padded = call_function(module.graph, aten.constant_pad_nd.default, (x, ends, 0.0))
+            take_over(padded, node)
+            padded.meta["val"] = aten.constant_pad_nd.default(x.meta["val"], ends, 0.0)
             totals = [0] * len(totals)
         arguments["padding"] = [t // 2 for t in totals]
-        node.target = getattr(aten, name).default
+        retarget(node, getattr(aten, name).default)
         node.args, node.kwargs = tuple(arguments.values()), {}
 
 

@@ -1,7 +1,9 @@
 """Kinds of ATen operators: the table that capture, rules and q/dq placement read.
 
 Names are those of the operator without namespace and overload: "linear" for `aten.linear.default`.
-The kind of an operator is decided once, by `decide_kinds`, when a model is captured or loaded. All that follows reads it: `kind_of_node`.
+The name of a node's operator is written on the node where the node comes from: `name_operators` for a graph that was exported or loaded,
+`nc.graph.fx_utils` for a node that a pass makes or changes. `op_name` reads it. The quantizable kind of a node is decided from it once, by
+`decide_kinds`, when a model is captured or loaded. `kind_of_node` reads it.
 """
 
 from __future__ import annotations
@@ -143,15 +145,49 @@ CHECKS = frozenset(
 )
 
 
-def op_name(node: object) -> str:
-    """Name of a node's operator without namespace and overload ("linear"); "" for what is not a call, and for arguments that are no node.
+#: Keys of `Node.meta`: the name of the operator, and the quantizable kind.
+_NAME, _KIND = "operator_name", "kind"
+#: What of a node's meta is about the operator that it calls.
+OF_OPERATOR = frozenset({_NAME, _KIND})
 
-    So are those of `nc` ("quantize_per_tensor"). Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes
-    ("operator.add"): neither is the ATen operator of that name.
+
+def op_name(node: object) -> str:
+    """Return the name of a node's operator ("linear"), see `name_of`; "" for what is not a call, and for arguments that are no node.
+
+    Raises:
+        LookupError: the node does not carry it.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
-    target = node.target
+    if _NAME not in node.meta:
+        msg = (
+            f"Node {node.name!r} calls {node.target} and does not carry the name of this operator. Make nodes with "
+            "nc.graph.fx_utils.call_function or call_operator, and change what they call with nc.graph.fx_utils.retarget."
+        )
+        raise LookupError(msg)
+    name: str = node.meta[_NAME]
+    return name
+
+
+def name_operator(node: fx.Node) -> fx.Node:
+    """Write the name of its operator on a node that calls one; returns the node."""
+    if node.op == "call_function":
+        node.meta[_NAME] = name_of(node.target)
+    return node
+
+
+def name_operators(graph: fx.Graph) -> None:
+    """Write the names of their operators on all nodes of a graph that was exported or loaded."""
+    for node in graph.nodes:
+        name_operator(node)
+
+
+def name_of(target: object) -> str:
+    """Return the name of an operator without namespace and overload ("linear"); those of `nc` too ("quantize_per_tensor").
+
+    Other namespaces keep theirs ("torchvision::nms"), and so does arithmetic on sizes ("operator.add"): neither is the ATen operator of
+    that name.
+    """
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return str(schema.name).removeprefix("aten::").removeprefix("nc::")
@@ -162,7 +198,7 @@ def op_name(node: object) -> str:
 
 
 def decide_kinds(module: fx.GraphModule) -> None:
-    """Write the kind of every quantizable operator on its node. Only capture and load call this.
+    """Write the kind of every quantizable operator on its node, whose operators have names. Only capture and load call this.
 
     A pass that puts another operator in the place of one leaves the kind out, see `fx_utils.take_over`.
     """
@@ -170,14 +206,18 @@ def decide_kinds(module: fx.GraphModule) -> None:
         name = op_name(node)
         kind = _OTHER_NAMES.get(name, name)
         if kind in KINDS:
-            node.meta["kind"] = kind
+            node.meta[_KIND] = kind
         else:
-            node.meta.pop("kind", None)  # a rewrite of capture may have copied it from another node
+            node.meta.pop(_KIND, None)  # a rewrite of capture may have copied it from another node
 
 
 def kind_of_node(node: object) -> str | None:
-    """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values."""
-    return node.meta.get("kind") if isinstance(node, fx.Node) else None
+    """Return the quantizable kind of a node ("linear", "matmul", …), as `decide_kinds` wrote it; None for other nodes and values.
+
+    Raises:
+        LookupError: the node does not carry the name of its operator, so nobody has asked for its kind.
+    """
+    return node.meta.get(_KIND) if isinstance(node, fx.Node) and op_name(node) else None
 
 
 def is_float_tensor(node: object) -> TypeGuard[fx.Node]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from nc.graph.catalogue import first_input, may_be_view, schema_arguments, works_in_place
+from nc.graph.catalogue import OF_OPERATOR, first_input, may_be_view, name_operator, schema_arguments, works_in_place
 from nc.graph.views import called_with, set_argument
 from nc.ops import REFERENCE
 
@@ -30,14 +30,31 @@ def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def call_function(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[fx.node.Argument, ...] = (),
+    kwargs: dict[str, fx.node.Argument] | None = None,
+) -> fx.Node:
+    """Return a call of a function, inserted where the graph inserts."""
+    return name_operator(graph.call_function(target, args, kwargs))
+
+
+def retarget(node: fx.Node, target: Callable[..., Any]) -> None:
+    """Let a node call another function."""
+    node.target = target
+    name_operator(node)
+
+
 def call_operator(graph: fx.Graph, operator: torch._ops.OpOverload, *arguments: fx.node.Argument) -> fx.Node:
     """Return a call of an operator, inserted where the graph inserts; the node is named after the operator alone."""
-    return graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
+    node = graph.create_node("call_function", operator, arguments, {}, operator._schema.name.partition("::")[2])
+    return name_operator(node)
 
 
 def take_over(new: fx.Node, old: fx.Node) -> None:
-    """Note on a node what is known of the one that it replaces. Not the kind: the new node calls another operator."""
-    new.meta.update({key: value for key, value in old.meta.items() if key != "kind"})
+    """Note on a node what is known of the one that it replaces. Not the operator and its kind: the new node calls another one."""
+    new.meta.update({key: value for key, value in old.meta.items() if key not in OF_OPERATOR})
 
 
 #: Names of the nodes of a QDQ graph whose values a node of the lowered graph gives; where several say so of one name, the last one does.
@@ -60,7 +77,7 @@ def inline(module: fx.GraphModule, keep: Collection[object] = ()) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in REFERENCE and node.target not in keep:
             node.args, node.kwargs = called_with(node)  # the functions take some arguments by position only
-            node.target = REFERENCE[node.target]
+            retarget(node, REFERENCE[node.target])
 
 
 class _Hooked(fx.Interpreter):

@@ -12,7 +12,7 @@ from torch import fx
 
 from nc.formats import PER_TOKEN, OpSpec, QParams, TensorSpec
 from nc.graph.catalogue import groups_of, is_float_tensor, kind_of_node, op_name, weight_axis
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, copy_module, drop_unused
+from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, copy_module, drop_unused, retarget, take_over
 from nc.graph.placement import Edge, edge_key, works_in_place
 from nc.graph.plan import Applied, Plan
 from nc.graph.recurrent import CELLS, is_recurrent, weights_of
@@ -269,7 +269,7 @@ def _make_dynamic(module: fx.GraphModule, node: fx.Node, spec: OpSpec, done: _We
         return
     layer = Recurrent.of(node)
     options = (layer.has_biases, layer.num_layers, layer.bidirectional, layer.batch_first)
-    node.target = RECURRENT[kind]
+    retarget(node, RECURRENT[kind])
     node.args = (layer.input, layer.hx, params, *options, *how)
     node.kwargs = {}
 
@@ -279,7 +279,7 @@ def _step_as_layer(module: fx.GraphModule, node: fx.Node, params: list[fx.Node],
     cell, kind = RecurrentCell.of(node), (kind_of_node(node) or "").removesuffix("_cell")
 
     def call(value: Any, target: Callable[..., Any], *arguments: fx.node.Argument) -> fx.Node:
-        new = module.graph.call_function(target, arguments)
+        new = call_function(module.graph, target, arguments)
         new.meta["val"] = value
         return new
 
@@ -290,7 +290,9 @@ def _step_as_layer(module: fx.GraphModule, node: fx.Node, params: list[fx.Node],
         x, *hx = (call(n.meta["val"].unsqueeze(0), _aten.unsqueeze.default, n, 0) for n in (cell.input, *states))
         arguments = (x, hx if kind == "lstm" else hx[0], params, cell.b_ih is not None, 1, False, False, *how)
         layer = call((last[0], *last), RECURRENT[kind], *arguments)
-        layer.meta.update({**node.meta, "val": layer.meta["val"], "kind": kind})
+        value = layer.meta["val"]
+        take_over(layer, node)
+        layer.meta.update(val=value, kind=kind)
         rows = [call(value, operator.getitem, layer, i + 1) for i, value in enumerate(last)]
         rows = [call(value, _aten.squeeze.dim, row, 0) for value, row in zip(results, rows, strict=True)]
     replaced = {_index(user): user for user in node.users} if kind == "lstm" else {0: node}

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from nc.errors import ArtefactError
-from nc.graph.catalogue import decide_kinds
+from nc.graph.catalogue import decide_kinds, name_operators
 from nc.graph.effects import Effects, children
 from nc.graph.fx_utils import lazy_module
 from nc.graph.plan import Applied, Plan
@@ -328,6 +328,7 @@ def _decode_module(entries: list[dict[str, Any]], constants: Mapping[str, torch.
         raise ValueError(msg)
     graph.lint()
     module = lazy_module(root, graph)
+    name_operators(graph)
     decide_kinds(module)
     return module
 

@@ -13,9 +13,10 @@ from nc import DynamicQuantConfig, StaticQuantConfig
 from nc.backends.dynamic import replace_dynamic
 from nc.backends.native.recurrent import replace_recurrent
 from nc.formats.rule_key import KIND_NAMES
+from nc.graph import catalogue
 from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_inputs, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_function, copy_module, retarget, take_over
 
 aten = torch.ops.aten
 
@@ -38,12 +39,12 @@ def test_what_is_no_node_has_no_operator(value):
 
 
 def test_arithmetic_on_sizes_is_no_operator_on_tensors(graph):
-    size = graph.call_function(aten.sym_size.int, (graph.placeholder("x"), 0))
-    total = graph.call_function(operator.add, (1, size))
+    size = call_function(graph, aten.sym_size.int, (graph.placeholder("x"), 0))
+    total = call_function(graph, operator.add, (1, size))
     assert op_name(total) == "operator.add"
     assert kind_after_deciding(total) is None
-    assert op_name(graph.call_function(operator.getitem, (total, 0))) == "getitem"
-    addition = graph.call_function(aten.add.Tensor, (total, size))
+    assert op_name(call_function(graph, operator.getitem, (total, 0))) == "getitem"
+    addition = call_function(graph, aten.add.Tensor, (total, size))
     assert op_name(addition) == "add"
     assert kind_after_deciding(addition) == "add"
     assert schema_arguments(total) == {}
@@ -51,16 +52,16 @@ def test_arithmetic_on_sizes_is_no_operator_on_tensors(graph):
 
 def test_an_operator_of_another_namespace_is_not_atens(graph):
     x = graph.placeholder("x")
-    call = graph.call_function(torch.ops.quantized.linear_dynamic.default, (x, x))
+    call = call_function(graph, torch.ops.quantized.linear_dynamic.default, (x, x))
     assert op_name(call) == "quantized::linear_dynamic"
     assert kind_after_deciding(call) is None
 
 
 def test_a_walk_ends_at_an_argument_that_is_no_node(graph):
     x = graph.placeholder("x")
-    odd = graph.call_function(aten.reshape.default, (7, [1]))
-    end = graph.call_function(aten.relu.default, (graph.call_function(aten.view.default, (odd, [1, 1])),))
-    empty = graph.call_function(aten.view.default, ())
+    odd = call_function(graph, aten.reshape.default, (7, [1]))
+    end = call_function(graph, aten.relu.default, (call_function(graph, aten.view.default, (odd, [1, 1])),))
+    empty = call_function(graph, aten.view.default, ())
     graph.output((end, empty, x))
     assert climb(end, lambda n: n.op == "call_function") is odd
     assert producer(end) is odd
@@ -72,16 +73,16 @@ def test_a_walk_ends_at_an_argument_that_is_no_node(graph):
 
 def test_what_is_joined_may_be_one_value(graph):
     x, y = graph.placeholder("x"), graph.placeholder("y")
-    assert list(joined_inputs(graph.call_function(aten.cat.default, ([x, y],)))) == [x, y]
-    assert list(joined_inputs(graph.call_function(aten.cat.default, (x,)))) == []
+    assert list(joined_inputs(call_function(graph, aten.cat.default, ([x, y],)))) == [x, y]
+    assert list(joined_inputs(call_function(graph, aten.cat.default, (x,)))) == []
 
 
 def test_readers_behind_many_diamonds_are_found_once(graph):
     value = x = graph.placeholder("x")
     for _ in range(60):  # a walk along every path would take 2^60 steps
-        parts = graph.call_function(aten.split.Tensor, (value, 1))
-        value = graph.call_function(aten.cat.default, ([graph.call_function(operator.getitem, (parts, i)) for i in (0, 1)],))
-    reader = graph.call_function(aten.linear.default, (value, x))
+        parts = call_function(graph, aten.split.Tensor, (value, 1))
+        value = call_function(graph, aten.cat.default, ([call_function(graph, operator.getitem, (parts, i)) for i in (0, 1)],))
+    reader = call_function(graph, aten.linear.default, (value, x))
     assert list(consumers(x)) == [reader]
 
 
@@ -138,3 +139,41 @@ def test_what_computes_an_operator_in_another_way_has_not_its_kind(every_kind):
 
 def test_rules_name_the_kinds_that_the_catalogue_has():
     assert set(KIND_NAMES) == KINDS
+
+
+class TestOneNamePerNode:
+    @pytest.fixture
+    def named(self, monkeypatch):
+        """What the catalogue was asked the name of, in order."""
+        seen, name_of = [], catalogue.name_of
+        monkeypatch.setattr(catalogue, "name_of", lambda target: seen.append(target) or name_of(target))
+        return seen
+
+    def test_prepare_asks_once_for_each_node(self, named):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+        prepared = nc.prepare(model, StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference")
+        assert named == [aten.linear.default, aten.relu.default, aten.linear.default]
+        assert [op_name(node) for node in prepared.graph.module.graph.nodes if op_name(node)] == ["linear", "relu", "linear"]
+
+    def test_a_node_that_a_pass_makes_is_named_where_it_is_made(self, named, graph):
+        x = graph.placeholder("x")
+        node = call_function(graph, aten.add.Tensor, (x, x))
+        assert (op_name(node), kind_of_node(node)) == ("add", None)
+        assert op_name(node) == "add"
+        assert named == [aten.add.Tensor]
+        retarget(node, aten.mul.Tensor)
+        assert op_name(node) == "mul"
+
+    def test_a_node_that_takes_the_place_of_another_keeps_its_own(self, graph):
+        x = graph.placeholder("x")
+        old, new = call_function(graph, aten.linear.default, (x, x)), call_function(graph, aten.mul.Tensor, (x, x))
+        old.meta["operator"] = "fc"
+        decide_kinds(fx.GraphModule({}, graph))
+        take_over(new, old)
+        assert (op_name(new), kind_of_node(new), new.meta["operator"]) == ("mul", None, "fc")
+
+    @pytest.mark.parametrize("ask", [op_name, kind_of_node, lambda node: decide_kinds(fx.GraphModule({}, node.graph))])
+    def test_a_node_without_a_name_is_an_error_that_names_it(self, graph, ask):
+        node = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+        with pytest.raises(LookupError, match=r"Node 'relu_default' calls aten.relu.default and does not carry"):
+            ask(node)

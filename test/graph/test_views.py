@@ -11,7 +11,7 @@ from torch import fx
 from nc import StaticQuantConfig
 from nc.backends import get_backend
 from nc.graph.catalogue import first_input, input_node, joined_inputs
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_function, copy_module
 from nc.graph.views import Binary, Conv, Linear, Softmax, Transpose, Weighted, called_with, options, returned, set_argument
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def by_name(node):
 @pytest.mark.parametrize("view", CALLS)
 def test_a_view_finds_arguments_by_position_and_by_name(view, graph, nodes):
     target, arguments = CALLS[view]
-    node = graph.call_function(target, tuple(nodes.get(a, a) if isinstance(a, str) else a for a in arguments))
+    node = call_function(graph, target, tuple(nodes.get(a, a) if isinstance(a, str) else a for a in arguments))
     expected, given = view.of(node), node.args
     assert first_input(node) is input_node(node) is nodes["x"]
     assert called_with(node) == (given, {})
@@ -58,42 +58,42 @@ def test_sides_have_one_name_in_all_operators(graph, nodes):
     x, w = nodes.values()
     for target in (aten.add.Tensor, aten.matmul.default, aten.bmm.default, aten.mm.default, aten.mul.Tensor, aten.div.Tensor_mode):
         kwargs = {"rounding_mode": "floor"} if target is aten.div.Tensor_mode else {}
-        node = graph.call_function(target, (x, w), kwargs)
+        node = call_function(graph, target, (x, w), kwargs)
         assert Binary.of(node).sides == (x, w)
         assert Binary.of(node).rounding_mode == kwargs.get("rounding_mode")
         set_argument(node, "right", x)
         assert node.args == (x, x)
-    assert Binary.of(graph.call_function(aten.add.Tensor, (x, 2), {"alpha": 3})) == Binary(x, 2, 3)
+    assert Binary.of(call_function(graph, aten.add.Tensor, (x, 2), {"alpha": 3})) == Binary(x, 2, 3)
 
 
 def test_an_argument_is_set_where_it_is_given(graph, nodes):
     x, w = nodes.values()
-    node = graph.call_function(aten.linear.default, (x, w))
+    node = call_function(graph, aten.linear.default, (x, w))
     set_argument(node, "bias", x)
     assert (node.args, node.kwargs) == ((x, w, x), {})
     by_name(node)
     set_argument(node, "input", w)
     assert (node.args, node.kwargs) == ((), {"input": w, "weight": w, "bias": x})
-    add = graph.call_function(aten.add.Tensor, (x, w))
+    add = call_function(graph, aten.add.Tensor, (x, w))
     set_argument(add, "alpha", 2)  # which has no position
     assert (add.args, add.kwargs) == ((x, w), {"alpha": 2})
-    pool = graph.call_function(aten.max_pool2d.default, (x, [2]))
+    pool = call_function(graph, aten.max_pool2d.default, (x, [2]))
     set_argument(pool, "padding", [1])  # behind one that is not given
     assert (pool.args, pool.kwargs) == ((x, [2]), {"padding": [1]})
 
 
 def test_what_a_view_lacks_has_a_name(graph, nodes):
     with pytest.raises(KeyError, match=r"aten\.relu\.default has no argument 'weight'"):
-        Linear.of(graph.call_function(aten.relu.default, (nodes["x"],)))
+        Linear.of(call_function(graph, aten.relu.default, (nodes["x"],)))
 
 
 def test_calls_that_agree_in_all_but_their_input(graph, nodes):
     x, w = nodes.values()
-    a, b, c = (graph.call_function(aten.softmax.int, (n, dim)) for n, dim in ((x, 1), (w, 1), (x, 2)))
+    a, b, c = (call_function(graph, aten.softmax.int, (n, dim)) for n, dim in ((x, 1), (w, 1), (x, 2)))
     assert options(a) == options(b) != options(c)
-    assert called_with(graph.call_function(operator.getitem, (x, 1))) == ((x, 1), {})
-    assert options(graph.call_function(aten.softmax.int, (), {"dim": 1, "self": x})) == options(a)
-    assert list(joined_inputs(graph.call_function(aten.cat.default, (), {"tensors": [x, w]}))) == [x, w]
+    assert called_with(call_function(graph, operator.getitem, (x, 1))) == ((x, 1), {})
+    assert options(call_function(graph, aten.softmax.int, (), {"dim": 1, "self": x})) == options(a)
+    assert list(joined_inputs(call_function(graph, aten.cat.default, (), {"tensors": [x, w]}))) == [x, w]
     graph.output(((a, x),))
     assert returned(fx.GraphModule({}, graph)) == ((a, x),)
 

@@ -14,7 +14,7 @@ import nc
 from nc import BackendError, ConfigError, DynamicQuantConfig, InputError, StateError, StaticQuantConfig, available_backends, convert
 from nc.backends import cpu, engine_options, get_backend
 from nc.backends.reference import ReferenceBackend
-from nc.graph.fx_utils import copy_module
+from nc.graph.fx_utils import call_function, copy_module, retarget
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.parity.compare import VERDICTS
 from nc.proof.intermediates import name_of, places_of, points_at, with_outputs
@@ -80,7 +80,7 @@ def behind_codes(function):
         node = codes_of(module, "relu")
         users = list(node.users)
         with module.graph.inserting_after(node):
-            wrong = module.graph.call_function(function, (node,))
+            wrong = call_function(module.graph, function, (node,))
         for user in users:
             user.replace_input_with(node, wrong)
 
@@ -155,7 +155,7 @@ def ties(rows=8):
 
 def test_other_roundings_of_a_tie_are_within_one_quantum_and_propagate(faulty):
     def change(module):
-        codes_of(module, "x").target = near_ties_other_way
+        retarget(codes_of(module, "x"), near_ties_other_way)
 
     found = faulty(change, chain(), ties())
     assert found.disagreements == ()
@@ -172,7 +172,7 @@ def test_a_fault_of_a_fp32_result_is_found(faulty):
         output = next(iter(reversed(module.graph.nodes)))
         node = next(n for n in module.graph.nodes if n.name == "linear_2")
         with module.graph.inserting_after(node):
-            wrong = module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.0005))
+            wrong = call_function(module.graph, torch.ops.aten.mul.Tensor, (node, 1.0005))
         output.replace_input_with(node, wrong)
 
     found = faulty(change, chain(), torch.randn(8, 16))
@@ -186,7 +186,7 @@ def test_infinities_and_nan_on_one_side_only_are_wrong(faulty):
         def change(module, bad=bad):
             output = next(iter(reversed(module.graph.nodes)))
             with module.graph.inserting_before(output):
-                output.args = ((module.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][0], bad)), *output.args[0][1:]),)
+                output.args = ((call_function(module.graph, torch.ops.aten.mul.Tensor, (output.args[0][0], bad)), *output.args[0][1:]),)
 
         found = faulty(change, chain(), torch.randn(8, 16))
         assert [t.tensor for t in found.disagreements] == ["linear_2"]
@@ -205,7 +205,7 @@ def test_outputs_of_integers_are_compared_exactly(faulty):
         return self.a(x).argmax(-1)
 
     def change(module):
-        next(n for n in module.graph.nodes if "argmax" in n.name).target = torch.ops.aten.argmin.default
+        retarget(next(n for n in module.graph.nodes if "argmax" in n.name), torch.ops.aten.argmin.default)
 
     model = Function(forward, a=nn.Linear(8, 8))
     found = faulty(change, model, torch.randn(16, 8))
@@ -222,7 +222,7 @@ def test_an_engine_that_computes_something_else_when_it_is_read_is_not_read(faul
     def change(module):
         node = codes_of(module, "relu")
         if len(node.users) > 1:
-            node.target = near_ties_other_way
+            retarget(node, near_ties_other_way)
             node.args = (node.args[0], node.args[1] * 1.3, *node.args[2:])
 
     found = faulty(change, chain(), torch.randn(8, 16))
@@ -274,12 +274,12 @@ def test_an_engine_that_shows_a_tensor_wrongly_is_not_accused(faulty):
 def test_ties_in_unread_codes_excuse_no_more_than_they_can_do(faulty):
     def change(module, wrong=1.0):
         node = codes_of(module, "x")
-        node.target = near_ties_other_way
+        retarget(node, near_ties_other_way)
         if len(node.users) > 1:
             node.args = (node.args[0], node.args[1] * 1.3, *node.args[2:])
         linear = next(n for n in module.graph.nodes if n.name == "linear")
         with module.graph.inserting_before(linear):
-            linear.update_arg(0, module.graph.call_function(torch.ops.aten.mul.Tensor, (linear.args[0], wrong)))
+            linear.update_arg(0, call_function(module.graph, torch.ops.aten.mul.Tensor, (linear.args[0], wrong)))
 
     model = MLP()
     found = faulty(change, model, ties())
@@ -311,9 +311,9 @@ def test_slack_is_never_less_than_what_ties_do(name):
     module, _ = copy_module(module)
     start = next(n for n in module.graph.nodes if "hardtanh" in n.name)
     with module.graph.inserting_after(start):
-        codes = module.graph.call_function(quantize_per_tensor, (start, 0.5, 128, 0, 255, torch.uint8))
+        codes = call_function(module.graph, quantize_per_tensor, (start, 0.5, 128, 0, 255, torch.uint8))
     with module.graph.inserting_after(codes):
-        back = module.graph.call_function(dequantize_per_tensor, (codes, 0.5, 128, torch.uint8))
+        back = call_function(module.graph, dequantize_per_tensor, (codes, 0.5, 128, torch.uint8))
     start.replace_all_uses_with(back, delete_user_cb=lambda user: user is not codes)
     x = torch.randint(-40, 40, shape) / 4
     values, slacks = {}, {}

@@ -14,7 +14,7 @@ from nc import DynamicQuantConfig, NCWarning, StaticQuantConfig, VerificationErr
 from nc.backends.native import lower, operators, planned
 from nc.backends.passes import Pass
 from nc.graph.catalogue import schema_arguments
-from nc.graph.fx_utils import run_with
+from nc.graph.fx_utils import call_function, run_with
 from nc.graph.views import returned, set_argument
 from nc.ops import quantize_per_tensor
 from nc.proof import kernels
@@ -283,7 +283,7 @@ def test_dynamic_kernels_are_compared(monkeypatch):
         node = next(n for n in module.graph.nodes if "linear_with_input_q_dq" in str(n.target))
         user = next(iter(node.users))
         with module.graph.inserting_after(node):
-            wrong = module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.02))
+            wrong = call_function(module.graph, torch.ops.aten.mul.Tensor, (node, 1.02))
         user.replace_input_with(node, wrong)
 
     q = quantized(deep(3), torch.randn(16, 32), DynamicQuantConfig(), backend="native")

@@ -10,6 +10,7 @@ from nc.backends.native.operators import int8_attention
 from nc.backends.native.operators.matmul import product
 from nc.backends.native.plans.entries import FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
+from nc.graph.fx_utils import call_function
 from nc.kernels.onednn.runner import runner
 
 #: Scales of q, k, v and the result.
@@ -27,13 +28,13 @@ class Case:
         nodes = [graph.placeholder(name) for name in names]
         others = nodes[3 : 3 + len(before)], nodes[3 + len(before) :]
         s, zq, zk, zv, zy = SCALES, *zeros
-        columns = graph.call_function(torch.ops.aten.transpose.int, (nodes[1], -1, -2)) if in_rows else nodes[1]
+        columns = call_function(graph, torch.ops.aten.transpose.int, (nodes[1], -1, -2)) if in_rows else nodes[1]
         given_ = (others[0], [how for how, _ in before], 1.0, 0, torch.float32)
-        scores = graph.call_function(product(), (nodes[0], s[0], zq, columns, s[1], zk, self.factor, *given_))
-        softmax = graph.call_function(torch.ops.aten.softmax.int, (scores, dim))
-        codes = graph.call_function(quantize, (softmax, scale, 0))
+        scores = call_function(graph, product(), (nodes[0], s[0], zq, columns, s[1], zk, self.factor, *given_))
+        softmax = call_function(graph, torch.ops.aten.softmax.int, (scores, dim))
+        codes = call_function(graph, quantize, (softmax, scale, 0))
         given_ = (others[1], [how for how, _ in behind], s[3], zy, dtype)
-        result = graph.call_function(product(), (codes, scale, 0, nodes[2], s[2], zv, 1.0, *given_))
+        result = call_function(graph, product(), (codes, scale, 0, nodes[2], s[2], zv, 1.0, *given_))
         graph.output((result,))
         self.module = fx.GraphModule(nn.Module(), graph)
         self.inputs = (q, k, v, *(other for _, other in (*before, *behind)))

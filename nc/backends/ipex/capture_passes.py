@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.backends.passes import Pass
 from nc.graph.catalogue import input_node, schema_arguments
-from nc.graph.fx_utils import add_constant, constant_value, fqn_of
+from nc.graph.fx_utils import add_constant, call_function, constant_value, fqn_of, take_over
 
 aten = torch.ops.aten
 _OWN_BAG = "torch_ipex.embedding_bag.default"
@@ -31,10 +31,10 @@ def flat_layer_norms(module: fx.GraphModule) -> None:
         if len(shape) == 1:
             continue
         with module.graph.inserting_before(node):
-            flat = module.graph.call_function(aten.flatten.using_ints, (x, -len(shape), -1))
-            weights = [w and module.graph.call_function(aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
+            flat = call_function(module.graph, aten.flatten.using_ints, (x, -len(shape), -1))
+            weights = [w and call_function(module.graph, aten.reshape.default, (w, [-1])) for w in (a["weight"], a["bias"])]
         with module.graph.inserting_after(node):
-            back = module.graph.call_function(aten.unflatten.int, (node, -1, shape))
+            back = call_function(module.graph, aten.unflatten.int, (node, -1, shape))
         node.replace_all_uses_with(back, delete_user_cb=functools.partial(operator.is_not, back))
         node.args, node.kwargs = (flat, [math.prod(shape)], *weights, a["eps"]), {}
         back.meta["val"] = node.meta["val"]
@@ -55,10 +55,10 @@ def embedding_bags_of_torch(module: fx.GraphModule) -> None:
         tensors = [a[name] for name in ("weight", "indices", "offsets")]
         sums = (False, 0, a["sparse"], None, a["include_last_offset"])  # not scaled by frequency, mode 0, no weights of samples
         with module.graph.inserting_before(node):
-            bag = module.graph.call_function(aten.embedding_bag.default, (*tensors, *sums))
-            rows = module.graph.call_function(operator.getitem, (bag, 0))
+            bag = call_function(module.graph, aten.embedding_bag.default, (*tensors, *sums))
+            rows = call_function(module.graph, operator.getitem, (bag, 0))
         bag.meta["val"] = aten.embedding_bag.default(*(t.meta["val"] for t in tensors), *sums)
-        rows.meta = dict(node.meta)
+        take_over(rows, node)
         node.replace_all_uses_with(rows)
         module.graph.erase_node(node)
 

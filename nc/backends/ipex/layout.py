@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import MOVES, first_input, input_node, kind_of_node, op_name
-from nc.graph.fx_utils import run_with
+from nc.graph.fx_utils import call_function, run_with
 from nc.graph.views import Binary
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
 
@@ -161,6 +161,6 @@ def _read_copy(module: fx.GraphModule, reader: fx.Node, source: fx.Node) -> None
         reader = input_node(source)
         source = input_node(reader)
     with module.graph.inserting_before(reader):
-        copy = module.graph.call_function(torch.ops.aten.contiguous.default, (source,))
+        copy = call_function(module.graph, torch.ops.aten.contiguous.default, (source,))
     copy.meta["val"] = source.meta.get("val")
     reader.replace_input_with(source, copy)

@@ -15,7 +15,7 @@ from nc.backends import cpu
 from nc.backends.passes import Pass
 from nc.graph.catalogue import BINARY, MOVES, climb, first_input, input_node, is_float_tensor, kind_of_node, op_name, schema_arguments
 from nc.graph.dataflow import producer
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, fqn_of
+from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, fqn_of, retarget, take_over
 from nc.graph.tensor_meta import Traced, hint_of, strided
 from nc.graph.views import Binary, Conv, Quantize, options, set_argument
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, quantize_per_tensor
@@ -77,7 +77,7 @@ def operand_overwritten(module: fx.GraphModule) -> list[str]:
                 continue
             if kind_of_node(producer(other)) and _is_read_elsewhere(side, add):
                 with module.graph.inserting_before(add):
-                    copy = module.graph.call_function(torch.ops.aten.clone.default, (side,))
+                    copy = call_function(module.graph, torch.ops.aten.clone.default, (side,))
                 copy.meta["val"] = side.meta.get("val")
                 set_argument(add, name, copy)
                 changed.append(add.meta.get("operator", add.name))
@@ -95,7 +95,7 @@ def softmax_to_codes(module: fx.GraphModule) -> list[str]:
         readers = [r for _, r in _reads(node) if r.target is quantize_per_tensor]
         for reader in [r for r in readers if Quantize.of(r).zero_point != 0 or (Quantize.of(r).quant_min < 0 and not signed)]:
             with module.graph.inserting_before(reader):
-                copy = module.graph.call_function(torch.ops.aten.clone.default, (Quantize.of(reader).input,))
+                copy = call_function(module.graph, torch.ops.aten.clone.default, (Quantize.of(reader).input,))
             copy.meta["val"] = Quantize.of(reader).input.meta.get("val")
             set_argument(reader, "input", copy)
             changed.append(node.meta.get("operator", node.name))
@@ -122,8 +122,8 @@ def strided_pointwise(module: fx.GraphModule) -> list[str]:
             value = dequantize
             for i, stride in enumerate(conv.sizes(dims)[0]):
                 val = strided(val, val.dim() - dims + i, stride)
-                value = module.graph.call_function(torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
-            value = module.graph.call_function(torch.ops.aten.contiguous.default, (value,))
+                value = call_function(module.graph, torch.ops.aten.slice.Tensor, (value, val.dim() - dims + i, 0, _END, stride))
+            value = call_function(module.graph, torch.ops.aten.contiguous.default, (value,))
             again = call_operator(module.graph, quantize_per_tensor, value, *options(codes))
             back = call_operator(module.graph, dequantize_per_tensor, again, *options(dequantize))
         value.meta["val"] = again.meta["val"] = back.meta["val"] = val
@@ -150,7 +150,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
         changed.append(node.meta["operator"])
         if _steps_over_values(conv):
             with module.graph.inserting_before(node):
-                set_argument(node, "input", _like(module.graph.call_function(_aten.clone.default, (conv.input,)), conv.input))
+                set_argument(node, "input", _like(call_function(module.graph, _aten.clone.default, (conv.input,)), conv.input))
             continue
         stored = input_node(weight)
         wider = add_constant(module, node, f"{node.name}_weight", constant_of(module, stored).unsqueeze(-1), fqn_of(stored))
@@ -160,7 +160,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
             back = _like(call_operator(module.graph, dequantize_per_tensor, again, *options(conv.input)), value)
             kernel = _like(call_operator(module.graph, weight.target, wider, *options(weight)), wider)
         with module.graph.inserting_after(node):
-            result = module.graph.call_function(_aten.squeeze.dim, (node, -1))
+            result = call_function(module.graph, _aten.squeeze.dim, (node, -1))
         result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
         set_argument(node, "input", back)
@@ -169,7 +169,7 @@ def wrong_window(module: fx.GraphModule) -> list[str]:
             sizes = getattr(conv, name)
             if not isinstance(sizes, str):  # the words "same" and "valid" hold for any window
                 set_argument(node, name, [*sizes, plain])
-        node.target = _ONE_MORE_DIMENSION[node.target]
+        retarget(node, _ONE_MORE_DIMENSION[node.target])
     return changed
 
 
@@ -197,7 +197,7 @@ def _steps_over_values(conv: Conv) -> bool:
 def _unsqueezed(node: fx.Node) -> fx.Node:
     """Return a tensor with one more dimension at its end, of size 1; inserted where the graph inserts."""
     val = node.meta["val"]
-    value = node.graph.call_function(_aten.unsqueeze.default, (node, -1))
+    value = call_function(node.graph, _aten.unsqueeze.default, (node, -1))
     value.meta["val"] = val.unsqueeze(-1) if isinstance(val, torch.Tensor) else Traced(val.dtype, (*val.shape, 1))
     return value
 
@@ -267,8 +267,8 @@ def maximum_with_indices(module: fx.GraphModule) -> list[str]:
         for user in list(node.users):
             with module.graph.inserting_before(user):
                 _, index = user.args
-                part = module.graph.call_function(*calls[index])
-            part.meta = dict(user.meta)
+                part = call_function(module.graph, *calls[index])
+            take_over(part, user)
             user.replace_all_uses_with(part)
             module.graph.erase_node(user)
         module.graph.erase_node(node)

@@ -17,7 +17,7 @@ from nc.backends import get_backend
 from nc.backends.low_bit.choose import FLOATS, able, choice, compute, computed_as, used
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.graph.catalogue import op_name, schema_arguments
-from nc.graph.fx_utils import constant_of, free_name, take_over
+from nc.graph.fx_utils import call_function, constant_of, free_name, take_over
 from nc.nn import KernelChoice
 from nc.numerics.low_bit import linear as reference
 from nc.numerics.low_bit import stored_weight
@@ -88,7 +88,7 @@ def replace_low_bit(
             packed = [layouts.of(kernel, weight, arguments["codes"]) for kernel in found]
             flat, counts = [tensor for layout in packed for tensor in layout], [len(layout) for layout in packed]
             names = [kernel.name for kernel in found]
-            new = module.graph.call_function(operator(), (*arguments.values(), backend, names, flat, counts))
+            new = call_function(module.graph, operator(), (*arguments.values(), backend, names, flat, counts))
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)

@@ -14,7 +14,7 @@ from nc.backends.native.qdq_rewrites import dequantize, quantize
 from nc.backends.native.torch_library import ACCUMULATOR, SUM, functional_sum
 from nc.errors import BackendError, BackendUnavailableError
 from nc.graph.catalogue import input_node, schema_arguments
-from nc.graph.fx_utils import inline
+from nc.graph.fx_utils import inline, retarget
 from nc.graph.views import set_argument
 from nc.ops import dequantize_per_tensor, quantize_per_tensor
 from nc.process import env
@@ -32,9 +32,11 @@ def compiled(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     check_compiler("compile=True")
     for node in list(module.graph.nodes):
         if node.target is quantize:  # with tensors that hold codes, which the compiler does not know
-            node.target, node.args = quantize_per_tensor, (*node.args, 0, 255, torch.uint8)
+            retarget(node, quantize_per_tensor)
+            node.args = (*node.args, 0, 255, torch.uint8)
         elif node.target is dequantize:
-            node.target, node.args = dequantize_per_tensor, (*node.args, torch.uint8)
+            retarget(node, dequantize_per_tensor)
+            node.args = (*node.args, torch.uint8)
     functional(module)
     inline(module)
     module.recompile()
@@ -90,5 +92,5 @@ def functional(module: fx.GraphModule) -> None:
     for node in [n for n in module.graph.nodes if n.target is SUM]:
         accumulator = schema_arguments(node)[ACCUMULATOR]
         set_argument(node, ACCUMULATOR, input_node(accumulator))  # not the copy, or the layout, that was made for this node alone
-        node.target = functional_sum()
+        retarget(node, functional_sum())
         module.graph.erase_node(accumulator)

@@ -11,7 +11,7 @@ from torch import fx
 from nc.backends.native.fuse import constant, operators_of, reads_codes, weight_of
 from nc.backends.native.regions import is_sum, only_user
 from nc.graph.catalogue import kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_operator, constant_value, give_values_of, take_over
+from nc.graph.fx_utils import call_function, call_operator, constant_value, give_values_of, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import TENSORS
 from nc.graph.views import Binary, Dequantize, Weighted, set_argument
@@ -56,9 +56,9 @@ def sum_first(module: fx.GraphModule) -> None:
         left, right = Binary.of(add).sides
         other = right if left is move else left
         with module.graph.inserting_before(add):
-            moved = module.graph.call_function(_aten.permute.default, (other, [dims.index(dim) for dim in range(len(dims))]))
-            total = module.graph.call_function(_aten.add.Tensor, (node, moved))
-            result = module.graph.call_function(_aten.permute.default, (total, dims))
+            moved = call_function(module.graph, _aten.permute.default, (other, [dims.index(dim) for dim in range(len(dims))]))
+            total = call_function(module.graph, _aten.add.Tensor, (node, moved))
+            result = call_function(module.graph, _aten.permute.default, (total, dims))
         take_over(total, add)
         give_values_of(total)
         give_values_of(result, add)

@@ -13,7 +13,7 @@ from nc.backends.native.grouped import join, joined
 from nc.backends.native.regions import ACTIVATIONS, Region, is_sum, region_of
 from nc.backends.native.torch_library import prepack
 from nc.graph.catalogue import RECURRENT, kind_of_node, op_name
-from nc.graph.fx_utils import constant_of, give_values_of, run_with
+from nc.graph.fx_utils import call_function, constant_of, give_values_of, run_with
 from nc.graph.views import Binary, Conv, Dequantize, Linear, Weighted
 from nc.ops import dequantize_per_channel, dequantize_per_tensor
 
@@ -157,11 +157,11 @@ def _linear(module: fx.GraphModule, region: Region) -> fx.Node:
     arguments: tuple[Argument, ...]
     if region.other is None:
         arguments = (x.codes, *x.qparams, *w, linear.bias, *_output(region), *post)
-        return module.graph.call_function(onednn.qlinear_pointwise.default, arguments)
+        return call_function(module.graph, onednn.qlinear_pointwise.default, arguments)
     other, scale, zero_point = _added(module, region, region.other)
     binary = "add" if region.codes is None else "sum"
     arguments = (x.codes, *x.qparams, *w, other, linear.bias, *_output(region), scale, zero_point, binary, 1.0, *post)
-    return module.graph.call_function(onednn.qlinear_pointwise.binary, arguments)
+    return call_function(module.graph, onednn.qlinear_pointwise.binary, arguments)
 
 
 def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
@@ -177,7 +177,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
     arguments: tuple[Argument, ...]
     if region.other is None:
         arguments = (x.codes, *x.qparams, *w, conv.bias, *sizes, groups, *_output(region), *post)
-        return module.graph.call_function(_CONVOLUTIONS[_kind(region)], arguments)
+        return call_function(module.graph, _CONVOLUTIONS[_kind(region)], arguments)
     other, scale, zero_point = _added(module, region, region.other)
     arguments = (
         x.codes,
@@ -194,7 +194,7 @@ def _convolution(module: fx.GraphModule, region: Region) -> fx.Node:
         1.0,
         *post,
     )
-    return module.graph.call_function(onednn.qconv2d_pointwise.binary, arguments)
+    return call_function(module.graph, onednn.qconv2d_pointwise.binary, arguments)
 
 
 def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.Node, float, int]:
@@ -204,12 +204,12 @@ def _added(module: fx.GraphModule, region: Region, side: fx.Node) -> tuple[fx.No
     if region.codes is not None:
         other, (scale, zero_point) = Dequantize.of(side).codes, Dequantize.of(side).numbers
     if is_linear and region.codes is None:  # "add" makes a new tensor, but takes no notice of strides
-        return module.graph.call_function(torch.ops.aten.contiguous.default, (other,)), scale, zero_point
+        return call_function(module.graph, torch.ops.aten.contiguous.default, (other,)), scale, zero_point
     format_ = torch.contiguous_format if is_linear else torch.channels_last
     # the kernel adds in place: to a copy, or to the tensor itself where it need not be kept
     own = region.codes is not None and _is_free(other, region, side)
     target = torch.ops.aten.contiguous.default if own else torch.ops.aten.clone.default
-    return module.graph.call_function(target, (other,), {"memory_format": format_}), scale, zero_point
+    return call_function(module.graph, target, (other,), {"memory_format": format_}), scale, zero_point
 
 
 def _is_free(codes: fx.Node, region: Region, side: fx.Node) -> bool:
@@ -237,7 +237,7 @@ def _weight(module: fx.GraphModule, region: Region, how: tuple[Any, ...]) -> fx.
     """Return a weight as torch's kernel reads it: a call of the operator that packs it, with these arguments."""
     name, operator = region.anchor.name, prepack(_kind(region))
     nodes = [constant(module, f"{name}_codes", value) if isinstance(value, torch.Tensor) else value for value in how]
-    return module.graph.call_function(operator, tuple(nodes))
+    return call_function(module.graph, operator, tuple(nodes))
 
 
 def _scales(module: fx.GraphModule, region: Region, scales: torch.Tensor) -> tuple[fx.Node, fx.Node]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from nc.graph.fx_utils import retarget
+
 #: The operator of all convolutions that Inductor knows, under the name that it knows.
 _CONVOLUTION = torch.ops.onednn.qconv_pointwise.default
 _CONV3D = "onednn::qconv3d_pointwise"
@@ -21,4 +23,4 @@ def name_convolutions(module: fx.GraphModule) -> None:
             if node.target._schema.name == _CONV3D:
                 for user in [u for u in node.users if u.target is torch.ops.aten.relu.default]:
                     user.target, user.args = torch.ops.aten.clamp_min.default, (node, 0.0)
-            node.target = _CONVOLUTION
+            retarget(node, _CONVOLUTION)

@@ -11,7 +11,7 @@ from torch import fx
 from nc.backends.native.fuse import constant, reads_codes, weight_of
 from nc.backends.native.regions import Region, region_of
 from nc.graph.catalogue import MOVES, kind_of_node, op_name
-from nc.graph.fx_utils import call_operator, constant_of, give_values_of
+from nc.graph.fx_utils import call_function, call_operator, constant_of, give_values_of, retarget
 from nc.graph.placement import works_in_place
 from nc.graph.views import Dequantize, Linear
 from nc.ops import dequantize_per_channel, quantize_per_tensor, to_bf16
@@ -47,7 +47,7 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
         weight = constant(module, f"{first.name}_merged", codes), constant(module, f"{first.name}_merged_scales", scales)
         bias = constant(module, f"{first.name}_merged_bias", biases)
         dequantized = call_operator(graph, dequantize_per_channel, *weight, None, 0, torch.int8)
-        value = graph.call_function(_aten.linear.default, (Linear.of(first).input, dequantized, bias))
+        value = call_function(graph, _aten.linear.default, (Linear.of(first).input, dequantized, bias))
         value.meta.update(kind="linear", operators=[node.meta["operator"] for node, _ in members])
         if dtype is torch.bfloat16:
             value = call_operator(graph, to_bf16, value)
@@ -55,7 +55,7 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
             low, high = limits or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
             value = call_operator(graph, quantize_per_tensor, value, 1.0, 0, low, high, dtype)
         ends = list(itertools.accumulate((len(s) for _, s, _ in parts), initial=0))
-        slices = [graph.call_function(_aten.slice.Tensor, (value, -1, *between)) for between in itertools.pairwise(ends)]
+        slices = [call_function(graph, _aten.slice.Tensor, (value, -1, *between)) for between in itertools.pairwise(ends)]
     for (node, _), part in zip(members, slices, strict=True):
         part.meta["val"] = node.meta.get("val")
         replaced = [node] if dtype is torch.float32 else list(node.users)
@@ -67,7 +67,7 @@ def _merge(module: fx.GraphModule, members: Sequence[tuple[fx.Node, Region]], dt
             graph.erase_node(node)
         for user in part.users:
             if op_name(user) == "view":  # a part does not lie in one piece
-                user.target = _aten.reshape.default
+                retarget(user, _aten.reshape.default)
 
 
 def _in_units_of_codes(module: fx.GraphModule, node: fx.Node, region: Region) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from nc.backends.native.fuse import constant, operators_of
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.tried import guard, is_guarded, is_wrong, wrong_sizes
 from nc.graph.catalogue import schema_arguments
-from nc.graph.fx_utils import constant_value, copy_module, drop_unused, run_with
+from nc.graph.fx_utils import constant_value, copy_module, drop_unused, retarget, run_with
 from nc.graph.views import set_argument
 
 _LINEAR = torch.ops.onednn.qlinear_pointwise
@@ -60,7 +60,7 @@ def packed(module: fx.GraphModule, example: Sequence[torch.Tensor]) -> fx.GraphM
     guard(module)
     for node in module.graph.nodes:
         if node.target in _LINEARS:
-            node.target = _LINEARS[node.target]
+            retarget(node, _LINEARS[node.target])
     shapes: dict[fx.Node, list[int]] = {}
 
     def note(node: fx.Node, value: Any, env: Mapping[fx.Node, Any]) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import first_input, op_name, schema_arguments
-from nc.graph.fx_utils import give_values_of
+from nc.graph.fx_utils import give_values_of, retarget
 from nc.graph.views import Dequantize, Quantize
 from nc.ops import dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
@@ -40,11 +40,8 @@ def pool_codes(module: fx.GraphModule) -> None:
         a = schema_arguments(node)
         sizes = [[*a[key]] * (2 if len(a[key]) == 1 else 1) for key in ("kernel_size", "stride", "padding", "dilation")]
         # ATen's own takes uint8 too, but counts the elements of a large image in 8 bits
-        node.target, node.args, node.kwargs = (
-            torch.ops.quantized.max_pool2d.default,
-            (Dequantize.of(source).codes, *sizes, a["ceil_mode"]),
-            {},
-        )
+        retarget(node, torch.ops.quantized.max_pool2d.default)
+        node.args, node.kwargs = (Dequantize.of(source).codes, *sizes, a["ceil_mode"]), {}
         give_values_of(node, *users)
         for user in users:
             user.replace_all_uses_with(node)
@@ -62,6 +59,8 @@ def remaining(module: fx.GraphModule) -> None:
     """Let the quantize and dequantize nodes that no kernel took call torch's own kernels, which are for uint8."""
     for node in module.graph.nodes:
         if node.target is quantize_per_tensor and Quantize.of(node).dtype is torch.uint8:
-            node.target, node.args = quantize, (Quantize.of(node).input, *Quantize.of(node).qparams)
+            node.args = (Quantize.of(node).input, *Quantize.of(node).qparams)
+            retarget(node, quantize)
         elif node.target is dequantize_per_tensor and _is_of_bytes(node):
-            node.target, node.args = dequantize, (Dequantize.of(node).codes, *Dequantize.of(node).qparams)
+            node.args = (Dequantize.of(node).codes, *Dequantize.of(node).qparams)
+            retarget(node, dequantize)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from nc.backends import cpu
 from nc.backends.native.fuse import weight_of
 from nc.errors import BackendError
-from nc.graph.fx_utils import free_name, take_over
+from nc.graph.fx_utils import call_function, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
 from nc.kernels.c_code import failures, openmp
 from nc.kernels.c_code.build import load_on_threads
@@ -104,7 +104,7 @@ def replace_recurrent(module: fx.GraphModule) -> None:
             hx = [layer.hx] if isinstance(layer.hx, fx.Node) else list(layer.hx)
             features = weight_of(module, layer.params[0])[0].shape[1]
             options = (layer.num_layers, layer.bidirectional, layer.batch_first, features)
-            new = module.graph.call_function(_operator(), (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options))
+            new = call_function(module.graph, _operator(), (layer.input, hx, packed, f"{name}_relu" if layer.relu else name, *options))
         take_over(new, node)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)

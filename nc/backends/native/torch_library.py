@@ -16,6 +16,7 @@ from torch import fx
 from torch.nn import functional
 
 from nc.graph.catalogue import schema_arguments
+from nc.graph.fx_utils import call_function, retarget, take_over
 from nc.graph.views import set_argument
 from nc.numerics import affine
 
@@ -72,10 +73,10 @@ def in_place(graph: fx.Graph) -> None:
         accumulator = schema_arguments(node)[ACCUMULATOR]
         if len(accumulator.users) > 1 or not _is_convolution(accumulator):
             with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.aten.clone.default, (accumulator,), {"memory_format": torch.channels_last})
-            copy.meta.update(accumulator.meta)
+                copy = call_function(graph, torch.ops.aten.clone.default, (accumulator,), {"memory_format": torch.channels_last})
+            take_over(copy, accumulator)
             set_argument(node, ACCUMULATOR, copy)
-        node.target = SUM
+        retarget(node, SUM)
 
 
 def _is_convolution(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from nc.backends import cpu
 from nc.backends.native.plans.products import output_sizes, post_ops_of
 from nc.backends.native.torch_library import ACCUMULATOR, ACTIVATIONS, SUM, stored
 from nc.graph.catalogue import first_input, input_node, schema_arguments
-from nc.graph.fx_utils import constant_of
+from nc.graph.fx_utils import constant_of, retarget
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.descriptions import (
     BIAS,
@@ -161,7 +161,7 @@ def guard(module: fx.GraphModule) -> None:
         if copy is not None:
             arguments[ACCUMULATOR] = input_node(copy)
         library()
-        node.target = getattr(torch.ops.nc_tried, _TRIED[node.target]).default
+        retarget(node, getattr(torch.ops.nc_tried, _TRIED[node.target]).default)
         node.args, node.kwargs = (*arguments.values(), codes), {}
         if copy is not None:
             module.graph.erase_node(copy)

@@ -12,7 +12,7 @@ from nc.backends.passes import Pass, run_passes
 from nc.backends.program import Program, fold
 from nc.backends.program import program as built
 from nc.backends.rewrites.low_bit import replace_low_bit, zero_codes
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, drop_unused, inline, take_over
+from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, drop_unused, inline, take_over
 from nc.graph.views import Linear
 from nc.numerics.packed_weight import PackedWeight
 from nc.ops import dequantize_per_channel, dequantize_per_group, dequantize_per_tensor, quantize_per_tensor
@@ -41,7 +41,7 @@ def _spell_linears(module: fx.GraphModule) -> None:
             continue
         weight = _transposed(module, view.weight)
         with graph.inserting_before(node):
-            result = graph.call_function(_aten.matmul.default, (view.input, weight))
+            result = call_function(graph, _aten.matmul.default, (view.input, weight))
         take_over(result, node)
         if view.bias is not None:
             result = _plus_bias(module, node, result, view)
@@ -62,7 +62,7 @@ def _plus_bias(module: fx.GraphModule, node: fx.Node, product: fx.Node, view: Li
     else:
         operator = _aten.add.Tensor
     with module.graph.inserting_before(node):
-        return module.graph.call_function(operator, (product, bias))
+        return call_function(module.graph, operator, (product, bias))
 
 
 def _becomes_gemm(x: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from nc.backends.openvino.extremes import keep_unfused
 from nc.backends.openvino.program import program
 from nc.backends.program import Exportable, Program, advice, inputs_of, operator_at
 from nc.errors import BackendError
+from nc.graph.fx_utils import call_function
 from nc.graph.qdq import QDQGraph
 from nc.process.lock import LOCK
 
@@ -125,9 +126,9 @@ def _separate_outputs(graph: torch.fx.Graph) -> None:
             if (value.dtype, value.dim()) not in found:
                 own.append(result)
             elif value.dtype is torch.bool:
-                own.append(graph.call_function(torch.ops.aten.logical_or.default, (result, result)))
+                own.append(call_function(graph, torch.ops.aten.logical_or.default, (result, result)))
             else:
-                own.append(graph.call_function(torch.ops.aten.mul.Tensor, (result, 1)))
+                own.append(call_function(graph, torch.ops.aten.mul.Tensor, (result, 1)))
         own[-1].meta.setdefault("val", value)
         found.add((value.dtype, value.dim()))
     output.args = (tuple(own),)

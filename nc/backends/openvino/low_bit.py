@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from nc.backends.rewrites.low_bit import constant, to_dtype, zero_codes
+from nc.graph.fx_utils import call_function
 from nc.numerics.packed_weight import PackedWeight
 
 _aten = torch.ops.aten
@@ -19,6 +20,6 @@ def compressed(module: fx.GraphModule, node: fx.Node, weight: PackedWeight) -> f
     zeros = constant(module, node, "zeros", zero_codes(weight).reshape(rows, groups, 1))
     scales = constant(module, node, "scales", params.scale.reshape(rows, groups, 1))
     with graph.inserting_before(node):
-        shifted = graph.call_function(_aten.sub.Tensor, (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)))
-        values = graph.call_function(_aten.mul.Tensor, (shifted, scales))
-        return graph.call_function(_aten.reshape.default, (values, list(weight.shape)))
+        shifted = call_function(graph, _aten.sub.Tensor, (to_dtype(graph, codes, torch.float32), to_dtype(graph, zeros, torch.float32)))
+        values = call_function(graph, _aten.mul.Tensor, (shifted, scales))
+        return call_function(graph, _aten.reshape.default, (values, list(weight.shape)))

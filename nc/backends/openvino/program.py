@@ -23,7 +23,7 @@ from nc.backends.rewrites.codes import hoist, unsigned
 from nc.backends.rewrites.low_bit import replace_low_bit
 from nc.errors import BackendError
 from nc.graph.catalogue import input_node, op_name, schema_arguments
-from nc.graph.fx_utils import add_constant, constant_of, drop_unused, inline, take_over
+from nc.graph.fx_utils import add_constant, call_function, constant_of, drop_unused, inline, take_over
 from nc.graph.views import Dequantize, Quantize
 from nc.ops import dequantize_per_channel, dequantize_per_tensor, from_bf16, quantize_per_tensor, to_bf16
 
@@ -68,11 +68,11 @@ def _whole_windows(module: fx.GraphModule) -> None:
         if min(covered) < 0 or max(covered) == 0 or any(a["padding"]) or a["divisor_override"]:
             continue
         with graph.inserting_before(node):
-            mean = graph.call_function(_aten.mean.dim, (x, dims, True))
+            mean = call_function(graph, _aten.mean.dim, (x, dims, True))
             for dim, size in zip(dims, window, strict=True):
-                beyond = graph.call_function(_aten.slice.Tensor, (x, dim, size, 2**63 - 1))
-                endless = graph.call_function(_aten.full_like.default, (beyond, math.inf))
-                mean = graph.call_function(_aten.add.Tensor, (mean, graph.call_function(_aten.sum.dim_IntList, (endless, dims, True))))
+                beyond = call_function(graph, _aten.slice.Tensor, (x, dim, size, 2**63 - 1))
+                endless = call_function(graph, _aten.full_like.default, (beyond, math.inf))
+                mean = call_function(graph, _aten.add.Tensor, (mean, call_function(graph, _aten.sum.dim_IntList, (endless, dims, True))))
         take_over(mean, node)
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
@@ -114,15 +114,15 @@ def _spell_activations(module: fx.GraphModule) -> None:
         view = Quantize.of(node)
         how = (*view.qparams, view.quant_min, view.quant_max, view.dtype)
         with graph.inserting_before(node):
-            codes = graph.call_function(pair[0], (view.input, *how))
-            value = graph.call_function(pair[1], (codes, *how))
+            codes = call_function(graph, pair[0], (view.input, *how))
+            value = call_function(graph, pair[1], (codes, *how))
         value.meta["val"] = node.meta.get("val")
         node.replace_all_uses_with(value)
         graph.erase_node(node)
     output = graph.output_node()
     for value in [n for n in output.all_input_nodes if n.target is pair[1]]:
         with graph.inserting_before(output):  # the frontend takes no pair as an output
-            output.replace_input_with(value, graph.call_function(_aten.mul.Tensor, (value, 1.0)))
+            output.replace_input_with(value, call_function(graph, _aten.mul.Tensor, (value, 1.0)))
 
 
 @functools.cache
@@ -148,8 +148,8 @@ def _spell_weights(module: fx.GraphModule) -> None:
             scales = torch.full(shape, view.scale, dtype=torch.float32)
         scale = add_constant(module, node, f"{node.name}_scales", scales.float().clone(), f"{view.codes.meta.get('fqn', '')}.scale")
         with graph.inserting_before(node):
-            values = graph.call_function(_aten.to.dtype, (view.codes, torch.float32))
-            product = graph.call_function(_aten.mul.Tensor, (values, scale))
+            values = call_function(graph, _aten.to.dtype, (view.codes, torch.float32))
+            product = call_function(graph, _aten.mul.Tensor, (values, scale))
         take_over(product, node)
         node.replace_all_uses_with(product)
         graph.erase_node(node)
@@ -161,9 +161,9 @@ def _as_rows(module: fx.GraphModule) -> None:
     for node in [n for n in graph.nodes if n.target is _aten.linear.default and n.meta["val"].dim() == 1]:
         x = input_node(node)
         with graph.inserting_before(node):
-            node.replace_input_with(x, graph.call_function(_aten.unsqueeze.default, (x, 0)))
+            node.replace_input_with(x, call_function(graph, _aten.unsqueeze.default, (x, 0)))
         with graph.inserting_after(node):
-            vector = graph.call_function(_aten.squeeze.dim, (node, 0))
+            vector = call_function(graph, _aten.squeeze.dim, (node, 0))
         node.replace_all_uses_with(vector, delete_user_cb=lambda user, own=vector: user is not own)
 
 

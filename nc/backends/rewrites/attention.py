@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name
-from nc.graph.fx_utils import take_over
+from nc.graph.fx_utils import call_function, take_over
 from nc.graph.placement import works_in_place
 from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary, Softmax, Transpose
@@ -52,9 +52,9 @@ def recompose(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             bias: fx.Node | None = None
             for term in found.biases:
-                bias = term if bias is None else module.graph.call_function(_aten.add.Tensor, (bias, term))
+                bias = term if bias is None else call_function(module.graph, _aten.add.Tensor, (bias, term))
             arguments = (found.query, found.key, found.value, bias)
-            call = module.graph.call_function(_aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
+            call = call_function(module.graph, _aten.scaled_dot_product_attention.default, arguments, {"scale": found.factor})
         take_over(call, node)
         call.meta["operators"] = [n.meta["operator"] for n in (node, *found.inner) if "operator" in n.meta]
         node.replace_all_uses_with(call)

@@ -10,7 +10,7 @@ from torch import fx
 
 from nc.errors import UnsupportedError
 from nc.graph.catalogue import schema_arguments
-from nc.graph.fx_utils import add_constant, call_operator, constant_of, take_over
+from nc.graph.fx_utils import add_constant, call_function, call_operator, constant_of, take_over
 from nc.numerics.low_bit import stored_weight
 from nc.numerics.packed_weight import PARTS, PackedWeight
 from nc.ops import quant_embedding, quant_linear, quantize_dequantize_dynamic
@@ -59,13 +59,13 @@ def _linear(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], we
             raise UnsupportedError(msg)
         if kind != torch.float32:
             values = to_dtype(graph, values, kind)
-        return graph.call_function(_aten.linear.default, (x, values, arguments["bias"]))
+        return call_function(graph, _aten.linear.default, (x, values, arguments["bias"]))
 
 
 def _embedding(module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any], weight: PackedWeight) -> fx.Node:
     table = constant(module, node, "weight", weight.dequantize().to(arguments["result"]))
     with module.graph.inserting_before(node):
-        return module.graph.call_function(_aten.embedding.default, (table, arguments["ids"]))
+        return call_function(module.graph, _aten.embedding.default, (table, arguments["ids"]))
 
 
 def _is_uniform(weight: PackedWeight) -> bool:
@@ -82,7 +82,7 @@ def zero_codes(weight: PackedWeight) -> torch.Tensor:
 
 def to_dtype(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Return a conversion, inserted where the graph inserts."""
-    return graph.call_function(_aten.to.dtype, (value, dtype))
+    return call_function(graph, _aten.to.dtype, (value, dtype))
 
 
 def constant(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> fx.Node:

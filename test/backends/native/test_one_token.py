@@ -16,6 +16,7 @@ from nc.backends.native import planned as planning
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
+from nc.graph.fx_utils import call_function
 from nc.kernels.onednn.runner import PythonRunner, call_once, runner
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -365,9 +366,9 @@ def test_what_changes_in_place_is_made_in_each_call():
     """A constant that a graph changes must not be that of the call before."""
 
     def build(nodes, x):
-        total = nodes.call_function(aten.full.default, ([2, 3], 1.0))
-        row = nodes.call_function(aten.select.int, (total, 0, 0))
-        first = nodes.call_function(aten.add_.Tensor, (row, nodes.call_function(aten.select.int, (x, 0, 0))))
+        total = call_function(nodes, aten.full.default, ([2, 3], 1.0))
+        row = call_function(nodes, aten.select.int, (total, 0, 0))
+        first = call_function(nodes, aten.add_.Tensor, (row, call_function(nodes, aten.select.int, (x, 0, 0))))
         return (first, total)
 
     call = by_hand(build)
@@ -378,7 +379,7 @@ def test_what_changes_in_place_is_made_in_each_call():
 
 
 def test_a_constant_of_the_model_that_changes_has_no_plan():
-    call = by_hand(lambda nodes, x: (nodes.call_function(aten.add_.Tensor, (nodes.get_attr("count"), x)),), count=torch.zeros(2))
+    call = by_hand(lambda nodes, x: (call_function(nodes, aten.add_.Tensor, (nodes.get_attr("count"), x)),), count=torch.zeros(2))
     with pytest.raises(BackendError, match="changes a constant"):
         call.check([torch.ones(2)])
 

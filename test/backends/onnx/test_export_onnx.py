@@ -24,7 +24,7 @@ from nc.backends.onnx.runtime import EXACT
 from nc.backends.passes import Pass
 from nc.backends.verify import required_db
 from nc.graph import saturation
-from nc.graph.fx_utils import run_with
+from nc.graph.fx_utils import call_function, run_with
 from nc.graph.views import Quantize
 from nc.numerics.int16_pairs import largest_pair
 from nc.ops import quantize_per_tensor
@@ -234,7 +234,7 @@ def test_codes_of_fewer_bits_than_their_type():
 
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    codes = graph.call_function(quantize_per_tensor, (x, 0.1, 20, 3, 60, torch.uint8))
+    codes = call_function(graph, quantize_per_tensor, (x, 0.1, 20, 3, 60, torch.uint8))
     graph.output((codes,))
     module = torch.fx.GraphModule({}, graph)
     value = torch.linspace(-9, 9, 181)

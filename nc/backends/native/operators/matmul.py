@@ -26,7 +26,7 @@ from nc.backends.native.plans.ways import OutputCodes, need
 from nc.backends.native.regions import codes_behind, only_user
 from nc.backends.native.torch_library import define, stored
 from nc.graph.catalogue import is_float_tensor, kind_of_node, op_name, schema_arguments
-from nc.graph.fx_utils import call_operator
+from nc.graph.fx_utils import call_function, call_operator, take_over
 from nc.graph.tensor_meta import TENSORS, same_shape
 from nc.graph.views import Binary, Dequantize, Quantize, set_argument
 from nc.kernels.onednn.descriptions import DST, POST_OP, SRC, SRC_1, WEIGHTS, Attributes, BinaryOp, Desc, contiguous_strides
@@ -116,7 +116,7 @@ def signed(module: fx.GraphModule) -> None:
         else:
             with module.graph.inserting_after(new):
                 value = call_operator(module.graph, dequantize_per_tensor, new, *Quantize.of(new).qparams, torch.int8)
-            value.meta.update(right_sides[0][1].meta)
+            take_over(value, right_sides[0][1])
             for user, _ in right_sides:
                 set_argument(user, "right", value)
     _drop_unread(module)
@@ -136,7 +136,7 @@ def _shifted(module: fx.GraphModule, codes: fx.Node) -> fx.Node:
     old = Quantize.of(codes)
     limits = old.quant_min - _SHIFT, old.quant_max - _SHIFT
     new = call_operator(module.graph, quantize_per_tensor, old.input, old.scale, old.numbers[1] - _SHIFT, *limits, torch.int8)
-    new.meta.update(codes.meta)
+    take_over(new, codes)
     return new
 
 
@@ -206,7 +206,7 @@ def _replace(module: fx.GraphModule, region: ProductRegion) -> None:
     output = codes if codes is not None else (1.0, 0, torch.float32)
     with module.graph.inserting_before(last):
         arguments = left.codes, *left.numbers, right.codes, *right.numbers, region.factor, list(region.others), list(region.how), *output
-        call = module.graph.call_function(product(), arguments)
+        call = call_function(module.graph, product(), arguments)
     put(module, call, region.nodes, converted=codes is not None)
 
 

@@ -30,7 +30,7 @@ from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.ways import Operator, OutputCodes, need
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.graph.fx_utils import constant_value, give_values_of, take_over
+from nc.graph.fx_utils import call_function, constant_value, give_values_of, take_over
 from nc.graph.tensor_meta import TENSORS, Traced, same_shape
 from nc.graph.views import Binary
 from nc.kernels.c_code import openmp
@@ -187,23 +187,23 @@ def _replace(module: fx.GraphModule, norm: Norm) -> None:
     with module.graph.inserting_before(last):
         moved = norm.input
         if moves:
-            moved = module.graph.call_function(_aten.permute.default, (norm.input, before))
+            moved = call_function(module.graph, _aten.permute.default, (norm.input, before))
             moved.meta["val"] = Traced(torch.float32, tuple(shape[dim] for dim in before))
         weight, bias = (
             None if value is None else constant(module, f"{last.name}_{name}", value)
             for name, value in (("weight", norm.weight), ("bias", norm.bias))
         )
         if norm.centred:
-            call = module.graph.call_function(_aten.layer_norm.default, (moved, [shape[norm.dim]], weight, bias, norm.eps))
+            call = call_function(module.graph, _aten.layer_norm.default, (moved, [shape[norm.dim]], weight, bias, norm.eps))
         else:
-            call = module.graph.call_function(_aten.rms_norm.default, (moved, [shape[norm.dim]], weight, norm.eps))
+            call = call_function(module.graph, _aten.rms_norm.default, (moved, [shape[norm.dim]], weight, norm.eps))
         take_over(call, last)
         call.meta["operators"] = [node.meta["operator"] for node in reversed(norm.nodes) if "operator" in node.meta]
         result = call
         if moves:
             give_values_of(call)
             call.meta["val"] = moved.meta["val"]
-            result = module.graph.call_function(_aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))]))
+            result = call_function(module.graph, _aten.permute.default, (call, [before.index(dim) for dim in range(len(shape))]))
             result.meta["val"] = last.meta["val"]
             give_values_of(result, last)
     last.replace_all_uses_with(result)

@@ -26,7 +26,7 @@ from nc.backends.native.plans.ways import Operator, OutputCodes, need
 from nc.backends.native.regions import only_user
 from nc.backends.native.torch_library import define
 from nc.graph.catalogue import op_name, schema_arguments, works_in_place
-from nc.graph.fx_utils import take_over
+from nc.graph.fx_utils import call_function, take_over
 from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary
 from nc.kernels.c_code import openmp
@@ -59,7 +59,7 @@ def recompose_rotary(module: fx.GraphModule) -> None:
             continue
         (x, cosine, sine), inner = found
         with module.graph.inserting_before(node):
-            call = module.graph.call_function(rotation(), (x, cosine, sine))
+            call = call_function(module.graph, rotation(), (x, cosine, sine))
         take_over(call, node)
         call.meta["operators"] = [n.meta["operator"] for n in (node, *inner) if "operator" in n.meta]
         node.replace_all_uses_with(call)

@@ -20,7 +20,7 @@ from nc.backends.native.plans.ways import Operator, need
 from nc.backends.native.regions import region_of
 from nc.backends.native.torch_library import ACTIVATIONS, define, stored
 from nc.graph.catalogue import is_transposed, schema_arguments
-from nc.graph.fx_utils import constant_of
+from nc.graph.fx_utils import call_function, constant_of
 from nc.graph.views import Conv, Dequantize
 from nc.kernels.onednn.descriptions import BIAS, DST, SRC, WEIGHTS, Desc, Geometry, channels_last_strides
 from nc.kernels.onednn.primitives import Layout, Primitive
@@ -115,7 +115,7 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
             list(region.activation.arguments),
             region.activation.algorithm,
         )
-        call = module.graph.call_function(transposed_convolution(), arguments)
+        call = call_function(module.graph, transposed_convolution(), arguments)
     put(module, call, region.nodes, converted=region.codes is not None)
     for side in (conv.input, conv.weight):
         if not side.users:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.operators import int8_attention
+from nc.graph.fx_utils import call_function
 from nc.kernels.c_code import openmp
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable
@@ -184,7 +185,7 @@ def test_an_attention_that_changes_something_meanwhile_is_computed_in_parts():
     (scores,) = softmax.all_input_nodes
     assert int8_attention.is_scores(scores)
     with module.graph.inserting_before(softmax):
-        module.graph.call_function(torch.ops.aten.add_.Tensor, (scores.all_input_nodes[2], 1.0))
+        call_function(module.graph, torch.ops.aten.add_.Tensor, (scores.all_input_nodes[2], 1.0))
     assert not int8_attention.is_scores(scores)
 
 
