@@ -20,6 +20,7 @@ from nc.api.weight_report import WeightReport, weight_report
 from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, UnsupportedError
+from nc.nn.origin import Run
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
 from nc.storage.json_file import json_object
@@ -29,7 +30,7 @@ from nc.weights.files import artefact
 from nc.weights.files.sources import experts_of, sources_of
 from nc.weights.files.streamed import StreamedWeights, shards, take_values_from
 from nc.weights.heap import give_back_large_pieces
-from nc.weights.history import Record
+from nc.weights.history import note
 
 
 def quantize_folder(
@@ -94,7 +95,7 @@ def quantize_folder(
     give_back_large_pieces()
     with without_cache(model):
         driver.run()
-    model.__dict__["nc_record"] = Record(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict())
+    note(model, Run(plan=plan.to_dict(), applied=tuple(driver.applied), config=config.to_dict()))
     artefact.write(model.eval(), out, store.files)
     store.remove()
     return weight_report(set_backend(model))  # the kernels that `load` will take here

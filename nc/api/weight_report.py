@@ -22,7 +22,7 @@ from nc.nn import KernelChoice, QuantEmbedding, QuantLinear
 from nc.planning.layer_plan import other_parts, others_text
 from nc.text.table import WIDTH, flowing, folded, format_table, largest
 from nc.weights.accuracy import hopeless_layers, hopeless_text
-from nc.weights.history import Record
+from nc.weights.history import history_of
 from nc.weights.speed import LayerSpeed, layer_speeds
 
 #: Columns with what differs between equal layers.
@@ -211,7 +211,7 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
     """
     speeds = {} if call is None else layer_speeds(model, call)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    record = model.__dict__.get("nc_record", Record())
+    record = history_of(model)
     reasons = {} if record.plan is None else {d["operator"]: d["reason"] for d in record.plan["decisions"] if d["reason"]}
     layers = []
     for name, module in model.named_modules():
@@ -267,8 +267,8 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         multiply_add_shares=fractions(shares.multiply_adds),
         bandwidth=read_bandwidth(torch.get_num_threads()) if speeds else None,
         tokens=generation.status(model),
-        verdict=model.__dict__.get("nc_verdict"),
-        sqnr_db=model.__dict__.get("nc_sqnr_db"),
+        verdict=record.verdict,
+        sqnr_db=record.sqnr_db,
         hopeless=tuple(hopeless_layers(model)),
     )
 

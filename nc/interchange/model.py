@@ -17,7 +17,7 @@ from nc.nn import QuantEmbedding, QuantLinear
 from nc.numerics.packed_weight import PackedWeight
 from nc.storage import pretrained_class
 from nc.weights.experts import Experts
-from nc.weights.history import Record
+from nc.weights.history import history_of
 
 Contents = tuple[dict[str, Layer], list[str], dict[str, torch.Tensor]]
 
@@ -58,7 +58,7 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
 
 def _refuse_new_biases(model: torch.nn.Module) -> None:
     """Raise UnsupportedError if a rotation gave linears biases: tools build the model from its configuration, and pass over these."""
-    rotated = any(applied.algorithm == Rotation.name for applied in model.__dict__.get("nc_record", Record()).applied)
+    rotated = any(applied.algorithm == Rotation.name for applied in history_of(model).applied)
     described = pretrained_class.description(model) if rotated else None
     if described is None:
         return

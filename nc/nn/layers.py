@@ -13,6 +13,7 @@ from nc import ops
 from nc.errors import StateError, UnsupportedError
 from nc.formats import WeightFormat
 from nc.nn import calls as layer_calls
+from nc.nn.origin import Origin
 from nc.nn.result import LayerResult
 from nc.nn.tensor import QuantizedTensor
 from nc.numerics.packed_weight import PARTS, PackedWeight
@@ -59,10 +60,12 @@ class _Packed(torch.nn.Module):
         form: the format of the weight.
         result: how the codes were found; None if that is not known.
         result_dtype: the dtype that `weight` shows: that of the weight before it was quantized, or of the last `.to(dtype)`.
+        origin: the run that quantized it; None if that is not known.
     """
 
     form: WeightFormat
     result: LayerResult | None
+    origin: Origin | None = None
     result_dtype: torch.dtype
     _shape: tuple[int, int]
 

@@ -15,8 +15,6 @@ from nc.errors import NCError
 from nc.process.warn import warn
 
 DISTRIBUTION = "nc-quant"
-#: As setup.py has it. It tells our own installations under the former name, `nc`, from the other project's.
-SUMMARY = "Post-training quantization of PyTorch models for Intel CPUs"
 _ADVICE = f"Run `pip uninstall nc {DISTRIBUTION}`, then install {DISTRIBUTION} again."
 
 
@@ -33,14 +31,10 @@ def why_not_ours() -> str:
 def other_distribution() -> str:
     """Which other distribution installed a module `nc`, and what to do; "" when there is none."""
     for found in importlib.metadata.distributions(name="nc"):
-        wheel, source = found.read_text("METADATA"), found.read_text("PKG-INFO")
-        if not wheel and not source:
+        if not found.read_text("METADATA") and not found.read_text("PKG-INFO"):
             continue  # what an interrupted uninstallation left
         summary = found.metadata.get_all("Summary", ["without a summary"])[0]
-        if summary != SUMMARY:
-            return f"nc {found.version} ({summary}) is another project that installs a module called nc, over this one's files. {_ADVICE}"
-        if wheel:  # else the egg-info that a build of ours left in a source tree: nothing is installed
-            return f"nc {found.version} is an installation of this package under its former name, with the same files. {_ADVICE}"
+        return f"nc {found.version} ({summary}) is another project that installs a module called nc, over this one's files. {_ADVICE}"
     return ""
 
 

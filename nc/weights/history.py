@@ -1,23 +1,78 @@
-"""What was done to a model with low-bit weights."""
+"""What was done to a model with low-bit weights: put together from what its layers carry."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
-from nc.graph.plan import Applied
+import torch
+
+from nc.nn import QuantEmbedding, QuantLinear
+from nc.nn.origin import Origin, Run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What was done to a model; it is the model's attribute `nc_record`.
+def note(model: torch.nn.Module, run: Run, names: Collection[str] | None = None) -> None:
+    """Let low-bit layers of a model carry the run that made them.
 
-    Attributes:
-        plan: the decisions, as plain values (`WeightPlan.to_dict`); None for a model that was loaded from another tool's files.
-        applied: what each transform did.
-        config: the configuration, as plain values.
+    Args:
+        model: the quantized model.
+        run: what was done to it.
+        names: of the layers; None: all.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, (QuantLinear, QuantEmbedding)) and (names is None or name in names):
+            module.origin = Origin(name, run)
 
+
+def history_of(model: torch.nn.Module) -> Run:
+    """Return the run that made the layers of a model; for layers of several runs, these put together.
+
+    A model can hold one that was quantized, or be a part of it. Then names are those in this model, and what was measured of the
+    other model is left out.
+    """
+    places: list[tuple[Run, str, str]] = []
+    for name, module in model.named_modules():
+        origin = module.origin if isinstance(module, (QuantLinear, QuantEmbedding)) else None
+        if origin is not None and all(origin.run != run for run, _, _ in places):
+            places.append((origin.run, *_apart(name, origin.name)))
+    if not places:
+        return Run()
+    runs = [run if here == there else _moved(run, here, there) for run, here, there in places]
+    return runs[0] if len(runs) == 1 else _together(runs)
+
+
+def _apart(here: str, there: str) -> tuple[str, str]:
+    """Return what two names of one layer have in front of what they have in common: ("0", "") for "0.fc" and "fc"."""
+    a, b = here.split("."), there.split(".")
+    while a and b and a[-1] == b[-1]:
+        del a[-1], b[-1]
+    return ".".join(a), ".".join(b)
+
+
+def _moved(run: Run, here: str, there: str) -> Run:
+    """Return a run with the names that layers inside of `there` have in a model that holds them inside of `here`."""
+
+    def moved(name: str) -> str | None:
+        if name != there and there and not name.startswith(f"{there}."):
+            return None
+        return ".".join(filter(None, (here, name[len(there) :].removeprefix("."))))
+
+    decisions = [{**d, "operator": moved(d["operator"])} for d in run.plan["decisions"]] if run.plan is not None else []
+    applied = (dataclasses.replace(a, operators=tuple(filter(None, map(moved, a.operators)))) for a in run.applied)
+    plan = None if run.plan is None else {**run.plan, "decisions": [d for d in decisions if d["operator"] is not None]}
+    return dataclasses.replace(run, plan=plan, applied=tuple(applied), sqnr_db=None, verdict=None)
+
+
+def _together(runs: list[Run]) -> Run:
+    """Return one run for several; it has a configuration where all have the same."""
+    plans = [run.plan for run in runs if run.plan is not None]
     plan: dict[str, Any] | None = None
-    applied: tuple[Applied, ...] = ()
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    if plans:
+        algorithms = [step for each in plans for step in each["algorithms"]]
+        plan = {
+            "algorithms": [step for i, step in enumerate(algorithms) if step not in algorithms[:i]],
+            "decisions": [decision for each in plans for decision in each["decisions"]],
+        }
+    config = runs[0].config if all(run.config == runs[0].config for run in runs) else {}
+    return Run(plan=plan, applied=tuple(a for run in runs for a in run.applied), config=config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +22,14 @@ from nc.calibration.ranks import Ranks
 from nc.capture.state import changes_of, kept_in
 from nc.config import AnyConfig
 from nc.errors import StateError
+from nc.nn.origin import Run
 from nc.planning.layer_plan import WeightPlan
 from nc.process.modes import PlainPath, evaluating
 from nc.process.warn import warn
 from nc.weights.accuracy import FirstCall, accuracy_db, first_call, goes_on, hopeless_layers, hopeless_text
 from nc.weights.driver import Driver, Progress
 from nc.weights.encoders import zeros_at_padding
-from nc.weights.history import Record
+from nc.weights.history import note
 from nc.weights.saved_calls import RecordedCalls
 
 
@@ -86,26 +88,30 @@ class PreparedWeights(Preparation):
         """
         name = asked.backend or self.asked
         low_bit_engine(name)  # refused before the work, not after it
-        low_bit = set_backend(self.quantized(asked.progress), name)
-        self._compare(low_bit)
-        verdict = low_bit_verdict(low_bit) if asked.measure else None
+        model, run = self._solved(asked.progress)
+        set_backend(model, name)
+        decibels = self._compared(model)
+        verdict = low_bit_verdict(model) if asked.measure else None
         if verdict is not None:
-            low_bit.__dict__["nc_verdict"] = verdict
             warn_if_slower(verdict)
-        return low_bit
+        self._note(model, dataclasses.replace(run, sqnr_db=decibels, verdict=verdict))
+        return model
 
-    def _compare(self, low_bit: torch.nn.Module) -> None:
-        """Compare the outputs of the quantized model with the float model's, if that was called; warn where it is far from it."""
+    def _compared(self, low_bit: torch.nn.Module) -> float | None:
+        """Return the SQNR of the outputs against the float model's in dB, if that was called; warn where it is far from it."""
         decibels = None
         if self.first is not None:
             try:
                 decibels = accuracy_db(low_bit, self.first)
             except Exception as error:  # noqa: BLE001 - any model can raise anything; what was quantized is kept
                 warn(f"The quantized model fails on the inputs of the first call of the prepared model: {type(error).__name__}: {error}")
-        low_bit.__dict__["nc_sqnr_db"] = decibels
         hopeless = hopeless_text(decibels, hopeless_layers(low_bit))
         if hopeless:
             warn(hopeless)
+        return decibels
+
+    def _note(self, model: torch.nn.Module, run: Run) -> None:
+        note(model, run, {decision.operator for decision in self.plan.quantized})
 
     def _users_model(self) -> torch.nn.Module | None:
         return self._modules.get("model")
@@ -120,6 +126,12 @@ class PreparedWeights(Preparation):
             StateError: the configuration needs calibration data, and there is none; another rank has another model, or stopped; or the
                 model was quantized in place before, perhaps in a run that stopped.
         """
+        model, run = self._solved(progress)
+        self._note(model, run)
+        return model
+
+    def _solved(self, progress: Progress | None) -> tuple[torch.nn.Module, Run]:
+        """Return the model with low-bit weights, and what was done; raises as `quantized`."""
         if self.inplace and any(is_low_bit(self.model.get_submodule(decision.operator)) for decision in self.plan.quantized):
             msg = "convert() has replaced layers of the model itself, because inplace=True: call prepare() with the float model again."
             raise StateError(msg)
@@ -142,8 +154,8 @@ class PreparedWeights(Preparation):
         if not self.inplace:
             own_tensors(model)
         zeros_at_padding(model)
-        model.__dict__["nc_record"] = Record(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
-        return model.eval()
+        run = Run(plan=self.plan.to_dict(), applied=tuple(driver.applied), config=self.quant_config.to_dict())
+        return model.eval(), run
 
 
 def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:

@@ -22,6 +22,7 @@ from nc.errors import ArtefactError
 from nc.formats.weight_format import SCALE_DTYPES, WeightFormat
 from nc.graph.plan import Applied
 from nc.nn import QuantEmbedding, QuantLinear
+from nc.nn.origin import Run
 from nc.nn.result import LayerResult
 from nc.numerics.low_bit import ACT_DTYPES
 from nc.numerics.packed_weight import PackedWeight, check_parts
@@ -30,7 +31,7 @@ from nc.storage import folder, json_values, pretrained_class
 from nc.storage.tensor_file import Source, Stored, stored_in
 from nc.weights.encoders import zeros_at_padding
 from nc.weights.experts import separated, stacked_names
-from nc.weights.history import Record
+from nc.weights.history import history_of, note
 from nc.weights.swap import replace
 
 FORMAT = "nc-weights"
@@ -107,7 +108,7 @@ def read(
             _put(built, layers.get(name), name, data, parts)
         rotated = any(applied["algorithm"] == Rotation.name for applied in document["record"]["applied"])
         _fill(built, {name: stored[key] for name, key in names.items()}, names, rotated=rotated)
-        built.__dict__["nc_record"] = _record_from(document["record"])
+        note(built, _run_from(document["record"]))
         zeros_at_padding(built)
         if check is not None:
             check(built)
@@ -274,11 +275,11 @@ def _put(model: torch.nn.Module, layer: Layer | None, name: str, data: dict[str,
 
 
 def _record(model: torch.nn.Module) -> dict[str, Any]:
-    record = model.__dict__.get("nc_record", Record())
+    record = history_of(model)
     applied = [{"algorithm": a.algorithm, "operators": list(a.operators), "text": a.text} for a in record.applied]
     return {"plan": record.plan, "applied": applied, "config": record.config}
 
 
-def _record_from(data: dict[str, Any]) -> Record:
+def _run_from(data: dict[str, Any]) -> Run:
     applied = tuple(Applied(str(a["algorithm"]), tuple(a["operators"]), str(a["text"])) for a in data["applied"])
-    return Record(plan=data["plan"], applied=applied, config=dict(data["config"]))
+    return Run(plan=data["plan"], applied=applied, config=dict(data["config"]))
