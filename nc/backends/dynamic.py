@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -46,7 +47,7 @@ def replace_dynamic(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             if node.target is quantize_dequantize_dynamic:
                 if not _finds_range_itself(node):
-                    rows[node] = _rows(module.graph.call_function, node)
+                    rows[node] = _rows(functools.partial(call_function, module.graph), node)
                 continue
             new = _recurrent(module, node) if _is_layer_of_torch(node) else _linear(module, node, rows)
         take_over(new, node)

@@ -2,6 +2,8 @@
 
 import copy
 import operator
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from nc.graph.catalogue import KINDS, climb, decide_kinds, first_input, joined_i
 from nc.graph.dataflow import behind_matmul, consumers, origin, producer
 from nc.graph.fx_utils import call_function, copy_module, retarget, take_over
 
+ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten
 
 
@@ -177,3 +180,9 @@ class TestOneNamePerNode:
         node = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
         with pytest.raises(LookupError, match=r"Node 'relu_default' calls aten.relu.default and does not carry"):
             ask(node)
+
+    @pytest.mark.parametrize("path", sorted((ROOT / "nc").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+    def test_nodes_that_call_are_made_by_the_helpers(self, path):
+        if path.name != "fx_utils.py":
+            text = path.read_text(encoding="utf-8")
+            assert re.findall(r"graph\.call_function|create_node\(\s*\"call|(?m:^\s*node\.target = (?!name))", text) == []
