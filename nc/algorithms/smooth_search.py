@@ -173,6 +173,16 @@ class _Part:
         return env
 
 
+def _run_whole(module: fx.GraphModule, batch: Batch) -> fx.Interpreter:
+    """Return an interpreter that has computed a batch, with the values of all nodes but the output."""
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    interpreter.args_iter = iter(batch)
+    interpreter.env = {}
+    for node in list(module.graph.nodes)[:-1]:
+        interpreter.env[node] = interpreter.run_node(node)
+    return interpreter
+
+
 def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> Iterator[_Part]:
     nodes = list(module.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
@@ -182,14 +192,10 @@ def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Seque
         last += 1  # an activation or addition that ends the block
     inside = [n for n in nodes[first : last + 1] if n.op == "call_function"]
     read = [n for n in inside if any(order[user] > last for user in n.users)]
+    block = set(inside)
     for batch in batches:
-        interpreter = fx.Interpreter(module, garbage_collect_values=False)
-        interpreter.args_iter = iter(batch)
-        interpreter.env = {}
-        for node in nodes[:-1]:
-            interpreter.env[node] = interpreter.run_node(node)
+        interpreter = _run_whole(module, batch)
         values = interpreter.env
-        block = set(inside)
         inputs = {n: values[n] for node in inside for n in node.all_input_nodes if n not in block}
         results = {n: values[n] for n in read if isinstance(values[n], torch.Tensor) and values[n].is_floating_point()}
         yield _Part(interpreter, inputs, inside, results)

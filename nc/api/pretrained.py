@@ -6,7 +6,7 @@ Finished blocks are kept in a folder beside the result. A run that was stopped g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from nc.backends.low_bit.engine import set_backend
 from nc.config import AnyConfig
 from nc.errors import ArtefactCorruptError, ArtefactError, ArtefactMissingError, InputError, UnsupportedError
 from nc.nn.origin import Run
+from nc.planning.layer_plan import WeightPlan
 from nc.planning.layer_rules import plan_layers
 from nc.storage import folder, pretrained_class
 from nc.storage.json_file import json_object
+from nc.storage.tensor_file import Source
 from nc.weights.driver import Driver, Progress
 from nc.weights.experts import separated, stacked_names
 from nc.weights.files import artefact
@@ -67,19 +69,8 @@ def quantize_folder(
     model = _empty(source, len(stored))
     where = take_values_from(model, sources_of(model, stored))
     plan = plan_layers(config, separated(model), strict=strict)
-    asked = {d.operator.rpartition(".")[0] for d in plan.quantized}
-    for name in [name for name in stacked_names(model) if name in asked]:  # in the model's order, as files are the same in each run
-        experts, transposed = where.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
-        where |= {f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))}
-        separated(model, inplace=True, names=(name,))
-    whole = next((t.name for t in plan.transforms if t.level == "model"), None)
-    if whole is not None:
-        msg = f"Transform {whole!r} changes the whole model at once, which a run block by block does not have. Use nc.prepare in Python."
-        raise UnsupportedError(msg)
-    if plan.needs_data and not samples:
-        names = ", ".join(dict.fromkeys(step.algorithm for step in plan.algorithms))
-        msg = f"{names} needs calibration data; give some texts."
-        raise InputError(msg)
+    where = _with_experts_apart(model, plan, where)
+    _check_plan(plan, samples)
     job = {
         "nc": __version__,
         "torch": torch.__version__,
@@ -99,6 +90,29 @@ def quantize_folder(
     artefact.write(model.eval(), out, store.files)
     store.remove()
     return weight_report(set_backend(model))  # the kernels that `load` will take here
+
+
+def _with_experts_apart(model: Any, plan: WeightPlan, where: Mapping[str, Source]) -> dict[str, Source]:
+    """Give stacked experts that are quantized a weight each, in place; returns where all tensors lie."""
+    found = dict(where)
+    asked = {d.operator.rpartition(".")[0] for d in plan.quantized}
+    for name in [name for name in stacked_names(model) if name in asked]:  # in the model's order, as files are the same in each run
+        experts, transposed = found.pop(name), bool(model.get_submodule(name.rpartition(".")[0]).is_transposed)
+        found |= {f"{name}.{i}.weight": one for i, one in enumerate(experts_of(experts, transposed=transposed))}
+        separated(model, inplace=True, names=(name,))
+    return found
+
+
+def _check_plan(plan: WeightPlan, samples: Sequence[torch.Tensor]) -> None:
+    """Raise UnsupportedError for a plan that needs the whole model at once, and InputError where its data is missing."""
+    whole = next((t.name for t in plan.transforms if t.level == "model"), None)
+    if whole is not None:
+        msg = f"Transform {whole!r} changes the whole model at once, which a run block by block does not have. Use nc.prepare in Python."
+        raise UnsupportedError(msg)
+    if plan.needs_data and not samples:
+        names = ", ".join(dict.fromkeys(step.algorithm for step in plan.algorithms))
+        msg = f"{names} needs calibration data; give some texts."
+        raise InputError(msg)
 
 
 def _empty(source: Path, tensors: int) -> Any:

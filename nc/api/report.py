@@ -8,13 +8,13 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nc.backends.base import EngineReport
+from nc.backends.base import EngineReport, OpRun
 from nc.backends.profiling.profile import Profile
 from nc.backends.profiling.verdict import Verdict
 from nc.calibration.costly import COSTLY, HOPELESS_DB
 from nc.formats import Mode
 from nc.formats.reasons import Cause
-from nc.graph.plan import Applied
+from nc.graph.plan import Applied, Decision
 from nc.graph.products import UnknownProduct, unknown_products, unknown_text
 from nc.graph.qdq import Finding, QDQGraph
 from nc.graph.shares import Part, fractions, shares_of
@@ -215,38 +215,49 @@ class Report:
         return f"{verdict}\n\n{self.table(WIDTH, fold=True)}\n\n{figures}"
 
 
+#: What is shown of an operator that the engine does not name.
+_UNSAID = OpRun(operator="", ran="unknown", reason="the engine does not say")
+
+
+def _op_report(decision: Decision, note: str, run: OpRun, kernel: str, share: float | None) -> OpReport:
+    """Return what is known of one operator.
+
+    Args:
+        decision: of the plan.
+        note: why it is fp32 in the quantized graph, though int8 was asked for; "" if it is not.
+        run: what the engine says of it.
+        kernel: what computed it in the profile; "" without one.
+        share: of the profiled time.
+    """
+    asked, ran = "int8" if note else decision.spec.precision, run.ran
+    if decision.stays_for(Cause.LOW_BIT):
+        asked = ran = decision.precision
+    return OpReport(
+        operator=decision.operator,
+        kind=decision.kind,
+        asked=asked,
+        ran=ran,
+        rule=decision.rule,
+        reason=note or run.reason,
+        kernel=kernel or run.primitive if run.kernels is None else str(run.kernels),
+        share=share,
+        mode=decision.spec.mode,
+        refused=() if run.kernels is None else run.kernels.refused,
+        weights=tuple(decision.part(ran).weights),
+        multiply_adds=decision.multiply_adds,
+    )
+
+
 def build(
     graph: QDQGraph, engine: EngineReport, chosen: str = "", profile: Profile | None = None, verdict: Verdict | None = None
 ) -> Report:
     """Combine the plan, the engine's report and the measurements."""
     runs = {run.operator: run for run in engine.ops}
     kernels = profile.kernels() if profile is not None else {}
-    ops = []
-    for decision in graph.plan.decisions:
-        run = runs.get(decision.operator)
-        asked = "int8" if decision.operator in graph.notes else decision.spec.precision
-        reason = graph.notes.get(decision.operator) or (run.reason if run else "the engine does not say")
-        ran = run.ran if run else "unknown"
-        if decision.stays_for(Cause.LOW_BIT):
-            asked = ran = decision.precision
-        kernel, share = kernels.get(decision.operator, ("", None))
-        low_bit = run.kernels if run else None
-        ops.append(
-            OpReport(
-                operator=decision.operator,
-                kind=decision.kind,
-                asked=asked,
-                ran=ran,
-                rule=decision.rule,
-                reason=reason,
-                kernel=str(low_bit) if low_bit is not None else kernel or (run.primitive if run else ""),
-                share=share,
-                mode=decision.spec.mode,
-                refused=() if low_bit is None else low_bit.refused,
-                weights=tuple(decision.part(ran).weights),
-                multiply_adds=decision.multiply_adds,
-            )
-        )
+    ops = [
+        _op_report(d, graph.notes.get(d.operator, ""), runs.get(d.operator, _UNSAID), *kernels.get(d.operator, ("", None)))
+        for d in graph.plan.decisions
+    ]
     shares = shares_of(op.part for op in ops)
     return Report(
         backend=engine.backend,

@@ -216,45 +216,9 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, (QuantLinear, QuantEmbedding)):
-            packed, found = module.packed, module.result
-            engine = module.engine if isinstance(module, QuantLinear) else None
-            choice = KernelChoice(()) if engine is None else engine.kernels_of(module, dtype)  # type: ignore[arg-type] # it is a linear
-            layers.append(
-                LayerReport(
-                    operator=name,
-                    kind="linear" if isinstance(module, QuantLinear) else "embedding",
-                    shape=packed.shape,
-                    form=str(module.form),
-                    dtype=str(module.form.dtype),
-                    solver="" if found is None else found.solver,
-                    loss=None if found is None else found.loss,
-                    rtn_loss=None if found is None else found.rtn_loss,
-                    bits=packed.bytes * 8 / (packed.shape[0] * packed.shape[1]),
-                    size=packed.bytes,
-                    note="" if found is None else found.note,
-                    kernel=str(choice),
-                    refused=choice.refused,
-                    speed=speeds.get(name),
-                )
-            )
+            layers.append(_low_bit_layer(name, module, dtype, speeds.get(name)))
         elif name in reasons:
-            weight: Any = module.weight
-            rows, columns = weight.shape
-            bits = 8.0 * weight.element_size()
-            layers.append(
-                LayerReport(
-                    operator=name,
-                    kind="embedding" if isinstance(module, torch.nn.Embedding) else "linear",
-                    shape=(rows, columns),
-                    form="float",
-                    solver="",
-                    loss=None,
-                    rtn_loss=None,
-                    bits=bits,
-                    size=weight.numel() * weight.element_size(),
-                    note=reasons[name],
-                )
-            )
+            layers.append(_float_layer(name, module, reasons[name]))
     others = other_weights(model)
     shares = shares_of([*(layer.part for layer in layers), *other_parts(others)])
     return WeightReport(
@@ -270,6 +234,47 @@ def weight_report(model: torch.nn.Module, call: Call | None = None) -> WeightRep
         verdict=record.verdict,
         sqnr_db=record.sqnr_db,
         hopeless=tuple(hopeless_layers(model)),
+    )
+
+
+def _low_bit_layer(name: str, module: QuantLinear | QuantEmbedding, dtype: torch.dtype, speed: LayerSpeed | None) -> LayerReport:
+    """Return what is known of a layer with a low-bit weight; `dtype` is that of its inputs."""
+    packed, found = module.packed, module.result
+    engine = module.engine if isinstance(module, QuantLinear) else None
+    choice = KernelChoice(()) if engine is None else engine.kernels_of(module, dtype)  # type: ignore[arg-type] # it is a linear
+    return LayerReport(
+        operator=name,
+        kind="linear" if isinstance(module, QuantLinear) else "embedding",
+        shape=packed.shape,
+        form=str(module.form),
+        dtype=str(module.form.dtype),
+        solver="" if found is None else found.solver,
+        loss=None if found is None else found.loss,
+        rtn_loss=None if found is None else found.rtn_loss,
+        bits=packed.bytes * 8 / (packed.shape[0] * packed.shape[1]),
+        size=packed.bytes,
+        note="" if found is None else found.note,
+        kernel=str(choice),
+        refused=choice.refused,
+        speed=speed,
+    )
+
+
+def _float_layer(name: str, module: torch.nn.Module, reason: str) -> LayerReport:
+    """Return what is known of a layer that stays float."""
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return LayerReport(
+        operator=name,
+        kind="embedding" if isinstance(module, torch.nn.Embedding) else "linear",
+        shape=(rows, columns),
+        form="float",
+        solver="",
+        loss=None,
+        rtn_loss=None,
+        bits=8.0 * weight.element_size(),
+        size=weight.numel() * weight.element_size(),
+        note=reason,
     )
 
 

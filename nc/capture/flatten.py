@@ -89,24 +89,7 @@ def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[f
     if node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), fx.GraphModule):
         return
     if node.op == "call_function" and name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-        args = list(node.args)  # options, the region, and what the region reads
-        at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        options, region, values = args[:at], args[at], args[at + 1 :]
-        assert isinstance(region, fx.Node)
-        inner = getattr(owner, str(region.target))
-        if name == "wrap_with_autocast" and options[2] and options[0] == "cpu":  # device, dtype, enabled, cache
-            msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
-            raise CaptureError(msg)
-        outer = [mapping[a] if isinstance(a, fx.Node) else a for a in values]
-        inputs = iter(outer)
-        for inside in inner.graph.nodes:
-            if inside.op == "placeholder":
-                mapping[inside] = next(inputs)
-            elif inside.op == "output":
-                (results,) = inside.args
-                mapping[node] = fx.map_arg(results, lambda n: mapping[n])
-            else:
-                _copy(inner, inside, graph, mapping)
+        _copy_region(owner, node, graph, mapping)
         return
     if node.op == "call_function" and node.target is operator.getitem:
         source, index = node.args
@@ -118,6 +101,32 @@ def _copy(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[f
         msg = f"The model uses the control-flow operator {name!r}, which no int8 engine runs; quantize the submodules around it instead."
         raise CaptureError(msg)
     mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+
+
+def _copy_region(owner: fx.GraphModule, node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, Argument]) -> None:
+    """Copy the nodes inside of a region; what it returns takes the place of the node.
+
+    Raises:
+        CaptureError: it switches autocast on.
+    """
+    args = list(node.args)  # options, the region, and what the region reads
+    at = next(i for i, a in enumerate(args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    options, region, values = args[:at], args[at], args[at + 1 :]
+    assert isinstance(region, fx.Node)
+    inner = getattr(owner, str(region.target))
+    is_autocast = getattr(node.target, "__name__", "") == "wrap_with_autocast"
+    if is_autocast and options[2] and options[0] == "cpu":  # device, dtype, enabled, cache
+        msg = "The model switches autocast on inside forward; quantize it in fp32: remove the autocast region."
+        raise CaptureError(msg)
+    inputs = iter([mapping[a] if isinstance(a, fx.Node) else a for a in values])
+    for inside in inner.graph.nodes:
+        if inside.op == "placeholder":
+            mapping[inside] = next(inputs)
+        elif inside.op == "output":
+            (results,) = inside.args
+            mapping[node] = fx.map_arg(results, lambda n: mapping[n])
+        else:
+            _copy(inner, inside, graph, mapping)
 
 
 def _is_higher_order(node: fx.Node) -> bool:

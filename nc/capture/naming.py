@@ -157,15 +157,21 @@ def _same_size(x: object, y: object) -> bool:
     return not (isinstance(x, int) and x == 1) and not (isinstance(y, int) and y == 1)
 
 
+def _holder(weight: object) -> str | None:
+    """Return the path of the module whose parameter "weight" a node reads; None for other nodes, and for no node."""
+    fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
+    return fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
+
+
 def _owner(node: fx.Node, kind: str, modules: dict[str, torch.nn.Module]) -> tuple[str, bool, str]:
     """Return (module path, whether the node *is* that module, class of that module)."""
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
     path = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     path = path if path in modules else ""
     weight = Weighted.of(node).weight if kind in catalogue.WEIGHTED else None
-    fqn = weight.meta.get("fqn", "") if isinstance(weight, fx.Node) else ""
-    parent = fqn.removesuffix(".weight") if fqn.endswith(".weight") else None
-    if parent is not None and parent in modules and (parent == path or parent.startswith(f"{path}." if path else "")):
+    parent = _holder(weight)
+    is_inside = parent is not None and (parent == path or parent.startswith(f"{path}." if path else ""))
+    if parent in modules and is_inside:
         return parent, True, _class_name(modules[parent])
     inner = modules.get(path)
     own_weight = getattr(inner, "weight", None) if weight is not None else None

@@ -404,10 +404,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
             continue
         factor = (var.double() + bn["eps"]).rsqrt() * (1.0 if gamma is None else gamma.double())
         axis = 1 if kind.startswith("conv_transpose") else 0
-        shape = [-1 if d == axis else 1 for d in range(weight.dim())]
-        new_weight = (weight.double() * factor.reshape(shape)).to(weight.dtype)
-        shift = -mean.double() if bias is None else bias.double() - mean.double()
-        new_bias = (shift * factor + (0.0 if beta is None else beta.double())).to(weight.dtype)
+        new_weight, new_bias = _folded(weight, bias, factor, mean, beta, axis)
         fqn = conv["weight"].meta["fqn"]
         name = re.sub(r"\W", "_", fqn)
         conv["weight"] = add_constant(module, producer, f"{name}_folded", new_weight, fqn)
@@ -417,6 +414,31 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
         producer.meta["output_mean"] = torch.zeros_like(factor) if beta is None else beta.double()
         producer.meta["output_std"] = torch.ones_like(factor) if gamma is None else gamma.double().abs()
         _replace(node, producer)
+
+
+def _folded(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor,
+    mean: torch.Tensor,
+    beta: torch.Tensor | None,
+    axis: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight and bias that give `(w x + b - mean) * factor + beta` at once.
+
+    Args:
+        weight: output channels along `axis`.
+        bias: shape [channels]; None: 0.
+        factor: float64 [channels].
+        mean: shape [channels].
+        beta: shape [channels]; None: 0.
+        axis: of the weight.
+    """
+    shape = [-1 if d == axis else 1 for d in range(weight.dim())]
+    new_weight = (weight.double() * factor.reshape(shape)).to(weight.dtype)
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    new_bias = (shift * factor + (0.0 if beta is None else beta.double())).to(weight.dtype)
+    return new_weight, new_bias
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

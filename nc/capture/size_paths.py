@@ -70,18 +70,32 @@ def guards_of(shapes: Sequence[Sequence[int | torch.SymInt]]) -> Guards:
         return Guards({})
     symbols, relations = _symbols(sizes)
     axes = {name: _printed(size.xreplace(symbols)) for name, size in sizes.items() if size.free_symbols <= set(symbols)}
+    conditions = [SizeCondition(text, where) for text, where in _conditions(env, symbols).items()]
+    return Guards(axes, tuple(relations), tuple(c for c in conditions if c.where), tuple(c for c in conditions if not c.where))
+
+
+def _conditions(env: Any, symbols: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the conditions that export found, and for each where the model asks for it; "" where it does not ask itself.
+
+    Args:
+        env: the shape environment.
+        symbols: those that sizes of inputs are expressed in.
+
+    Raises:
+        UnfitGuardError: one that the model asks for can't be expressed in them.
+    """
     found: dict[str, str] = {}
     for guard in env.guards:
         where, condition = _place(guard.sloc), env.replace(guard.expr)
-        if condition.free_symbols and (where or (getattr(condition, "rel_op", "") == "==" and condition.free_symbols <= set(symbols))):
+        is_equation = getattr(condition, "rel_op", "") == "==" and condition.free_symbols <= set(symbols)
+        if condition.free_symbols and (where or is_equation):
             text = _text(condition, symbols, where)
             found[text] = found.get(text) or where
     for claim in itertools.chain.from_iterable(env.deferred_runtime_asserts.values()):  # torch 2.8 keeps there what later ones guard
         condition = env.replace(claim.expr)
         if condition.free_symbols and condition.free_symbols <= set(symbols):
             found.setdefault(_text(condition, symbols, ""), "")
-    conditions = [SizeCondition(text, where) for text, where in found.items()]
-    return Guards(axes, tuple(relations), tuple(c for c in conditions if c.where), tuple(c for c in conditions if not c.where))
+    return found
 
 
 def _symbols(sizes: Mapping[str, Any]) -> tuple[dict[Any, Any], list[SizeCondition]]:

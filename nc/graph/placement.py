@@ -17,6 +17,7 @@ gives becomes codes, whoever reads it, and additions read both sides as codes. L
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -76,15 +77,12 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
     fused_add = capabilities.fused_add if plan.placement == INPUTS else frozenset()
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     int8 = {n for n in order if n.meta.get("operator") in specs}
+    readers = [node for node in order if node in int8]
+    if works_in_place(module):
+        return [edge for node in readers for edge in _edges_in_place(node, specs[node.meta["operator"]])]
     depth = _depths(module, int8)
     edges: dict[tuple[fx.Node, int | None], Edge] = {}
-    if works_in_place(module):
-        for node in (n for n in order if n in int8):
-            operator = node.meta["operator"]
-            for index, source in enumerate(_activations(node)):
-                edges[node, index] = Edge(node, index, source, source, specs[operator].input(index), operator)
-        return list(edges.values())
-    for node in (n for n in order if n in int8):
+    for node in readers:
         operator = node.meta["operator"]
         for index in _quantized_inputs(node, int8, depth, fused_add):
             source = _activations(node)[index]
@@ -93,7 +91,13 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
     for node in (n for n in order if n.meta.get("operator") in given_up):
         _share_codes(edges, node, int8, fused_add)
     found = sorted(edges.values(), key=lambda e: (order[e.reader], e.index or 0))
-    return found if plan.placement == INPUTS else [*found, *_outputs(found, [n for n in order if n in int8], specs)]
+    return found if plan.placement == INPUTS else [*found, *_outputs(found, readers, specs)]
+
+
+def _edges_in_place(node: fx.Node, spec: OpSpec) -> Iterator[Edge]:
+    """Yield the edges of an operator in a model that changes tensors in place: each input gets codes of its own."""
+    for index, source in enumerate(_activations(node)):
+        yield Edge(node, index, source, source, spec.input(index), node.meta["operator"])
 
 
 def _outputs(edges: list[Edge], int8: list[fx.Node], specs: dict[str, OpSpec]) -> list[Edge]:

@@ -233,19 +233,7 @@ class Signature:
         raise InputError(msg)
 
     def _by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        positional = [p for p in self.parameters if p.positional]
-        rest = list(args)
-        for parameter in positional:
-            if parameter.variadic:
-                if rest or parameter.name not in kwargs:
-                    given[parameter.name] = tuple(rest)
-                rest = []
-            elif rest:
-                given[parameter.name] = rest.pop(0)
-        if rest:
-            msg = f"Expected at most {len(positional)} positional arguments, but got {len(args)}."
-            raise InputError(msg)
+        given = self._by_position(args, kwargs)
         known = {p.name for p in self.parameters}
         for name, value in kwargs.items():
             if name in given:
@@ -266,12 +254,31 @@ class Signature:
                 raise InputError(msg)
         for name in captured:
             if name not in given:
-                first = next(iter(args), None)
-                stars = "**" if isinstance(first, dict) and name in first else "*" if isinstance(first, (tuple, list)) else ""
-                hint = f" The first argument is a {type(first).__name__}: did you mean model({stars}inputs)?" if stars else ""
+                hint = _hint_of_stars(name, next(iter(args), None))
                 msg = f"Argument {name!r} is missing; the model was captured with {', '.join(captured)}.{hint}"
                 raise InputError(msg)
         return {name: given[name] for name in captured}
+
+    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that are given by position, by name.
+
+        Raises:
+            InputError: there are too many.
+        """
+        given: dict[str, Any] = {}
+        positional = [p for p in self.parameters if p.positional]
+        rest = list(args)
+        for parameter in positional:
+            if parameter.variadic:
+                if rest or parameter.name not in kwargs:
+                    given[parameter.name] = tuple(rest)
+                rest = []
+            elif rest:
+                given[parameter.name] = rest.pop(0)
+        if rest:
+            msg = f"Expected at most {len(positional)} positional arguments, but got {len(args)}."
+            raise InputError(msg)
+        return given
 
     def _captured(self) -> list[str]:
         return [p.name for p in self.parameters if p.captured]
@@ -476,3 +483,14 @@ def at_least_two(inputs: Sequence[torch.Tensor], dims: Sequence[Sequence[int | s
     for tensor, sizes in zip(inputs, dims, strict=True):
         single = [isinstance(dim, str) and dim not in bound and size == 1 for dim, size in zip(sizes, tensor.shape, strict=True)]
         yield tensor.repeat([2 if one else 1 for one in single]) if any(single) else tensor.contiguous()
+
+
+def _hint_of_stars(name: str, first: object) -> str:
+    """Return what to say where all arguments may have been given as one value, the first; "" if it does not look so."""
+    if isinstance(first, dict) and name in first:
+        stars = "**"
+    elif isinstance(first, (tuple, list)):
+        stars = "*"
+    else:
+        return ""
+    return f" The first argument is a {type(first).__name__}: did you mean model({stars}inputs)?"

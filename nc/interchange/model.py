@@ -151,6 +151,11 @@ def _check_rest(model: torch.nn.Module, made: Mapping[str, torch.nn.Module], res
         if names:
             msg = f"{path!r} does not fit this model: tensor {names[0]!r} {what} ({len(names)} in all)."
             raise ArtefactError(msg)
+    _check_ties(state, rest, path)
+
+
+def _check_ties(state: Mapping[str, torch.Tensor], rest: Mapping[str, torch.Tensor], path: str) -> None:
+    """Raise ArtefactError if the files have two values for what is one tensor in the model."""
     first: dict[Any, str] = {}
     for name, tensor in rest.items():
         other = first.setdefault(memory_of(state[name]) if tensor.numel() else name, name)

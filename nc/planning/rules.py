@@ -54,8 +54,7 @@ def decide(config: AnyConfig, graph: Graph, capabilities: Capabilities, placemen
     decisions = [_with_size(_decide(op, config, sizes, capabilities, modules), op, sizes) for op in graph.operators]
     mixers = behind_matmul(graph.module)
     decisions = [_unsmoothed(d) if d.operator in mixers else d for d in decisions]
-    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
-    grouped = {node.meta["operator"] for node in weighted if weight_axis(node) is None}
+    grouped = _with_channels_of_several_groups(graph)
     decisions = [_with_grouped_weight(d, capabilities.row(d.kind)) if d.operator in grouped else d for d in decisions]
     # dynamic operators read and give fp32, so an int8 addition beside one gains nothing
     asked = {d.operator for d in decisions if d.spec.mode == "static"}
@@ -90,6 +89,32 @@ def _with_size(decision: Decision, op: Operator, sizes: Sizes) -> Decision:
     return dataclasses.replace(decision, weights=weights, multiply_adds=sizes.multiply_adds(op))
 
 
+def _with_channels_of_several_groups(graph: Graph) -> set[str]:
+    """Return the operators along whose weight channels of several groups are mixed."""
+    weighted = (n for n in graph.module.graph.nodes if "operator" in n.meta and kind_of_node(n) in WEIGHTED)
+    return {node.meta["operator"] for node in weighted if weight_axis(node) is None}
+
+
+def _values(op: Operator, matches: list[Match], row: OpSupport | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of the rules that match, completed by what the kernel takes, and where each comes from.
+
+    Raises:
+        NCError: they contradict each other.
+    """
+    chosen = matches[0]
+    values, sources = merged(matches)
+    if row is not None and chosen.config.family == "dynamic":
+        _take_granularity_of_kernel(values, sources, row)
+    if row is not None and row.symmetric and spec_of(chosen.config.algorithm, values, op.kind).mode == "static":
+        _take_codes_of_kernel(values, sources, row, is_global=chosen.rule.level is Level.GLOBAL)
+    try:
+        chosen.config.check_values(values)
+    except NCError as error:
+        msg = f"Operator {op.name!r} (rule: {chosen.rule}): {error}"
+        raise type(error)(msg) from error
+    return values, sources
+
+
 def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabilities, modules: Collection[str]) -> Decision:
     base: dict[str, Any] = {"operator": op.name, "kind": op.kind, "module_type": op.module_type}
     row = capabilities.row(op.kind)
@@ -106,17 +131,8 @@ def _decide(op: Operator, config: AnyConfig, sizes: Sizes, capabilities: Capabil
         return _float(base, chosen.config.w_dtype, Cause.ASKED(dtype=chosen.config.w_dtype), _excluded(matches))
     if chosen.config.family == "weight_only":  # its layers were replaced before capture
         return _float(base, "fp32", Cause.NO_LAYER())
-    values, sources = merged(matches)
-    if row is not None and chosen.config.family == "dynamic":
-        _take_granularity_of_kernel(values, sources, row)
-    if row is not None and row.symmetric and spec_of(chosen.config.algorithm, values, op.kind).mode == "static":
-        _take_codes_of_kernel(values, sources, row, is_global=chosen.rule.level is Level.GLOBAL)
+    values, sources = _values(op, matches, row)
     base["fields"] = tuple((name, str(values[name]), source) for name, source in sources.items())
-    try:
-        chosen.config.check_values(values)
-    except NCError as error:
-        msg = f"Operator {op.name!r} (rule: {chosen.rule}): {error}"
-        raise type(error)(msg) from error
     if chosen.config.family == "fake_quant":
         return _simulated(base, op, values, row, sizes, capabilities)
     spec = spec_of(chosen.config.algorithm, values, op.kind)

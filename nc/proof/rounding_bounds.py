@@ -81,6 +81,11 @@ def _dynamic(x: torch.Tensor, view: DynamicQDQ) -> torch.Tensor:
     return ((steps - steps.floor() - 0.5).abs() <= TIE) * scale
 
 
+def _magnitude(value: Any) -> Any:
+    """Return the magnitude of a number or tensor; truth values, which have none, as they are."""
+    return value if isinstance(value, torch.Tensor) and value.dtype == torch.bool else abs(value)
+
+
 def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapping[fx.Node, Any]) -> Any:
     """Slack behind an operator some of whose inputs have slack."""
 
@@ -109,7 +114,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         terms = [slack(side) for side in Binary.of(node).sides if isinstance(side, fx.Node)]
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name == "mul" or kind_of_node(node) == "matmul":
-        sizes = [v if isinstance(v, torch.Tensor) and v.dtype == torch.bool else abs(v) for v in (env[input_node(node)], rest[0])]
+        sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
         reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
         return target(*reach) - target(*sizes)
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:

@@ -255,16 +255,20 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             raise ValueError(msg)
 
 
+def _check_format(name: str, *, low_bit: bool) -> None:
+    """Raise ValueError for a name that is no floating-point format; operators with low-bit weights take integers too."""
+    if name not in DTYPES or not (low_bit or DTYPES[name].kind == "float"):
+        msg = f"{name!r} is no {'number' if low_bit else 'floating-point'} format"
+        raise ValueError(msg)
+
+
 def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
     if "format" in given:
         _check_simulated(given)
         return
     if isinstance(given.get("dtype"), str):
-        low_bit = "codes" in given and "outer_scale" in given  # these take integers too
-        if given["dtype"] not in DTYPES or not (low_bit or DTYPES[given["dtype"]].kind == "float"):
-            msg = f"{given['dtype']!r} is no {'number' if low_bit else 'floating-point'} format"
-            raise ValueError(msg)
+        _check_format(given["dtype"], low_bit="codes" in given and "outer_scale" in given)
         return
     limits = _CODES.get(given["dtype"]) if "dtype" in given else None
     if "dtype" in given and limits is None:

@@ -436,18 +436,25 @@ def _decode_effects(data: dict[str, Any], leaves: Sequence[Leaf], out_spec: pytr
     returned = tuple((int(i), int(value)) for i, value in data["returned"])
     objects = tuple((tuple(map(int, out)), tuple(map(int, given))) for out, given in data.get("objects", ()))
     effects = Effects(tuple(data["written"]), after, sources, returned, objects)
-    tensors = [i for i, leaf in enumerate(leaves) if leaf.used]
-    if not (
-        len(sources) == (0 if after is None else after.num_leaves)
-        and all(i in tensors for i in effects.written)
-        and all(i is None or (type(i) is int and 0 <= i < len(leaves)) for i in sources)
-        and len(dict(returned)) == len(returned)
-        and all(0 <= i < out_spec.num_leaves and 0 <= value < effects.values for i, value in returned)
-        and all(after is not None and _is_container(out_spec, out) and _is_container(after, given) for out, given in objects)
-    ):
+    are_inputs = _are_inputs(effects, leaves)
+    are_outputs = len(dict(returned)) == len(returned) and all(
+        0 <= i < out_spec.num_leaves and 0 <= value < effects.values for i, value in returned
+    )
+    are_containers = all(after is not None and _is_container(out_spec, out) and _is_container(after, given) for out, given in objects)
+    if not (are_inputs and are_outputs and are_containers):
         msg = "the effects are not those of the inputs and outputs"
         raise ValueError(msg)
     return effects
+
+
+def _are_inputs(effects: Effects, leaves: Sequence[Leaf]) -> bool:
+    """Whether tensors that are written, and sources of new entries, are inputs of the graph."""
+    tensors = [i for i, leaf in enumerate(leaves) if leaf.used]
+    return (
+        len(effects.sources) == (0 if effects.after is None else effects.after.num_leaves)
+        and all(i in tensors for i in effects.written)
+        and all(i is None or (type(i) is int and 0 <= i < len(leaves)) for i in effects.sources)
+    )
 
 
 def _is_container(spec: pytree.TreeSpec, path: Sequence[int]) -> bool:

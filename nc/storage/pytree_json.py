@@ -191,11 +191,7 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
         msg = f"{len(names)} names for {len(items)} items"
         raise ValueError(msg)
     if kind in _MAPPINGS:
-        keys = [json_values.decode(k) for k in names]
-        if len(set(keys)) < len(keys):  # TypeError for a list, which can't be a key
-            msg = f"keys {keys!r} of one dict"
-            raise ValueError(msg)
-        return pytree.TreeSpec(_MAPPINGS[kind], keys, items)
+        return pytree.TreeSpec(_MAPPINGS[kind], _decode_keys(names), items)
     if kind == "namedtuple" and inputs:
         return pytree.TreeSpec(tuple, None, items)
     if kind == "namedtuple":  # takes identifiers only: a name can't smuggle code into the class that it makes
@@ -203,12 +199,26 @@ def decode(data: json_values.Json, *, inputs: bool = False) -> pytree.TreeSpec:
     if kind != "object" or not all(isinstance(n, str) for n in names):
         msg = f"unknown structure {kind!r}"
         raise ValueError(msg)
-    is_cache = tuple(names) == caches.MEMBERS.get(data["name"])
-    if not inputs and (is_cache or _TRANSFORMERS.fullmatch(data["name"])):
-        return pytree.TreeSpec(ModelOutputs, (data["name"], names), items)
+    return _decode_object(data["name"], names, items, inputs=inputs)
+
+
+def _decode_keys(names: Sequence[json_values.Json]) -> list[Any]:
+    """Return the keys of a dict; raises ValueError where two are equal, and TypeError for a list, which can't be a key."""
+    keys = [json_values.decode(name) for name in names]
+    if len(set(keys)) < len(keys):
+        msg = f"keys {keys!r} of one dict"
+        raise ValueError(msg)
+    return keys
+
+
+def _decode_object(name: str, members: list[str], items: list[pytree.TreeSpec], *, inputs: bool) -> pytree.TreeSpec:
+    """Return the structure of an output of transformers, of a cache, or of an object of a class that is not known here."""
+    is_cache = tuple(members) == caches.MEMBERS.get(name)
+    if not inputs and (is_cache or _TRANSFORMERS.fullmatch(name)):
+        return pytree.TreeSpec(ModelOutputs, (name, members), items)
     if is_cache:
-        return pytree.TreeSpec(caches.class_of(data["name"]) or OutputDict, names, items)
-    return pytree.TreeSpec(_class_of(data["name"], names) or OutputDict, names, items)
+        return pytree.TreeSpec(caches.class_of(name) or OutputDict, members, items)
+    return pytree.TreeSpec(_class_of(name, members) or OutputDict, members, items)
 
 
 def _class_of(name: str, members: Sequence[str]) -> type | None:

@@ -237,19 +237,7 @@ class Driver:
         float_calls: Calls | None,
         targets: Sequence[torch.Tensor] = (),
     ) -> None:
-        inputs = self._collect(module, inside, calls, float_calls)
-        transforms = [t for t in self.plan.transforms if any(t in self.asked[name].transforms for name in inside)]
-        if transforms and (prefix or len(inside) == len(self.asked)):
-            for transform in transforms:
-                keeps = [sample.keep for sample in self.samples]
-                scope = self._scope(prefix, module, self._targets(inside, transform, inputs), calls, keeps)
-                self.applied.append(self.share.transformed(module, partial(transform.apply, scope)))
-                self._clips |= scope.clips
-                inputs = self._collect(module, inside, calls, float_calls)
-        elif transforms:
-            for transform in transforms:
-                names = ", ".join(name for name in inside if transform in self.asked[name].transforms)
-                self.applied.append(Applied(transform.name, (), f"nothing outside the stacks of blocks: {names}"))
+        inputs = self._transformed(prefix, module, inside, calls, float_calls)
         solvers = [self.asked[name].solver for name in inside]
         if float_calls is None or not any(solver is not None and solver.needs.float_inputs for solver in solvers):
             self._solve_together(prefix, module, inside, inputs, calls, targets)
@@ -261,6 +249,25 @@ class Driver:
             if stage is not stages[0]:
                 inputs = self._collect(module, stage, calls, float_calls, whole, prefix)
             self._solve_together(prefix, module, stage, inputs, calls, targets)
+
+    def _transformed(
+        self, prefix: str, module: torch.nn.Module, inside: Sequence[str], calls: Calls, float_calls: Calls | None
+    ) -> dict[str, InputStatistics]:
+        """Apply the transforms that layers of a block ask for; returns the statistics of the layers' inputs after them."""
+        inputs = self._collect(module, inside, calls, float_calls)
+        is_block = bool(prefix) or len(inside) == len(self.asked)
+        for transform in self.plan.transforms:
+            asking = [name for name in inside if transform in self.asked[name].transforms]
+            if asking and is_block:
+                keeps = [sample.keep for sample in self.samples]
+                scope = self._scope(prefix, module, self._targets(inside, transform, inputs), calls, keeps)
+                self.applied.append(self.share.transformed(module, partial(transform.apply, scope)))
+                self._clips |= scope.clips
+                inputs = self._collect(module, inside, calls, float_calls)
+            elif asking:
+                text = f"nothing outside the stacks of blocks: {', '.join(asking)}"
+                self.applied.append(Applied(transform.name, (), text))
+        return inputs
 
     def _solve_together(
         self,

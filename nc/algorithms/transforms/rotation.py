@@ -5,6 +5,7 @@ Sources: QuaRot (arXiv 2404.00456), SpinQuant (arXiv 2405.16406).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -164,6 +165,25 @@ def _some_tokens(model: torch.nn.Module) -> Call:
     return (torch.randint(0, table.num_embeddings, (1, 16), generator=torch.Generator().manual_seed(0)),), {}
 
 
+def _norms_of_stream(model: torch.nn.Module, found: Sequence[tuple[str, Link]]) -> list[tuple[str, Link]]:
+    """Return the links from norms of the stream's size to linears, each with the name of its block.
+
+    Raises:
+        NotEquivalentError: there is none, or a norm of this size feeds something else too.
+    """
+    size = next((link.size for _, link in found if link.norm), None)
+    if size is None:
+        msg = "no norm feeds linears only"
+        raise NotEquivalentError(msg)
+    norms = [(prefix, link) for prefix, link in found if link.norm and link.size == size]
+    linked = {_name(prefix, link.producer) for prefix, link in norms}
+    for name, part in model.named_modules():
+        if is_norm_like(part) and part.weight.numel() == size and name not in linked:
+            msg = f"the output of {name!r} goes elsewhere than to linears only"
+            raise NotEquivalentError(msg)
+    return norms
+
+
 def _stream(model: torch.nn.Module, call: Call) -> _Stream:
     layers = {layer.name: layer for layer in layers_of(model)}
     linears = {name: layer for name, layer in layers.items() if layer.kind == "linear"}
@@ -175,18 +195,9 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
     calls = _block_calls(model, blocks, call)
     found = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
     found += [("", link) for link in find_links(model, call, norms_only=True, outside=blocks)]
-    norms = [(prefix, link) for prefix, link in found if link.norm]
-    if not norms:
-        msg = "no norm feeds linears only"
-        raise NotEquivalentError(msg)
+    norms = _norms_of_stream(model, found)
     size = norms[0][1].size
-    norms = [(prefix, link) for prefix, link in norms if link.size == size]
     readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
-    linked = {_name(prefix, link.producer) for prefix, link in norms}
-    for name, part in model.named_modules():
-        if is_norm_like(part) and part.weight.numel() == size and name not in linked:
-            msg = f"the output of {name!r} goes elsewhere than to linears only"
-            raise NotEquivalentError(msg)
     tables = {id(layer.module.weight): name for name, layer in layers.items() if layer.kind == "embedding" and layer.shape[1] == size}
     heads = [name for name in readers if linears[name].head]
     return _Stream(

@@ -11,6 +11,7 @@ import torch
 from nc.backends.base import EngineReport, OpRun
 from nc.backends.low_bit.graph import NAME as LOW_BIT
 from nc.backends.passes import Rewrite
+from nc.graph.plan import Decision
 from nc.graph.qdq import QDQGraph
 from nc.nn import KernelChoice
 
@@ -70,21 +71,21 @@ def build_report(
             if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
                 int8.add(operator)
     linted = {rewrite.operator: rewrite.name for rewrite in rewrites}
-    ops = []
-    for decision in graph.plan.decisions:
+
+    def op_run(decision: Decision) -> OpRun:
         name = decision.operator
         if name in int8:
-            ops.append(OpRun(operator=name, ran="int8", reason=f"lint {linted[name]}" if name in linted else ""))
-        elif decision.spec.quantized:
-            ops.append(OpRun(operator=name, ran="fp32", reason=_why_float(name, seen, linted)))
-        else:
-            choice = low_bit.get(name)
-            if choice is not None and name not in by_kernel:
-                choice = dataclasses.replace(choice, kernels=())
-            ops.append(OpRun(operator=name, ran="fp32", reason=decision.reason, kernels=choice))
+            return OpRun(operator=name, ran="int8", reason=f"lint {linted[name]}" if name in linted else "")
+        if decision.spec.quantized:
+            return OpRun(operator=name, ran="fp32", reason=_why_float(name, seen, linted))
+        choice = low_bit.get(name)
+        if choice is not None and name not in by_kernel:
+            choice = dataclasses.replace(choice, kernels=())
+        return OpRun(operator=name, ran="fp32", reason=decision.reason, kernels=choice)
+
     return EngineReport(
         backend=backend,
-        ops=tuple(ops),
+        ops=tuple(map(op_run, graph.plan.decisions)),
         groups=groups,
         quantize_outside=outside_q,
         dequantize_outside=outside_dq,

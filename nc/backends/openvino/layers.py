@@ -63,19 +63,23 @@ def op_run(decision: Decision, layers: Sequence[Layer], operators: Mapping[str, 
     """
     own = [layer for layer in layers if layer.kind not in _PASSIVE and decision.operator in map(operators.get, layer.parts)]
     layer = next((each for each in own if each.kind in _PRODUCTS), own[0] if own else None)
-    asked, kernels = decision.spec.precision, KernelChoice(()) if decision.kind == "quant_linear" else None
+    kernels = KernelChoice(()) if decision.kind == "quant_linear" else None
     ran = layer.precision if layer is not None and layer.precision in _PRECISIONS.values() else "fp32"
-    primitive = layer.primitive if layer is not None else ""
     if ran == "int8" and decision.stays_for(Cause.ASKED):  # it reads and gives fp32, as the user wants it
         ran = "fp32"
+    reason = _reason(decision, layer, ran, operators)
+    primitive = layer.primitive if layer is not None else ""
+    return OpRun(operator=decision.operator, ran=ran, reason=reason, primitive=primitive, kernels=kernels)
+
+
+def _reason(decision: Decision, layer: Layer | None, ran: str, operators: Mapping[str, str]) -> str:
+    """Why an operator ran in that precision; "" if it is the one that was asked for."""
+    asked = decision.spec.precision
     if ran == "int8" and asked == "fp32" and layer is not None:
         names = [operators[part] for part in layer.parts if part in operators and operators[part] != decision.operator]
-        reason = f"fused into {names[0]}" if names else "computed on codes"
-        return OpRun(operator=decision.operator, ran=ran, reason=reason, primitive=primitive, kernels=kernels)
+        return f"fused into {names[0]}" if names else "computed on codes"
     if ran == asked or asked not in ("int8", "bf16"):
-        return OpRun(operator=decision.operator, ran=ran, reason=decision.reason, primitive=primitive, kernels=kernels)
+        return decision.reason
     if layer is None:
-        why = "OpenVINO's runtime model names no layer of its own for it"
-    else:
-        why = f"OpenVINO computes it by a layer {layer.kind} in {layer.precision} ({layer.primitive})"
-    return OpRun(operator=decision.operator, ran=ran, reason=why, primitive=primitive)
+        return "OpenVINO's runtime model names no layer of its own for it"
+    return f"OpenVINO computes it by a layer {layer.kind} in {layer.precision} ({layer.primitive})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +169,8 @@ def _storable(name: str, tensor: torch.Tensor, memory: set[int]) -> torch.Tensor
 def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], *, rotated: bool) -> None:
     """Put tensors in their places; those that were stored once become one. A `rotated` model can have biases that its class has not."""
     expected = {name for name, _ in _all_tensors(model)}
-    biases = {name: p for name, p in tensors.items() if rotated and name not in expected and _is_new_bias(model, name, p)}
-    new = [name for name in tensors if name not in expected and name not in biases]
-    missing, unknown = sorted(expected - set(tensors)), [name for name in new if not _is_free(model, name)]
-    if missing or unknown:
-        what = f"it has {missing[0]!r}, which was not saved" if missing else f"it has no {unknown[0]!r}"
-        raise ArtefactError(_other_model(model, what))
+    biases = {name for name, p in tensors.items() if rotated and name not in expected and _is_new_bias(model, name, p)}
+    _check_names(model, expected, [name for name in tensors if name not in biases])
     parameters: dict[str, torch.nn.Parameter] = {}
     for name, tensor in tensors.items():
         prefix, _, leaf = name.rpartition(".")
@@ -191,6 +187,20 @@ def _fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Ma
         else:
             fresh = torch.nn.Parameter(tensor, requires_grad=old.requires_grad and (tensor.is_floating_point() or tensor.is_complex()))
             owner._parameters[leaf] = parameters.setdefault(names[name], fresh)  # noqa: SLF001
+    _check_values(model)
+
+
+def _check_names(model: torch.nn.Module, expected: set[str], names: Sequence[str]) -> None:
+    """Raise ArtefactError if a tensor of the model was not saved, or one that was saved has no place in it."""
+    missing = sorted(expected - set(names))
+    unknown = [name for name in names if name not in expected and not _is_free(model, name)]
+    if missing or unknown:
+        what = f"it has {missing[0]!r}, which was not saved" if missing else f"it has no {unknown[0]!r}"
+        raise ArtefactError(_other_model(model, what))
+
+
+def _check_values(model: torch.nn.Module) -> None:
+    """Raise ArtefactError if a module keeps a tensor without values, which an artefact can't give."""
     for name, module in model.named_modules():
         meta = [key for key, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
         if meta:

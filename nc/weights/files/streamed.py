@@ -202,6 +202,16 @@ def _indexed(path: Path) -> set[str]:
     return {str(name) for name in listed.values()}
 
 
+def _check_fits(name: str, tensor: torch.Tensor, value: Source) -> None:
+    """Raise ArtefactCorruptError for a stored tensor of another shape than the model's, or of codes."""
+    if tensor.shape != value.shape:
+        msg = f"Tensor {name!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
+        raise ArtefactCorruptError(msg)
+    if tensor.is_floating_point() and value.dtype not in FLOATS:
+        msg = f"Tensor {name!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
+        raise ArtefactCorruptError(msg)
+
+
 def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
     """Take the values of all parameters out of a model, which get the dtypes of the files. Buffers get their values.
 
@@ -234,12 +244,7 @@ def take_values_from(model: torch.nn.Module, sources: Mapping[str, Source]) -> d
                 "transformers has it in memory. A model that fits into memory needs no files: nc.quantize in Python."
             )
             raise ArtefactCorruptError(msg)
-        if tensor.shape != value.shape:
-            msg = f"Tensor {names[0]!r} has shape {value.shape}, and config.json makes it {tuple(tensor.shape)}."
-            raise ArtefactCorruptError(msg)
-        if tensor.is_floating_point() and value.dtype not in FLOATS:
-            msg = f"Tensor {names[0]!r} has dtype {value.dtype}; the files are of a quantized model. Give the float model."
-            raise ArtefactCorruptError(msg)
+        _check_fits(names[0], tensor, value)
         table = "_parameters" if isinstance(tensor, torch.nn.Parameter) else "_buffers"
         held_now = _empty_like(tensor, value.dtype) if table == "_parameters" else value.read()
         for name in names:
