@@ -16,6 +16,7 @@ from nc.backends.native import planned as planning
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
+from nc.graph.catalogue import name_operators
 from nc.graph.fx_utils import call_function
 from nc.kernels.onednn.runner import PythonRunner, call_once, runner
 from nc.numerics.metrics import worst_sqnr_db
@@ -34,7 +35,9 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 
 def graph(function):
     """A graph of the ATen operators that a function calls; its arguments are the inputs."""
-    return fx.symbolic_trace(function)
+    module = fx.symbolic_trace(function)
+    name_operators(module.graph)
+    return module
 
 
 def planned(function, run_by=None):

@@ -16,6 +16,7 @@ from nc.backends.native.operators import mask as masks
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall
 from nc.errors import InputError
+from nc.graph.catalogue import name_operators
 from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 
@@ -47,6 +48,7 @@ def repeat(patch):
 def planned(function, run_by=None, otherwise=lambda: pytest.fail("no plan")):
     source = library()
     module = fx.symbolic_trace(function)
+    name_operators(module.graph)
     return planning.PlannedModel(module, source, run_by or runner(source.maker.library)[0], otherwise)
 
 

@@ -14,6 +14,7 @@ from nc.backends.native.operators.rotary import recompose_rotary, rotation
 from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.backends.native.qdq_rewrites import quantize
+from nc.graph.catalogue import name_operators
 from nc.kernels.onednn.runner import runner
 from nc.numerics.metrics import worst_sqnr_db
 from nc.ops import quantize_per_tensor
@@ -33,6 +34,7 @@ def traced(function, *inputs):
     """A graph of the operators that a function calls, with sizes noted."""
     arity = {1: lambda x: function(x), 3: lambda x, y, z: function(x, y, z)}
     module = fx.symbolic_trace(function if isinstance(function, nn.Module) else arity[len(inputs)])
+    name_operators(module.graph)
 
     class Noted(fx.Interpreter):
         def run_node(self, n):
