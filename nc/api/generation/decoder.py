@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -154,13 +154,24 @@ class Decoder:
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call computes one token that follows others, and asks for nothing else."""
         ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
-        if not _is_one_token(ids) or cache is None or not _holds_keys_of(cache, len(ids)):
+        if cache is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or ids.device.type != "cpu":
             return False
-        if model is None or model.training or _is_traced_or_trained():
+        if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return False
-        if _asks_for_more(kwargs, model.config) or self._of.hooked:
+        layers = getattr(cache, "layers", None)
+        if ids.dtype not in _INTEGERS or _asks_for_more(kwargs, model.config) or self._of.hooked or not layers:
             return False
-        return _follows(kwargs, cache.get_seq_length(), len(ids))
+        if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
+            return False
+        count, batch = cache.get_seq_length(), len(ids)
+        mask, positions, place = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cache_position"))
+        return (
+            isinstance(count, int)
+            and count > 0
+            and (mask is None or _is_plain(mask, (batch, count + 1)))
+            and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
+            and (place is None or place.tolist() == [count])
+        )
 
     def _follow(self) -> None:
         """Forget what was proved of a model that has other weights or modules now."""
@@ -253,36 +264,6 @@ def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return False
     return not mask.is_floating_point() and bool(mask[:, -1].all())
-
-
-def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
-    """Whether ids of shape [batch, 1] are given, on the CPU."""
-    if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or ids.device.type != "cpu":
-        return False
-    return ids.dim() == 2 and ids.shape[1] == 1
-
-
-def _holds_keys_of(cache: Any, batch: int) -> bool:
-    """Whether a cache has layers with keys of shape [batch, …]."""
-    layers: Any = getattr(cache, "layers", None)
-    return bool(layers) and getattr(getattr(layers[0], "keys", None), "shape", ())[:1] == (batch,)
-
-
-def _is_traced_or_trained() -> bool:
-    """Whether gradients, another precision or a compiler follow what is computed here."""
-    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
-
-
-def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
-    """Whether mask and positions, where they are given, are those of the token behind `count` others."""
-    mask, positions, place = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cache_position"))
-    return (
-        isinstance(count, int)
-        and count > 0
-        and (mask is None or _is_plain(mask, (batch, count + 1)))
-        and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
-        and (place is None or place.tolist() == [count])
-    )
 
 
 def _asks_for_more(kwargs: Mapping[str, Any], config: Any) -> bool:
