@@ -34,7 +34,7 @@ from nc import (
     quantize,
 )
 from nc.backends.torchscript import script
-from nc.graph.fx_utils import call_function
+from nc.graph.catalogue import name_operator
 
 X = torch.randn(4, 16)
 CONFIG = StaticQuantConfig()
@@ -338,7 +338,7 @@ def test_options_of_convert(option, value):
 
 def test_an_operator_without_a_script_form_is_named():
     graph = torch.fx.Graph()
-    graph.output((call_function(graph, sorted, (graph.placeholder("x"),), name="odd_one"),))
+    graph.output((name_operator(graph.call_function(sorted, (graph.placeholder("x"),), name="odd_one")),))
     with pytest.raises(BackendError, match="sorted.*'odd_one'"):
         script(torch.fx.GraphModule(nn.Module(), graph))
 
