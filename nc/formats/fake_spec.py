@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +22,11 @@ SCALE_TYPES = ("fp32", "fp16", "bf16", "e4m3", "e8m0", "power_of_two")
 _SCALE_ALIASES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "pof2": "power_of_two"}
 #: Range algorithms for constants; activations with one range have those of `nc.observers`, other activations "minmax".
 _OF_CONSTANTS = ("minmax", "mse")
+#: Fields with a name out of a list.
+_CHOICES = (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES))
+
+#: Whether something is wrong with a spec, and the text that says so.
+_Rule = tuple[bool, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +79,16 @@ class FakeTensorSpec:
         if self.block_size is not None:
             object.__setattr__(self, "block_size", tuple(self.block_size))
         object.__setattr__(self, "scale_type", _SCALE_ALIASES.get(str(self.scale_type), self.scale_type))
-        for name, known in (("granularity", GRANULARITIES), ("round_method", ROUND_METHODS), ("scale_type", SCALE_TYPES)):
+        for name, known in _CHOICES:
             value = getattr(self, name)
             if value is not None and value not in known:
                 _refuse(name, f"one of {', '.join(map(repr, known))}", value)
         for name in ("symmetric", "tensor_scale", "dynamic"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 _refuse(name, "True or False", getattr(self, name))
-        for name in ("axis", "group_size", "seed"):
-            if not _is_int(getattr(self, name)) or (name == "group_size" and getattr(self, name) is not None and getattr(self, name) < 1):
-                _refuse(name, "a whole number" + " from 1" * (name == "group_size"), getattr(self, name))
+        _check_whole("axis", self.axis)
+        _check_whole("group_size", self.group_size, least=1)
+        _check_whole("seed", self.seed)
         if self.percentile is not None and not (isinstance(self.percentile, (int, float)) and 50 < self.percentile <= 100):
             _refuse("percentile", "a number above 50, up to 100", self.percentile)
         if any(not _is_int(size) or size < 1 for size in self.block_size or ()):
@@ -208,37 +214,73 @@ def _default_axis(role: str, kind: str, grouped: bool) -> int:
 
 def _contradiction(spec: FakeTensorSpec, role: str) -> str:
     """Return what is wrong with a spec whose defaults are filled in; "" if nothing is."""
-    constant, is_float = role in ("weight", "bias"), spec.dtype is not None and spec.format.kind == "float"
-    one_range = spec.granularity == "per_tensor"
-    rules = (
-        (spec.dtype is None, "no rule gives its dtype; name one, or leave the role out."),
-        (spec.granularity == "per_group" and spec.group_size is None, "granularity='per_group' needs group_size."),
-        (spec.granularity == "per_block" and spec.block_size is None, "granularity='per_block' needs block_size."),
-        (is_float and not spec.symmetric, f"{spec.dtype} is a floating-point format and has no zero point; use symmetric=True."),
-        (spec.scale_type == "e8m0" and not spec.symmetric, "scale_type='e8m0' is the scale of MX formats, which have no zero point."),
-        (bool(spec.tensor_scale) and spec.scale_type != "e4m3", "tensor_scale=True is for scale_type='e4m3'."),
-        (constant and bool(spec.dynamic), "dynamic=True is for inputs and outputs; this is a constant."),
-        (constant and spec.granularity == "per_token", "granularity='per_token' is for activations; use 'per_channel'."),
-        (constant and spec.observer not in _OF_CONSTANTS, f"observer={spec.observer!r} is for activations; constants: minmax, mse."),
-        (constant and spec.observer == "mse" and not spec.symmetric, "observer='mse' of a constant needs symmetric=True."),
-        (
-            not constant and not spec.dynamic and spec.granularity in ("per_token", "per_block"),
-            f"granularity={spec.granularity!r} depends on the data's shape, so its ranges can't come from calibration; use dynamic=True.",
-        ),
-        (bool(spec.dynamic) and spec.observer != "minmax", f"observer={spec.observer!r} needs calibration; dynamic ranges are minmax."),
-        (
-            not constant and not spec.dynamic and not one_range and spec.observer != "minmax",
-            f"observer={spec.observer!r} finds one range for the whole tensor; {spec.granularity} has minmax.",
-        ),
-        (spec.observer == "percentile" and spec.percentile is None, "observer='percentile' needs percentile, for example 99.99."),
-        (spec.observer == "auto", "observer='auto' searches int8 operators; name the algorithm."),
-        (spec.observer == "kl" and is_float, "observer='kl' counts evenly spaced levels, which a floating-point format has not."),
-    )
+    of_ranges = _range_of_constant if role in ("weight", "bias") else _range_of_activation
+    # each rule may rely on those in front of it
+    rules = itertools.chain(_codes(spec), of_ranges(spec), _observer(spec))
     return next((text for wrong, text in rules if wrong), "")
+
+
+def _codes(spec: FakeTensorSpec) -> Iterator[_Rule]:
+    """Yield the rules for the number format, what shares a scale, and the scale."""
+    yield spec.dtype is None, "no rule gives its dtype; name one, or leave the role out."
+    if spec.granularity == "per_group":
+        yield spec.group_size is None, "granularity='per_group' needs group_size."
+    if spec.granularity == "per_block":
+        yield spec.block_size is None, "granularity='per_block' needs block_size."
+    if not spec.symmetric:
+        is_float = spec.format.kind == "float"
+        yield is_float, f"{spec.dtype} is a floating-point format and has no zero point; use symmetric=True."
+        is_mx = spec.scale_type == "e8m0"
+        yield is_mx, "scale_type='e8m0' is the scale of MX formats, which have no zero point."
+    yield bool(spec.tensor_scale) and spec.scale_type != "e4m3", "tensor_scale=True is for scale_type='e4m3'."
+
+
+def _range_of_constant(spec: FakeTensorSpec) -> Iterator[_Rule]:
+    """Yield the rules for the range of a weight or bias."""
+    yield bool(spec.dynamic), "dynamic=True is for inputs and outputs; this is a constant."
+    yield spec.granularity == "per_token", "granularity='per_token' is for activations; use 'per_channel'."
+    is_known = spec.observer in _OF_CONSTANTS
+    yield not is_known, f"observer={spec.observer!r} is for activations; constants: minmax, mse."
+    yield spec.observer == "mse" and not spec.symmetric, "observer='mse' of a constant needs symmetric=True."
+
+
+def _range_of_activation(spec: FakeTensorSpec) -> Iterator[_Rule]:
+    """Yield the rules for the range of an input or output."""
+    is_minmax = spec.observer == "minmax"
+    if spec.dynamic:
+        yield not is_minmax, f"observer={spec.observer!r} needs calibration; dynamic ranges are minmax."
+        return
+    of_shape = f"granularity={spec.granularity!r} depends on the data's shape"
+    yield (
+        spec.granularity in ("per_token", "per_block"),
+        f"{of_shape}, so its ranges can't come from calibration; use dynamic=True.",
+    )
+    yield (
+        spec.granularity != "per_tensor" and not is_minmax,
+        f"observer={spec.observer!r} finds one range for the whole tensor; {spec.granularity} has minmax.",
+    )
+
+
+def _observer(spec: FakeTensorSpec) -> Iterator[_Rule]:
+    """Yield the rules for the range algorithm alone."""
+    lacks_percentile = spec.observer == "percentile" and spec.percentile is None
+    yield lacks_percentile, "observer='percentile' needs percentile, for example 99.99."
+    yield spec.observer == "auto", "observer='auto' searches int8 operators; name the algorithm."
+    yield (
+        spec.observer == "kl" and spec.format.kind == "float",
+        "observer='kl' counts evenly spaced levels, which a floating-point format has not.",
+    )
 
 
 def _is_int(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _check_whole(name: str, value: int | None, *, least: int | None = None) -> None:
+    """Raise ConfigError where a value is neither None nor a whole number, from `least` if that is given."""
+    is_too_small = least is not None and _is_int(value) and value is not None and value < least
+    if not _is_int(value) or is_too_small:
+        _refuse(name, "a whole number" if least is None else f"a whole number from {least}", value)
 
 
 def _refuse(name: str, expected: str, value: object) -> None:
