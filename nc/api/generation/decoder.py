@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -154,24 +154,16 @@ class Decoder:
     def _is_step(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call computes one token that follows others, and asks for nothing else."""
         ids, cache, model = kwargs.get("input_ids"), cache_of(kwargs), self._model()
-        if cache is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or ids.device.type != "cpu":
+        if cache is None or not _is_one_token(ids):
             return False
-        if model is None or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        if model is None or model.training or _is_watched():
             return False
         layers = getattr(cache, "layers", None)
         if ids.dtype not in _INTEGERS or _asks_for_more(kwargs, model.config) or self._of.hooked or not layers:
             return False
         if getattr(getattr(layers[0], "keys", None), "shape", ())[:1] != ids.shape[:1]:
             return False
-        count, batch = cache.get_seq_length(), len(ids)
-        mask, positions, place = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cache_position"))
-        return (
-            isinstance(count, int)
-            and count > 0
-            and (mask is None or _is_plain(mask, (batch, count + 1)))
-            and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
-            and (place is None or place.tolist() == [count])
-        )
+        return _follows(kwargs, cache.get_seq_length(), len(ids))
 
     def _follow(self) -> None:
         """Forget what was proved of a model that has other weights or modules now."""
@@ -254,6 +246,28 @@ def _kind(kwargs: Mapping[str, Any]) -> _Kind:
     mask = kwargs.get("attention_mask")
     masked = mask is not None and not bool(mask.all())
     return masked, len(kwargs["input_ids"]) > 1, masked and kwargs.get("position_ids") is None
+
+
+def _is_one_token(ids: Any) -> TypeGuard[torch.Tensor]:
+    """Whether ids are those of one token of each text, on the CPU."""
+    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and ids.device.type == "cpu"
+
+
+def _is_watched() -> bool:
+    """Whether torch records or changes what is computed, which it does not see in a plan."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+
+
+def _follows(kwargs: Mapping[str, Any], count: Any, batch: int) -> bool:
+    """Whether a token stands directly behind the `count` tokens in the cache, as far as a place is given."""
+    if not isinstance(count, int) or count <= 0:
+        return False
+    mask, positions, place = map(kwargs.get, ("attention_mask", "position_ids", "cache_position"))
+    return (
+        (mask is None or _is_plain(mask, (batch, count + 1)))
+        and (positions is None or (positions.dtype in _INTEGERS and positions.shape in ((batch, 1), (1, 1))))
+        and (place is None or place.tolist() == [count])
+    )
 
 
 def _is_plain(mask: Any, shape: tuple[int, int]) -> bool:
