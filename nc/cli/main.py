@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ class _BackendOption(click.Option):
         return super().get_help_record(ctx)
 
 
+@contextlib.contextmanager
+def _step(progress: Progress, text: str) -> Iterator[None]:
+    """Show a step, which is done at the end of the block."""
+    step = progress.add_task(text, total=1)
+    yield
+    progress.update(step, completed=1)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=installation.DISTRIBUTION)
 def main() -> None:
@@ -191,34 +199,52 @@ def quantize(
 
         quantize_pretrained(Path(factory), calib, out, config, {k: v for k, v in given.items() if v is not None}, samples, length)
         return
-    if any(value is not None for value in given.values()):
-        msg = f"{factory!r} is no folder: --weights, --group-size and the like are for the folder of a transformers model. Use --config."
-        raise inputs.RequestError(msg)
-    if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
-        msg = f"{out} contains other files; use a new folder for --out, or one with an artefact to replace."
-        raise inputs.RequestError(msg)
+    _check_of_factory(factory, out, given)
     arrays, examples = inputs.read_data(calib, example)
     quant_config = inputs.read_config(config) if config else nc.get_default_static_config()
     choose_backend(backend)
     model = inputs.make_model(factory)
 
     with _progress() as progress:
-        step = progress.add_task("prepare", total=1)
-        with inputs.whence(example or calib, examples):
+        with _step(progress, "prepare"), inputs.whence(example or calib, examples):
             prepared = nc.prepare(model, quant_config, example_inputs=inputs.as_inputs(examples), backend=backend)
-        progress.update(step, completed=1)
-        if arrays is None:
-            inputs.check_needs_no_data(prepared)
-        else:
-            for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
-                inputs.call(prepared, batch)
-        step = progress.add_task("convert", total=1)
-        q_model = nc.convert(prepared, verify=verify, measure=measure)
-        progress.update(step, completed=1)
+        _calibrate(prepared, arrays, batch_size, progress)
+        with _step(progress, "convert"):
+            q_model = nc.convert(prepared, verify=verify, measure=measure)
         with inputs.writing(out):
             save(q_model, out)
     click.echo(str(q_model.report()))
     click.echo(f"saved to {out}")
+
+
+def _check_of_factory(factory: str, out: Path, given: Mapping[str, object]) -> None:
+    """Raise RequestError for options that a factory does not take, or a result in a folder of other files.
+
+    Args:
+        factory: as the user wrote it.
+        out: the folder to save to.
+        given: options for a transformers model in a folder; None for those that are not used.
+    """
+    from nc.cli import inputs
+
+    if any(value is not None for value in given.values()):
+        what = "--weights, --group-size and the like are for the folder of a transformers model"
+        msg = f"{factory!r} is no folder: {what}. Use --config."
+        raise inputs.RequestError(msg)
+    if out.exists() and any(out.iterdir()) and not (out / "checksums.json").exists():
+        msg = f"{out} contains other files; use a new folder for --out, or one with an artefact to replace."
+        raise inputs.RequestError(msg)
+
+
+def _calibrate(prepared: Any, arrays: Any, batch_size: int, progress: Progress) -> None:
+    """Call a prepared model with the calibration data; without any, check that it needs none."""
+    from nc.cli import inputs
+
+    if arrays is None:
+        inputs.check_needs_no_data(prepared)
+        return
+    for batch in progress.track(list(inputs.batches(arrays, batch_size)), description="calibrate"):
+        inputs.call(prepared, batch)
 
 
 @main.command()
@@ -257,15 +283,14 @@ def bench(folder: Path, rounds: int, threads: int | None, backend: str, as_json:
         _warn_of_too_many(threads)
         torch.set_num_threads(threads)
     with _progress() as progress:
-        step = progress.add_task("load", total=1)
-        q_model = load(folder, backend=backend)
-        if not isinstance(q_model, QuantizedModel):
-            msg = (
-                f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs to time. In Python: "
-                "nc.report(nc.load(…), profile_inputs=…)."
-            )
-            raise RequestError(msg)
-        progress.update(step, completed=1)
+        with _step(progress, "load"):
+            q_model = load(folder, backend=backend)
+            if not isinstance(q_model, QuantizedModel):
+                msg = (
+                    f"{folder} holds a {type(q_model).__name__} with low-bit weights and no example inputs "
+                    "to time. In Python: nc.report(nc.load(…), profile_inputs=…)."
+                )
+                raise RequestError(msg)
         example = q_model.graph.example
         names = {
             "engine": f"int8 on {q_model.backend}",
