@@ -99,9 +99,10 @@ class AutoRound:
     def _learn(self, roundings: list[_Rounding], loss: Callable[[Sequence[int]], torch.Tensor], samples: int) -> None:
         """Change the roundings in place; `loss` is of some samples."""
         lr = self.lr or 0.25 / self.steps
-        learned = [(p, lr, (-0.5, 0.5)) for r in roundings for p in r.offsets]
-        learned += [(p, self.range_lr or lr / r.form.middle, _RANGE) for r in roundings for p in r.factors]
-        tensors = [p for p, _, _ in learned]
+        learned = [_Learned(p, lr, (-0.5, 0.5)) for r in roundings for p in r.offsets]
+        for r in roundings:
+            learned += [_Learned(p, self.range_lr or lr / r.form.middle, _RANGE) for p in r.factors]
+        tensors = [one.tensor for one in learned]
         generator = torch.Generator().manual_seed(self.seed)
         best, least = [p.detach().clone() for p in tensors], float("inf")
         for step in range(self.steps + 1):
@@ -115,13 +116,33 @@ class AutoRound:
             chosen = torch.randperm(samples, generator=generator)[: self.batch].tolist()
             with torch.enable_grad():
                 gradients = torch.autograd.grad(loss(chosen), tensors, allow_unused=True)
-            with torch.no_grad():
-                for (p, rate, limits), gradient in zip(learned, gradients, strict=True):
-                    if gradient is not None:
-                        p.sub_(gradient.sign(), alpha=rate * (1 - step / self.steps)).clamp_(*limits)
+            _descend(learned, gradients, 1 - step / self.steps)
         with torch.no_grad():
             for p, kept in zip(tensors, best, strict=True):
                 p.copy_(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """What is learned.
+
+    Attributes:
+        tensor: its values.
+        rate: the length of the first step.
+        limits: of the values.
+    """
+
+    tensor: torch.Tensor
+    rate: float
+    limits: tuple[float, float]
+
+
+@torch.no_grad()
+def _descend(learned: Sequence[_Learned], gradients: Sequence[torch.Tensor | None], share: float) -> None:
+    """Go a `share` of the first step against the signs of gradients; None: the loss does not depend on it."""
+    for one, gradient in zip(learned, gradients, strict=True):
+        if gradient is not None:
+            one.tensor.sub_(gradient.sign(), alpha=one.rate * share).clamp_(*one.limits)
 
 
 class _Rounding(torch.nn.Module):
