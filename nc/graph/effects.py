@@ -222,13 +222,21 @@ def _become(value: Any, spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
     elif type(value) is list:
         value[:] = new
     elif not _identical(new, old):
-        if isinstance(value, tuple):
-            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
-        if not dataclasses.is_dataclass(value):
-            msg = f"The model replaces entries of a {type(value).__name__}, which nc can't change. Use a list or a dict."
-            raise InputError(msg)
-        for name, member in zip(spec.context[0] if isinstance(spec.context[0], list) else spec.context, new, strict=True):
-            setattr(value, name, member)
+        return _with_members(value, spec, new)
+    return value
+
+
+def _with_members(value: Any, spec: pytree.TreeSpec, new: Sequence[Any]) -> Any:
+    """Return a tuple with other members, or a dataclass after its own were set; raises as `_become`."""
+    if isinstance(value, tuple):
+        return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
+    if not dataclasses.is_dataclass(value):
+        kind = type(value).__name__
+        msg = f"The model replaces entries of a {kind}, which nc can't change. Use a list or a dict."
+        raise InputError(msg)
+    names = spec.context[0] if isinstance(spec.context[0], list) else spec.context
+    for name, member in zip(names, new, strict=True):
+        setattr(value, name, member)
     return value
 
 

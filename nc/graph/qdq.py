@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,44 +120,69 @@ def insert_qdq(module: fx.GraphModule, edges: list[Edge], qparams: Mapping[tuple
     """
     copy, mapping = copy_module(module)
     graph = copy.graph
-    codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
     in_place = works_in_place(module)
-    for edge in edges:  # outputs come last, so that all other readers have their pairs
-        reader, source = mapping[edge.reader], mapping[edge.source]
-        readers = [reader] if edge.index is not None else [n for n in source.users if n.target is not quantize_per_tensor]
-        qp = qparams[edge_key(edge)]
-        scale, zero_point = float(qp.scale), int(qp.zero_point)
-        key = (source, edge_key(edge))
-        if readers and (key not in codes or in_place):
-            where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
-            with where:
-                limits = qp.spec.quant_min, qp.spec.quant_max
-                codes[key] = call_operator(graph, quantize_per_tensor, source, scale, zero_point, *limits, _storage(qp.spec))
-                codes[key].meta["val"] = source.meta.get("val")
-        # each reader has a dequantize of its own, so that an engine can fuse every one of them
-        for user in readers:
-            with graph.inserting_before(user):
-                dequantized = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, _storage(qp.spec))
-            dequantized.meta["val"] = source.meta.get("val")
-            if edge.index is not None:
-                user.update_arg(edge.index, dequantized)
-            else:
-                user.replace_input_with(source, dequantized)
+    _insert_pairs(graph, edges, qparams, mapping, in_place)
     _insert_dynamic(graph, plan, in_place)
     _insert_bf16(copy, plan, in_place)
-    specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
-    weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
-    for node in [n for n in graph.nodes if n.meta.get("operator") in specs]:
-        if is_recurrent(node):
-            _make_dynamic(copy, node, plan[node.meta["operator"]].spec, weights)
-        else:
-            spec = specs[node.meta["operator"]]
-            weight = _quantized(copy, node, Weighted.of(node).weight, spec, weight_axis(node), weights, groups_of(node))
-            set_argument(node, "weight", weight)
+    _quantize_weights(copy, plan)
     drop_unused(copy)
     graph.lint()
     copy.recompile()
     return copy
+
+
+def _insert_pairs(
+    graph: fx.Graph,
+    edges: Iterable[Edge],
+    qparams: Mapping[tuple[str, TensorSpec], QParams],
+    mapping: Mapping[fx.Node, fx.Node],
+    in_place: bool,
+) -> None:
+    """Insert the pairs of edges; those of one tensor share its codes, unless it may change in between.
+
+    Args:
+        graph: a copy.
+        edges: in the original graph; outputs come last, so that all other readers have their pairs.
+        qparams: by `placement.edge_key`.
+        mapping: nodes of the original graph → those of the copy.
+        in_place: some operator changes a tensor.
+    """
+    codes: dict[tuple[fx.Node, tuple[str, TensorSpec]], fx.Node] = {}
+    for edge in edges:
+        reader, source = mapping[edge.reader], mapping[edge.source]
+        others = [n for n in source.users if n.target is not quantize_per_tensor]
+        readers = [reader] if edge.index is not None else others
+        qp = qparams[edge_key(edge)]
+        scale, zero_point, storage = float(qp.scale), int(qp.zero_point), _storage(qp.spec)
+        key = (source, edge_key(edge))
+        if readers and (key not in codes or in_place):
+            where = graph.inserting_before(reader) if in_place else graph.inserting_after(_last_input(source))
+            with where:
+                numbers = scale, zero_point, qp.spec.quant_min, qp.spec.quant_max
+                codes[key] = call_operator(graph, quantize_per_tensor, source, *numbers, storage)
+                codes[key].meta["val"] = source.meta.get("val")
+        # each reader has a dequantize of its own, so that an engine can fuse every one of them
+        for user in readers:
+            with graph.inserting_before(user):
+                values = call_operator(graph, dequantize_per_tensor, codes[key], scale, zero_point, storage)
+            values.meta["val"] = source.meta.get("val")
+            if edge.index is not None:
+                user.update_arg(edge.index, values)
+            else:
+                user.replace_input_with(source, values)
+
+
+def _quantize_weights(module: fx.GraphModule, plan: Plan) -> None:
+    """Put codes in the place of the weights of quantized operators."""
+    specs = {d.operator: d.spec.weight for d in plan.quantized if d.spec.weight is not None}
+    weights: dict[tuple[str, TensorSpec, int | None], tuple[fx.Node, fx.Node | None, float]] = {}
+    for node in [n for n in module.graph.nodes if n.meta.get("operator") in specs]:
+        if is_recurrent(node):
+            _make_dynamic(module, node, plan[node.meta["operator"]].spec, weights)
+        else:
+            spec, source = specs[node.meta["operator"]], Weighted.of(node).weight
+            weight = _quantized(module, node, source, spec, weight_axis(node), weights, groups_of(node))
+            set_argument(node, "weight", weight)
 
 
 def _insert_dynamic(graph: fx.Graph, plan: Plan, in_place: bool) -> None:

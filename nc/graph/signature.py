@@ -348,21 +348,27 @@ def _fitted(value: Any, spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return value
     names, below = spec.context, children(spec)
-    if isinstance(value, tuple) and spec.type in (tuple, collections.namedtuple):
-        items = list(value)
-    elif type(value) is list and spec.type is list:
-        items = value
-    elif type(value) in _DICTS and spec.type in (dict, collections.OrderedDict) and set(value) == set(names):
-        items = [value[name] for name in names]
-    elif dataclasses.is_dataclass(value) and _is_object(spec) and {f.name for f in dataclasses.fields(value)} == set(names):
-        items = [getattr(value, name) for name in names]
-    else:
-        return value
-    if len(items) != len(below):
+    items = _items(value, spec)
+    if items is None or len(items) != len(below):
         return value
     if spec.type is collections.namedtuple and type(value) is not names:
         return value
-    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn([_fitted(i, s) for i, s in zip(items, below, strict=True)], names)
+    fitted = [_fitted(item, each) for item, each in zip(items, below, strict=True)]
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(fitted, names)
+
+
+def _items(value: Any, spec: pytree.TreeSpec) -> list[Any] | None:
+    """Return what a container holds, in the order of a structure; None where it does not fit into it."""
+    if isinstance(value, tuple) and spec.type in (tuple, collections.namedtuple):
+        return list(value)
+    if type(value) is list and spec.type is list:
+        return value
+    if type(value) in _DICTS and spec.type in (dict, collections.OrderedDict):
+        return [value[key] for key in spec.context] if set(value) == set(spec.context) else None
+    if dataclasses.is_dataclass(value) and _is_object(spec):
+        members = {f.name for f in dataclasses.fields(value)}
+        return [getattr(value, name) for name in spec.context] if members == set(spec.context) else None
+    return None
 
 
 def _is_object(spec: pytree.TreeSpec) -> bool:
