@@ -153,11 +153,12 @@ def compare(
     tolerances = (sides[0].tolerance, sides[1].tolerance)
     common = [n for n in places if all(n in reading for reading in readings)]
     tensors = _judge_all(graph, bound, common, readings, tolerances)
-    for node in [n for n in common if any(t.tensor == name_of(n) and t.verdict == "disagreement" for t in tensors)]:
+    accused = _disagreeing(tensors)
+    for node in [n for n in common if name_of(n) in accused]:
         # if excluding this tensor removes the disagreements after it, the engine's value of the tensor was misread
         fewer = [n for n in common if n is not node]
         others = _judge_all(graph, bound, fewer, readings, tolerances)
-        if sum(t.verdict == "disagreement" for t in others) < sum(t.verdict == "disagreement" for t in tensors) - 1:
+        if len(_disagreeing(others)) < len(_disagreeing(tensors)) - 1:
             common, tensors = fewer, others
     return Comparison(
         engines=(sides[0].backend, sides[1].backend),
@@ -165,6 +166,11 @@ def compare(
         tensors=tensors,
         unread=tuple(name_of(n) for n in places if n not in common),
     )
+
+
+def _disagreeing(tensors: Sequence[TensorComparison]) -> list[str]:
+    """Return the names of the tensors on which the engines disagree."""
+    return [t.tensor for t in tensors if t.verdict == "disagreement"]
 
 
 def _judge_all(
