@@ -9,7 +9,7 @@ import dataclasses
 import keyword
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -184,14 +184,7 @@ def _call(
         codes = Quantize.of(node)
         return f"torch.quantize_per_tensor({names[codes.input]}, {codes.scale!r}, {codes.zero_point}, {_QUANTIZED[codes.dtype]})"
     if node.target in (dequantize_per_tensor, dequantize_per_channel):
-        values = Dequantize.of(node)
-        source = values.codes
-        if source.op != "get_attr":
-            return f"{names[source]}.dequantize()"
-        attribute = f"c_{source.target}_q{values.zero_point if values.axis is None else values.axis}"
-        if not hasattr(root, attribute):
-            root.register_buffer(attribute, quantized_weight(module, node))
-        return f"self.{attribute}.dequantize()"
+        return _dequantized(module, root, node, names)
     args, kwargs = called_with(node)
     arguments = [_text(a, names) for a in args]
     form = None if isinstance(node.target, str) else _SIZE_OPS.get(node.target) or spelling.get(node.target)
@@ -202,9 +195,7 @@ def _call(
     if not isinstance(node.target, torch._ops.OpOverload):
         msg = f"Operator {node.target} of node {node.name!r} has no TorchScript form."
         raise BackendError(msg)
-    for i, argument in enumerate(node.target._schema.arguments[: len(arguments)]):
-        if argument.type.annotation_str in _LISTS:
-            arguments[i] = f"torch.jit.annotate({argument.type.annotation_str}, {arguments[i]})"
+    arguments = _annotated(node.target, arguments)
     arguments += [f"{k}={_text(v, names)}" for k, v in kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same
@@ -214,6 +205,30 @@ def _call(
         return _convolution(node, names)
     namespace, name = node.target._schema.name.split("::")
     return f"torch.ops.{namespace}.{name}({', '.join(arguments)})"
+
+
+def _dequantized(
+    module: fx.GraphModule,
+    root: torch.nn.Module,
+    node: fx.Node,
+    names: Mapping[fx.Node, str],
+) -> str:
+    """Return the text that dequantizes codes; constant ones become a quantized tensor of the script."""
+    values = Dequantize.of(node)
+    source = values.codes
+    if source.op != "get_attr":
+        return f"{names[source]}.dequantize()"
+    attribute = f"c_{source.target}_q{values.zero_point if values.axis is None else values.axis}"
+    if not hasattr(root, attribute):
+        root.register_buffer(attribute, quantized_weight(module, node))
+    return f"self.{attribute}.dequantize()"
+
+
+def _annotated(target: torch._ops.OpOverload, arguments: Sequence[str]) -> list[str]:
+    """Return the texts of positional arguments, with the types of the lists that a script can't tell."""
+    types = [argument.type.annotation_str for argument in target._schema.arguments[: len(arguments)]]
+    typed = zip(types, arguments, strict=True)
+    return [f"torch.jit.annotate({kind}, {text})" if kind in _LISTS else text for kind, text in typed]
 
 
 def _convolution(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
