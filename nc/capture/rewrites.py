@@ -368,20 +368,28 @@ def fold_padding(module: fx.GraphModule) -> None:
         pad = arguments["input"]
         if op_name(pad) not in ("pad", "constant_pad_nd") or len(pad.users) != 1:
             continue
-        before = schema_arguments(pad)
-        sizes = before["pad"]
         dims = arguments["weight"].meta["val"].dim() - 2
-        is_zero = before.get("mode", "constant") == "constant" and before.get("value") in (None, 0, 0.0)
-        if not is_zero or len(sizes) > 2 * dims or not all(isinstance(s, int) and s >= 0 for s in sizes):
-            continue
-        sides = [tuple(sizes[i : i + 2]) for i in range(0, len(sizes), 2)][::-1]  # pad lists the last dimension first
-        if any(low != high for low, high in sides):
+        added = _zeros_per_side(pad, dims)
+        if added is None:
             continue
         own = list(arguments["padding"]) * (dims if len(arguments["padding"]) == 1 else 1)
-        added = [0] * (dims - len(sides)) + [low for low, _ in sides]
         arguments["padding"] = [a + b for a, b in zip(own, added, strict=True)]
-        arguments["input"] = before["self"]
+        arguments["input"] = schema_arguments(pad)["self"]
         node.args, node.kwargs = tuple(arguments.values()), {}
+
+
+def _zeros_per_side(pad: fx.Node, dims: int) -> list[int] | None:
+    """Return how many zeros a padding adds on each side of the last `dims` dimensions; None for another."""
+    arguments = schema_arguments(pad)
+    sizes = arguments["pad"]
+    is_zero = arguments.get("mode", "constant") == "constant" and arguments.get("value") in (None, 0, 0.0)
+    if not is_zero or len(sizes) > 2 * dims or not all(isinstance(s, int) and s >= 0 for s in sizes):
+        return None
+    # pad lists the last dimension first
+    sides = [tuple(sizes[i : i + 2]) for i in range(0, len(sizes), 2)][::-1]
+    if any(low != high for low, high in sides):
+        return None
+    return [0] * (dims - len(sides)) + [low for low, _ in sides]
 
 
 def fold_batch_norm(module: fx.GraphModule) -> None:

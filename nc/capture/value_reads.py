@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -125,24 +125,26 @@ def keep_reads(module: fx.GraphModule, reads: Sequence[ValueRead]) -> tuple[Valu
     node, outputs = next(iter(reversed(module.graph.nodes))), returned(module)
     own, kept = list(outputs[: len(outputs) - len(reads)]), []
     for read, output in zip(reads, outputs[len(own) :], strict=True):
-        sources = _sources(output) if isinstance(output, fx.Node) else set()
-        inputs = [source for source in sources if source.op == "placeholder"]
-        free = inputs or any(_is_free_size(source) or _is_random(source) for source in sources)
-        why = ""
-        if any(is_float_tensor(source) for source in inputs):
-            why = "a value that depends on floating-point inputs"
-        elif free and isinstance(read.value, float):
-            why = "a floating-point value"
-        if why:
-            msg = f"the model reads {why}, at {read.where}"
-            raise UnfitReadError(msg)
-        if free:
+        if _can_change(read, _sources(output) if isinstance(output, fx.Node) else set()):
             kept.append((read, output))
     if len(kept) > MOST_READS:
         msg = f"the model reads {len(kept)} values, the last at {kept[-1][0].where}"
         raise UnfitReadError(msg)
     node.args = ((*own, *(output for _, output in kept)),)
     return tuple(read for read, _ in kept)
+
+
+def _can_change(read: ValueRead, sources: Collection[fx.Node]) -> bool:
+    """Whether a value, computed from some nodes, can change from call to call; raises as `keep_reads`."""
+    inputs = [source for source in sources if source.op == "placeholder"]
+    if any(is_float_tensor(source) for source in inputs):
+        msg = f"the model reads a value that depends on floating-point inputs, at {read.where}"
+        raise UnfitReadError(msg)
+    is_free = bool(inputs) or any(_is_free_size(source) or _is_random(source) for source in sources)
+    if is_free and isinstance(read.value, float):
+        msg = f"the model reads a floating-point value, at {read.where}"
+        raise UnfitReadError(msg)
+    return is_free
 
 
 def check_reads(module: fx.GraphModule, reads: Sequence[ValueRead], layers: Container[str]) -> None:
