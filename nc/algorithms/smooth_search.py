@@ -183,13 +183,19 @@ def _run_whole(module: fx.GraphModule, batch: Batch) -> fx.Interpreter:
     return interpreter
 
 
+def _end_of_block(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int], last: int) -> int:
+    """Return the place of the activation or addition that ends a block, or the last place itself."""
+    while len(nodes[last].users) == 1 and order[next(iter(nodes[last].users))] == last + 1 and nodes[last + 1].op != "output":
+        last += 1
+    return last
+
+
 def _block_outputs(module: fx.GraphModule, units: Sequence[Unit], batches: Sequence[Batch]) -> Iterator[_Part]:
     nodes = list(module.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     members = [node for unit in units for node in unit.members]
-    first, last = min(order[n] for n in members), max(order[n] for n in members)
-    while len(nodes[last].users) == 1 and order[next(iter(nodes[last].users))] == last + 1 and nodes[last + 1].op != "output":
-        last += 1  # an activation or addition that ends the block
+    places = [order[n] for n in members]
+    first, last = min(places), _end_of_block(nodes, order, max(places))
     inside = [n for n in nodes[first : last + 1] if n.op == "call_function"]
     read = [n for n in inside if any(order[user] > last for user in n.users)]
     block = set(inside)

@@ -17,7 +17,7 @@ gives becomes codes, whoever reads it, and additions read both sides as codes. L
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -83,15 +83,24 @@ def place(module: fx.GraphModule, plan: Plan, capabilities: Capabilities, pools:
     depth = _depths(module, int8)
     edges: dict[tuple[fx.Node, int | None], Edge] = {}
     for node in readers:
-        operator = node.meta["operator"]
         for index in _quantized_inputs(node, int8, depth, fused_add):
-            source = _activations(node)[index]
-            _add_edge(edges, pools, Edge(node, index, source, origin(source, pools), specs[operator].input(index), operator))
-    given_up = {d.operator for d in plan.decisions if d.stays_for(Cause.NO_READER)}
-    for node in (n for n in order if n.meta.get("operator") in given_up):
+            _add_edge(edges, pools, _edge(node, index, pools, specs[node.meta["operator"]]))
+    for node in _given_up(order, plan):
         _share_codes(edges, node, int8, fused_add)
     found = sorted(edges.values(), key=lambda e: (order[e.reader], e.index or 0))
     return found if plan.placement == INPUTS else [*found, *_outputs(found, readers, specs)]
+
+
+def _given_up(nodes: Iterable[fx.Node], plan: Plan) -> list[fx.Node]:
+    """Return the operators that stay fp32 because nothing would read their codes."""
+    operators = {d.operator for d in plan.decisions if d.stays_for(Cause.NO_READER)}
+    return [node for node in nodes if node.meta.get("operator") in operators]
+
+
+def _edge(node: fx.Node, index: int, pools: set[fx.Node], spec: OpSpec) -> Edge:
+    """Return the edge of one input of an operator."""
+    source = _activations(node)[index]
+    return Edge(node, index, source, origin(source, pools), spec.input(index), node.meta["operator"])
 
 
 def _edges_in_place(node: fx.Node, spec: OpSpec) -> Iterator[Edge]:

@@ -115,8 +115,7 @@ def _through(node: fx.Node, value: Any, env: Mapping[fx.Node, Any], slacks: Mapp
         return torch.zeros_like(value) + sum(terms) * max(1.0, abs(options.get("alpha", 1)))
     if name == "mul" or kind_of_node(node) == "matmul":
         sizes = [_magnitude(value) for value in (env[input_node(node)], rest[0])]
-        reach = [size + slack(side) if side in slacks else size for size, side in zip(sizes, Binary.of(node).sides, strict=True)]
-        return target(*reach) - target(*sizes)
+        return target(*(size + slacks.get(side, 0) for size, side in zip(sizes, Binary.of(node).sides, strict=True))) - target(*sizes)
     if name == "div" and Binary.of(node).right not in slacks and not Binary.of(node).rounding_mode:
         return slack(first) / abs(rest[0])
     if name == "softmax":

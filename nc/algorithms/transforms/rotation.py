@@ -5,7 +5,7 @@ Sources: QuaRot (arXiv 2404.00456), SpinQuant (arXiv 2405.16406).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -187,14 +187,9 @@ def _norms_of_stream(model: torch.nn.Module, found: Sequence[tuple[str, Link]]) 
 def _stream(model: torch.nn.Module, call: Call) -> _Stream:
     layers = {layer.name: layer for layer in layers_of(model)}
     linears = {name: layer for name, layer in layers.items() if layer.kind == "linear"}
-    lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
-    if len(lists) != 1:
-        msg = f"the model has {len(lists)} stacks of blocks, not one"
-        raise NotEquivalentError(msg)
-    blocks = tuple(lists[0])
+    blocks = _only_stack(model, linears)
     calls = _block_calls(model, blocks, call)
-    found = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
-    found += [("", link) for link in find_links(model, call, norms_only=True, outside=blocks)]
+    found = _links_of(model, call, blocks, calls)
     norms = _norms_of_stream(model, found)
     size = norms[0][1].size
     readers = tuple(_name(prefix, consumer) for prefix, link in norms for consumer in link.consumers)
@@ -214,6 +209,21 @@ def _stream(model: torch.nn.Module, call: Call) -> _Stream:
         head=_head_size(model),
         tied=any(id(linears[name].module.weight) in tables for name in heads),
     )
+
+
+def _only_stack(model: torch.nn.Module, linears: Mapping[str, Layer]) -> tuple[str, ...]:
+    """Return the names of the blocks of a model that has one stack of them; else raises NotEquivalentError."""
+    lists = block_lists(model, [name for name, layer in linears.items() if not layer.head])
+    if len(lists) != 1:
+        msg = f"the model has {len(lists)} stacks of blocks, not one"
+        raise NotEquivalentError(msg)
+    return tuple(lists[0])
+
+
+def _links_of(model: torch.nn.Module, call: Call, blocks: Sequence[str], calls: Mapping[str, Call]) -> list[tuple[str, Link]]:
+    """Return the links inside each block, and those of norms outside of all, each with the name of its block."""
+    inside = [(name, link) for name in blocks for link in find_links(model.get_submodule(name), calls[name])]
+    return inside + [("", link) for link in find_links(model, call, norms_only=True, outside=tuple(blocks))]
 
 
 def _block_calls(model: torch.nn.Module, blocks: tuple[str, ...], call: Call) -> dict[str, Call]:
