@@ -139,10 +139,11 @@ mutations: setup setup-native
 # The first part runs functions as torch's threads call them, from Python; the second one the division of work among threads of POSIX.
 sanitize: setup-native
 	.venv-native/bin/python test/sanitizers.py --jobs $(JOBS) --share $(SHARE) --turn $(TURN)
-	program=$$(mktemp)
-	trap 'rm -f "$$program"' EXIT
+	program=$$(mktemp) header=$$(mktemp)
+	trap 'rm -f "$$program" "$$header"' EXIT
+	.venv-native/bin/python nc/kernels/c_code/abi.py > "$$header"
 	for source in attention products steps low_bit low_bit_blocks recurrent; do
-	    $(TSAN) -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
+	    $(TSAN) -include "$$header" -D$${source^^} -DSOURCE="\"$$source.c\"" -o "$$program" test/c_threads.c -lm
 	    "$$program"
 	done
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import dataclasses
 import faulthandler
 import math
 import mmap
@@ -40,15 +39,14 @@ from nc.backends.low_bit import compiled, compiled_blocks
 from nc.backends.native import recurrent
 from nc.backends.native.operators import avx2, int8_attention
 from nc.backends.native.plans import c_functions
-from nc.kernels.c_code import build, openmp
-from nc.kernels.c_code.failures import words
+from nc.kernels.c_code import abi, build, openmp
+from nc.kernels.c_code.calls import Function, call_once
 from nc.kernels.c_code.isas import ISAS, NUMBERS
-from nc.kernels.onednn.runner import Function, call_once
 
 PAGE = mmap.PAGESIZE
 FREE = 0xAB
 _libc = ctypes.CDLL(None, use_errno=True)
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.bool: 2, torch.int64: 3, torch.uint8: 4, torch.int8: 5}
+DTYPES = c_functions.NUMBERS
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -88,11 +86,11 @@ class Guarded:
         ctypes.memmove(self.tensor.data_ptr(), self.address, self.bytes)
 
 
-def call(function: Function, numbers, tensors, writes=(0,)) -> None:
+def call(function: Function, fields, tensors, writes=(0,)) -> None:
     """Call a function in C with copies of tensors, and take over what it writes."""
     at_end = random.random() < 0.7
     copies = [Guarded(tensor, at_end) for tensor in tensors]
-    call_once(function, numbers, copies)
+    call_once(function, fields, copies)
     for index, copy in enumerate(copies):
         copy.finish(index in writes)
 
@@ -167,10 +165,9 @@ def case_map() -> str:
     expected = UNARY[op](*wide) if op in UNARY else BINARY[op](*wide) if op in BINARY else torch.where(wide[0] != 0, wide[1], wide[2])
     dtype = torch.bool if op == "not" else random.choice(FLOATS)
     y = spread(torch.zeros(shape, dtype=dtype))
-    numbers = [c_functions._OPERATORS.index(op), len(shape), *shape]
-    for x in (y, *operands):
-        numbers += [DTYPES[x.dtype], *x.stride()]
-    call(c_functions.function("map"), numbers, [y, *operands])
+    given = (y, *operands)
+    fields = c_functions.map_fields(op, shape, [DTYPES[x.dtype] for x in given], [x.stride() for x in given])
+    call(c_functions.function("map"), fields, given)
     close(y, expected, 8e-3 if dtype is torch.bfloat16 else 3e-6)
     return f"{op} {shape} {dtype} {[x.dtype for x in operands]}"
 
@@ -178,7 +175,14 @@ def case_map() -> str:
 def case_mean() -> str:
     shape, types = (random.choice((1, 2, 5)), random.choice(SIZES)), random.choices(FLOATS, k=2)
     x, y = rows_of(shape, types[1]), torch.empty(shape[0], dtype=types[0])
-    call(c_functions.function("mean"), [DTYPES[types[0]], DTYPES[types[1]], *shape, x.stride(0)], [y, x])
+    fields = {
+        "to": DTYPES[types[0]],
+        "of": DTYPES[types[1]],
+        "rows": shape[0],
+        "width": shape[1],
+        "stride": x.stride(0),
+    }
+    call(c_functions.function("mean"), fields, [y, x])
     close(y, x.double().mean(1), 8e-3 if types[0] is torch.bfloat16 else 3e-6, 1e-6)
     return f"{shape} {types}"
 
@@ -194,8 +198,20 @@ def case_norm() -> str:
     x, y = torch.randn(rows, n).to(of), torch.zeros(rows, n).to(to)
     factors = [torch.rand(n) + 0.5 if random.random() < 0.7 else torch.empty(0) for _ in range(2)]
     scale, zero_point = 0.05, random.randrange(-20, 20) if to is torch.int8 else random.randrange(256)
-    given = [DTYPES[to], DTYPES[of], rows, n, c_functions.bits(1e-5), int(layer), threads(), c_functions.bits(1 / scale), zero_point]
-    call(c_functions.function("norm"), given, [y, x, *factors])
+    fields = {
+        "to": DTYPES[to],
+        "of": DTYPES[of],
+        "rows": rows,
+        "width": n,
+        "centred": layer,
+        "epsilon": 1e-5,
+        "threads": threads(),
+    }
+    call(
+        c_functions.function("norm"),
+        fields | {"inverse": 1 / scale, "zero_point": zero_point},
+        [y, x, *factors],
+    )
     wide = x.double() - (x.double().mean(1, keepdim=True) if layer else 0)
     wide = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt()
     wide = wide * factors[0].double() if factors[0].numel() else wide
@@ -219,8 +235,17 @@ def case_place() -> str:
     indices = torch.randint(0, places, (1 if one else rows,))
     y, x = (many.clone(), plain) if scatters else (plain.clone(), many)
     apart = many.stride(0)
-    numbers = [size, rows, apart if scatters else size, size if scatters else apart, size, places, scatters, one]
-    call(c_functions.function("place"), numbers, [y, x, indices])
+    fields = {
+        "bytes": size,
+        "rows": rows,
+        "y_stride": apart if scatters else size,
+        "x_stride": size if scatters else apart,
+        "place_stride": size,
+        "places": places,
+        "scatters": scatters,
+        "one_index": one,
+    }
+    call(c_functions.function("place"), fields, [y, x, indices])
     expected = (many if scatters else plain).clone()
     for row in range(rows):
         at = indices[0 if one else row]
@@ -229,13 +254,17 @@ def case_place() -> str:
         else:
             expected[row] = many[row, at]
     assert torch.equal(y, expected)
-    return f"{numbers}"
+    return f"{fields}"
 
 
 def case_attention() -> str:
     batch, group, shared = random.choice((1, 2)), random.choice((1, 2, 3)), random.choice((1, 2))
     heads, keys = group * shared, random.choice((1, 5, 17, 511, 512, 513, 600))
-    width, wide, kind = random.choice((1, 8, 33, 64, 512)), random.choice((1, 8, 33, 64, 512)), random.randrange(3)
+    width, wide, kind = (
+        random.choice((1, 8, 33, 64, 512)),
+        random.choice((1, 8, 33, 64, 512)),
+        random.randrange(3),
+    )
     types = random.choices(FLOATS, k=4)
     q, k, v = (
         rows_of((batch, heads, width), types[0]),
@@ -247,15 +276,31 @@ def case_attention() -> str:
     masks = [], [torch.rand(shape) < 0.8], [torch.randn(shape).to(random.choice(FLOATS))]
     mask = [m.expand(batch, heads, keys) for m in masks[kind]]
     factor = width**-0.5
-    numbers = [batch, heads, group, keys, width, wide, kind, *map(DTYPES.get, types), DTYPES[mask[0].dtype] if mask else 0]
-    numbers += [*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *y.stride()[:2], *(mask[0].stride() if mask else (0, 0, 0))]
-    call(c_functions.function("attention"), [*numbers, c_functions.bits(factor), threads()], [y, q, k, v, *mask])
+    fields = {
+        "batch": batch,
+        "heads": heads,
+        "group": group,
+        "keys": keys,
+        "width": width,
+        "value_width": wide,
+        "mask": kind,
+        **{f"{name}_dtype": DTYPES[dtype] for name, dtype in zip("qkvy", types, strict=True)},
+        "mask_dtype": DTYPES[mask[0].dtype] if mask else DTYPES[torch.float32],
+        "q_strides": q.stride()[:2],
+        "k_strides": k.stride()[:3],
+        "v_strides": v.stride()[:3],
+        "y_strides": y.stride()[:2],
+        "mask_strides": mask[0].stride() if mask else (0, 0, 0),
+        "factor": factor,
+        "threads": threads(),
+    }
+    call(c_functions.function("attention"), fields, [y, q, k, v, *mask])
     scores = torch.einsum("bhw,bhkw->bhk", q.double(), k.double().repeat_interleave(group, 1)) * factor
     if kind:
         scores = scores.masked_fill(~mask[0], -math.inf) if kind == 1 else scores + mask[0].double()
     expected = torch.einsum("bhk,bhkv->bhv", torch.softmax(scores, -1).nan_to_num(0), v.double().repeat_interleave(group, 1))
     close(y, expected, 8e-3 if types[3] is torch.bfloat16 else 2e-5, 1e-5)
-    return f"{numbers}"
+    return f"{fields}"
 
 
 def case_rotary() -> str:
@@ -267,12 +312,17 @@ def case_rotary() -> str:
     x = rows_of((*sizes, 2 * half), torch.float32)
     cosine, sine = (torch.randn([n if random.random() < 0.6 else 1 for n in sizes] + [2 * half]).expand(*sizes, -1) for _ in range(2))
     y, scale, zero_point = torch.zeros(*sizes, 2 * half).to(to), 0.1, -3 if to is torch.int8 else 100
-    strides = [step for t in (y, x, cosine, sine) for step in t.stride()[:3]]
-    call(
-        c_functions.function("rotary"),
-        [DTYPES[to], half, *sizes, threads(), c_functions.bits(1 / scale), zero_point, *strides],
-        [y, x, cosine, sine],
-    )
+    tensors = {"y": y, "x": x, "cosine": cosine, "sine": sine}
+    fields = {
+        "to": DTYPES[to],
+        "half": half,
+        "sizes": sizes,
+        **{f"{name}_strides": t.stride()[:3] for name, t in tensors.items()},
+        "inverse": 1 / scale,
+        "zero_point": zero_point,
+        "threads": threads(),
+    }
+    call(c_functions.function("rotary"), fields, tuple(tensors.values()))
     wide = x.double()
     expected = wide * cosine.double() + torch.cat((-wide[..., half:], wide[..., :half]), -1) * sine.double()
     if to is torch.float32:
@@ -286,7 +336,14 @@ def case_image() -> str:
     images, pixels = random.choice((1, 2, 3)), random.choice((1, 5, 255, 256, 257, 3000))
     scale, zero_point = 0.02, random.randrange(256)
     x, y = torch.randn(images, 3, pixels), torch.zeros(images, pixels, 3, dtype=torch.uint8)
-    call(c_functions.function("image"), [images, pixels, c_functions.bits(1 / scale), zero_point, threads()], [y, x])
+    fields = {
+        "images": images,
+        "pixels": pixels,
+        "inverse": 1 / scale,
+        "zero_point": zero_point,
+        "threads": threads(),
+    }
+    call(c_functions.function("image"), fields, [y, x])
     close(y, codes(x.double().mT, scale, zero_point, torch.uint8), 0, 1)
     return f"{images} {pixels}"
 
@@ -308,37 +365,64 @@ def case_int8_attention() -> str:
     behind = [torch.rand(1, heads, rows, 1).expand(batch, heads, rows, wide)] if random.random() < 0.5 else []
     bytes_ = int8_attention._room(keys, width, wide)
     room = torch.zeros(count, bytes_, dtype=torch.uint8)
-    numbers = [batch, heads, rows, keys, width, wide, *(s for t in (q, k, v, y) for s in t.stride()[:3]), *zeros]
-    numbers += [
-        *map(c_functions.bits, (factor, 1 / probability, value, 1 / scale)),
-        int(to_codes),
-        parts,
-        bytes_,
-        count,
-        len(before),
-        len(behind),
-    ]
-    numbers += [n for kind, others in ((0, before), (1, behind)) for other in others for n in (kind, *other.stride())]
-    function = int8_attention._function()
-    call(function, numbers, [y, q, k, v, room, *before, *behind], writes=(0, 4))
+    kinds, most = ["add"] * len(before) + ["mul"] * len(behind), abi.CONSTANTS.most_followers
+    fields = {
+        "batch": batch,
+        "heads": heads,
+        "rows": rows,
+        "keys": keys,
+        "width": width,
+        "wide": wide,
+        **{f"{name}_strides": t.stride()[:3] for name, t in zip("qkvy", (q, k, v, y), strict=True)},
+        **{f"{name}_zero_point": zero for name, zero in zip("qkvy", zeros, strict=True)},
+        "score": factor,
+        "inverse_probability": 1 / probability,
+        "value": value,
+        "inverse": 1 / scale,
+        "to": DTYPES[y.dtype],
+        "parts": parts,
+        "bytes": bytes_,
+        "threads": count,
+        "before": len(before),
+        "behind": len(behind),
+        "followers": abi.padded([abi.FOLLOWER.number(kind) for kind in kinds], most),
+        "follower_strides": abi.padded([other.stride() for other in (*before, *behind)], most, [0] * 4),
+    }
+    call(int8_attention._function(), fields, [y, q, k, v, room, *before, *behind], writes=(0, 4))
     scores = (q.double() - zeros[0]) @ (k.double() - zeros[1]).mT * factor + sum(x.double() for x in before)
     probabilities = torch.round(torch.softmax(scores, -1) / probability).clamp(0, 255)
     expected = probabilities @ (v.double() - zeros[2]) * value
     for other in behind:
         expected = expected * other.double()
     slack = 140 * value * max(2, keys / 8)  # codes of probabilities may round otherwise
-    close(y, codes(expected, scale, zeros[3], torch.uint8) if to_codes else expected, 1e-5, slack / scale + 1 if to_codes else slack)
-    return f"{numbers}"
+    close(
+        y,
+        codes(expected, scale, zeros[3], torch.uint8) if to_codes else expected,
+        1e-5,
+        slack / scale + 1 if to_codes else slack,
+    )
+    return f"{fields}"
 
 
-def product_numbers(written, added, outputs, scale, zero_point, shapes):
-    floats = (0.0, 0.0, 0.5, 0.0, 1 / scale, float(zero_point + 128 * (written == 2)))
-    return [threads(), outputs, added, written, random.choice((0, 1)), *map(c_functions.bits, floats), *shapes]
+def product_fields(y, added, outputs, scale, zero_point):
+    return {
+        "threads": threads(),
+        "outputs": outputs,
+        "added": abi.ADDED.number(added),
+        "to": DTYPES[y.dtype],
+        "activation": abi.ACTIVATION.number(random.choice(("identity", "relu"))),
+        "alpha": 0.0,
+        "beta": 0.0,
+        "added_scale": 0.5,
+        "added_zero_point": 0,
+        "inverse": 1 / scale,
+        "zero_point": zero_point + 128 * (y.dtype is torch.int8),
+    }
 
 
-def check_product(numbers, y, exact_sums, scales, bias, old, scale, zero_point):
+def check_product(fields, y, exact_sums, scales, bias, old, scale, zero_point):
     expected = exact_sums * scales.double() + bias.double() + (0.5 * old.double() if old is not None else 0)
-    expected = expected.relu() if numbers[4] else expected
+    expected = expected.relu() if fields["activation"] else expected
     if y.dtype is torch.float32:
         close(y, expected, 1e-6, 1e-5)
     else:
@@ -356,19 +440,34 @@ def case_product() -> str:
     packed = torch.empty(-(-outputs // 8) * 8 * inputs, dtype=torch.int8)
     filled = -(-outputs // 16) * 16
     sums = torch.zeros(filled, dtype=torch.int32)
-    call(avx2._function("pack"), [outputs, inputs, threads()], [packed, w, sums], writes=(0, 2))
+    call(
+        avx2._function("pack"),
+        {"outputs": outputs, "inputs": inputs, "threads": threads()},
+        [packed, w, sums],
+        writes=(0, 2),
+    )
     assert torch.equal(sums[:outputs].long(), w.long().sum(1))
-    zero, written, added, scale, zero_point = random.randrange(256), random.randrange(3), random.choice((0, 0, 3)), 0.1, 7
+    zero, written, is_added, scale, zero_point = (
+        random.randrange(256),
+        random.randrange(3),
+        random.choice((False, False, True)),
+        0.1,
+        7,
+    )
     y = torch.zeros(rows, outputs, dtype=(torch.uint8, torch.float32, torch.int8)[written])
     scales, bias = torch.zeros(filled), torch.zeros(filled)
     scales[:outputs], bias[:outputs] = torch.rand(outputs) * 1e-3, torch.randn(outputs)
     other = torch.randn(rows, outputs)
-    numbers = product_numbers(written, added, outputs, scale, zero_point, [inputs, x.stride(0), rows])
-    call(avx2._function("product"), numbers, [y, x, packed, sums * -zero, scales, bias, *([other] if added else [])])
-    check_product(
-        numbers, y, (x.double() - zero) @ w.double().T, scales[:outputs], bias[:outputs], other if added else None, scale, zero_point
+    fields = product_fields(y, "fp32_other" if is_added else "nothing", outputs, scale, zero_point)
+    fields |= {"inputs": inputs, "stride": x.stride(0), "rows": rows}
+    call(
+        avx2._function("product"),
+        fields,
+        [y, x, packed, sums * -zero, scales, bias, *([other] if is_added else [])],
     )
-    return f"{numbers}"
+    sums, other = (x.double() - zero) @ w.double().T, other if is_added else None
+    check_product(fields, y, sums, scales[:outputs], bias[:outputs], other, scale, zero_point)
+    return f"{fields}"
 
 
 def case_depthwise() -> str:
@@ -383,12 +482,25 @@ def case_depthwise() -> str:
     packed, sums = avx2._by_channels(w)
     zero, written, scale, zero_point = random.randrange(256), random.randrange(3), 0.1, 7
     y = torch.zeros(images, *out, channels, dtype=(torch.uint8, torch.float32, torch.int8)[written])
-    scales, bias, pixel = torch.rand(channels) * 1e-3, torch.randn(channels), torch.full((channels,), zero, dtype=torch.uint8)
-    numbers = product_numbers(written, 0, channels, scale, zero_point, [images, *sizes, *out, *window, *steps, *dilations, *pads])
-    call(avx2._function("depthwise"), numbers, [y, x, packed, sums * -zero, scales, bias, pixel])
+    scales, bias, pixel = (
+        torch.rand(channels) * 1e-3,
+        torch.randn(channels),
+        torch.full((channels,), zero, dtype=torch.uint8),
+    )
+    fields = product_fields(y, "nothing", channels, scale, zero_point)
+    fields |= {
+        "images": images,
+        "image": sizes,
+        "result": out,
+        "window": window,
+        "steps": steps,
+        "dilations": dilations,
+        "pads": pads,
+    }
+    call(avx2._function("depthwise"), fields, [y, x, packed, sums * -zero, scales, bias, pixel])
     wide = F.conv2d(x.double().permute(0, 3, 1, 2) - zero, w.double(), None, steps, pads, dilations, channels).permute(0, 2, 3, 1)
-    check_product(numbers, y, wide, scales, bias, None, scale, zero_point)
-    return f"{numbers}"
+    check_product(fields, y, wide, scales, bias, None, scale, zero_point)
+    return f"{fields}"
 
 
 def case_low_bit() -> str:
@@ -410,7 +522,7 @@ def case_low_bit() -> str:
     bias = torch.randn(outputs) if random.random() < 0.5 else torch.empty(0)
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
     tensors = [y, x, sizes, found, offsets, nothing if shifts is None else shifts, values, bias]
-    call(c_functions.of_address("low bit", compiled.address()), [rows, columns, block, threads()], tensors)
+    call(compiled.function(), {"rows": rows, "stride": columns, "block": block, "threads": threads()}, tensors)
     wide = x[:, :inputs]
     wide = rounded(wide, block) if block else wide.double()
     given = bias if bias.numel() else torch.zeros(outputs)
@@ -424,7 +536,10 @@ def case_low_bit_blocks() -> str:
     group = random.choice((1, 3, 8, 12, 16, 24, 48, 100, -1))
     inputs = group * random.randrange(1, 1 + max(1, 300 // group)) if group > 0 else random.choice((1, 7, 8, 83, 383, 384, 385, 1030))
     outputs = random.choice((1, 7, 15, 16, 17, 33, 48))
-    rows, how = random.choice((0, 1, 2, 3, 5, 6, 7, 8, 9, 17, 24, 33, 40, 260)), random.choice(("fp32", "bf16", "int8", "int8_block32"))
+    rows, how = (
+        random.choice((0, 1, 2, 3, 5, 6, 7, 8, 9, 17, 24, 33, 40, 260)),
+        random.choice(("fp32", "bf16", "int8", "int8_block32")),
+    )
     isa = random.choice(compiled_blocks.usable())
     packed = weight(form(name, group, kind, random.choice(("fp32", "fp16", "bf16"))), outputs, inputs)
     found, scale, offset, values, sizes = compiled_blocks.pack(packed, NUMBERS[isa])
@@ -434,28 +549,15 @@ def case_low_bit_blocks() -> str:
     y, nothing = torch.zeros(rows, outputs), torch.empty(0)
     block = {"fp32": 0, "bf16": compiled.BF16, "int8": -1, "int8_block32": 32}[how]
     tensors = [y, x, sizes, found, scale, nothing if offset is None else offset, values, bias]
-    call(c_functions.of_address("low bit blocks", compiled_blocks.address()), [rows, x.stride(0), block, threads()], tensors)
+    call(
+        compiled_blocks.function(),
+        {"rows": rows, "stride": x.stride(0), "block": block, "threads": threads()},
+        tensors,
+    )
     multiplied = rounded(x, block) if block not in (0, compiled.BF16) and rows else None
     given = x.bfloat16() if how == "bf16" else x
     low_bit_blocks.check(packed, given, y, bias if bias.numel() else None, multiplied, isa)
     return f"{name} {group} {kind} {outputs} x {inputs}, {rows} rows, {how}, {isa}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecurrentCall:
-    """A direction of a recurrent layer: what its function in C gets, its tensors between pages, and what must come out.
-
-    Attributes:
-        layer: the argument.
-        copies: name → tensor, in the order in which `expected` begins: output, last states.
-        expected: in float64.
-        text: what it is.
-    """
-
-    layer: recurrent._CLayer
-    copies: dict[str, Guarded]
-    expected: list[torch.Tensor]
-    text: str
 
 
 RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "rnn_relu": nn.RNN}
@@ -469,67 +571,55 @@ def laid_out(steps: int, rows: int, elements: int) -> torch.Tensor:
     return values if first_is_steps else values.transpose(0, 1)
 
 
-def recurrent_call() -> RecurrentCall:
-    """A random one."""
-    kind, rows, steps = random.choice(tuple(RECURRENT)), random.choice((0, 1, 2, 3, 4, 5, 9)), random.choice((1, 2, 5, 9))
+def case_recurrent() -> str:
+    kind, rows, steps = (
+        random.choice(tuple(RECURRENT)),
+        random.choice((0, 1, 2, 3, 4, 5, 9)),
+        random.choice((1, 2, 5, 9)),
+    )
     features, hidden = random.choice((1, 3, 4, 5, 17, 64, 70)), random.choice((1, 2, 7, 8, 9, 16, 17, 40))
     projection = random.choice((0, random.randrange(1, hidden))) if kind == "lstm" and hidden > 1 else 0
-    reverse, isas = random.random() < 0.5, [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])]
+    reverse, isas = (
+        random.random() < 0.5,
+        [name for name in recurrent._code().isas if not cpu.lacks(ISAS[name])],
+    )
     options = {"proj_size": projection} if projection else {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
     layer, isa = RECURRENT[kind](features, hidden, bias=random.random() < 0.7, **options), random.choice(isas)
-    weights, matrices, copies = {}, {}, {}
-    at_end = random.random() < 0.7
-
-    def guarded(name: str, tensor: torch.Tensor) -> int:
-        copies[name] = Guarded(tensor, at_end)
-        return copies[name].data_ptr()
-
     x, y = laid_out(steps, rows, features), laid_out(steps, rows, projection or hidden)
     states = [torch.randn(1, rows, n) for n in (projection or hidden, hidden)[: 2 if kind == "lstm" else 1]]
-    first = [state.clone() for state in states]
-    addresses = {name: guarded(name, tensor) for name, tensor in zip(("y", "h", "c"), (y, *states), strict=False)}
-    for short, name in (("input", "ih"), ("recurrent", "hh"), ("projection", "hr")):
+    first, weights, parts, nothing = [state.clone() for state in states], {}, [], torch.empty(0)
+    for name in ("ih", "hh", "hr"):
         parameter = getattr(layer, f"weight_{name}_l0", None)
         if parameter is None:
+            parts += [nothing] * 4
             continue
-        codes, scale = torch.randint(-127, 128, parameter.shape, dtype=torch.int8), torch.rand(len(parameter)) * 0.002 + 1e-4
+        codes, scale = (
+            torch.randint(-127, 128, parameter.shape, dtype=torch.int8),
+            torch.rand(len(parameter)) * 0.002 + 1e-4,
+        )
         weights[f"weight_{name}_l0"] = codes.double() * scale.double()[:, None]
-        parts = dict(zip(("codes", "scale", "sums"), recurrent.pack(codes, scale), strict=True))
-        if layer.bias and name != "hr":
-            parts["bias"] = getattr(layer, f"bias_{name}_l0").detach()
-        matrices[short] = recurrent._CMatrix(*parameter.shape, **{k: guarded(f"{short} {k}", t) for k, t in parts.items()})
-    made = recurrent._CLayer(
-        bytes=ctypes.sizeof(recurrent._CLayer),
-        kind=tuple(RECURRENT).index(kind),
-        isa=NUMBERS[isa],
-        threads=threads(),
-        reverse=reverse,
-        steps=steps,
-        rows=rows,
-        hidden=hidden,
-        state=projection or hidden,
+        bias = getattr(layer, f"bias_{name}_l0").detach() if layer.bias and name != "hr" else nothing
+        parts += [*recurrent.pack(codes, scale), bias]
+    fields = {
+        "cell": abi.CELL.number(kind),
+        "isa": NUMBERS[isa],
+        "threads": threads(),
+        "reverse": reverse,
+        "steps": steps,
+        "rows": rows,
+        "features": features,
+        "hidden": hidden,
+        "state": projection or hidden,
         **{f"{name}_{of}": t.stride(i) for name, t in (("x", x), ("y", y)) for i, of in enumerate(("step", "row"))},
-        **addresses,
-        x=guarded("x", x),
-        gates=guarded("gates", torch.zeros(steps * rows, matrices["input"].outputs)),
-        **matrices,
-    )
+    }
+    gates, cells = torch.zeros(steps * rows, parts[1].shape[0]), states[1] if len(states) > 1 else nothing
+    call(recurrent._code().function, fields, [y, x, states[0], cells, gates, *parts], writes=(0, 2, 3, 4))
     ordered = x.flip(0) if reverse else x
     with torch.no_grad():
         output, *last = float64_layers(layer, ordered, first, weights.__getitem__)
-    text = f"{kind} {features} x {hidden} ({projection}), {rows} rows, {steps} steps, reverse={reverse}, {isa}"
-    return RecurrentCall(made, copies, [output.flip(0) if reverse else output, *last], text)
-
-
-def case_recurrent() -> str:
-    found = recurrent_call()
-    status = recurrent._code().function(ctypes.byref(found.layer))
-    assert not status, words(status)
-    for name, copy in found.copies.items():
-        copy.finish(name in ("y", "h", "c", "gates"))
-    for copy, expected in zip(found.copies.values(), found.expected, strict=False):
-        close(copy.tensor, expected, 0.01, 1e-5)  # a value between two codes can go either way
-    return found.text
+    for found, expected in zip((y, *states), (output.flip(0) if reverse else output, *last), strict=True):
+        close(found, expected, 0.01, 1e-5)  # a value between two codes can go either way
+    return f"{kind} {features} x {hidden} ({projection}), {rows} rows, {steps} steps, reverse={reverse}, {isa}"
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}

@@ -53,30 +53,26 @@ static float *floats(int64_t count)
     return x;
 }
 
-static int64_t bits(float x)
-{
-    int32_t found;
-    memcpy(&found, &x, 4);
-    return found;
-}
-
-#define CALL(function, numbers, tensors) \
-    function(numbers, NULL, (int)(sizeof(tensors) / sizeof *(tensors)), (char *const *)(tensors))
+/* A structure of abi.py with its size. */
+#define HOW(function, ...) struct function how = {.size = sizeof how, __VA_ARGS__}
+#define CALL(function, tensors) function(&how, NULL, (int)(sizeof(tensors) / sizeof *(tensors)), (char *const *)(tensors))
 
 #ifdef LOW_BIT
 static int work_of_all(void)
 {
     enum { N = 512, K = 512, M = 64, GROUP = 64 };
     float *x = floats(M * K), *scale = floats(N * K / GROUP), *offset = floats(N * K / GROUP), *y = floats(M * N), table[16] = {0};
-    uint8_t *codes = calloc(N * K, 1);
+    struct nc_low_bit_weight weight = {sizeof weight, N, K, K, GROUP, .bits = 8, .middle = 128, .scale_dtype = DTYPE_F32};
+    void *tensors[] = {y, x, &weight, calloc(N * K, 1), scale, offset, table, NULL};
     for (int isa = 0; isa <= ISA_AMX; isa++)
         for (int64_t block = -1; block <= 32; block += block < 0 ? 1 : 32)
             for (int unfit = 0; unfit < 2; unfit++) {
-                const int64_t shape[] = {N, K, K, GROUP, 8, 128, isa, 0};
+                HOW(nc_low_bit, .rows = M, .stride = K, .block = block, .threads = TEAM);
+                weight.isa = isa;
                 x[K / 2] = x[(M - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
                 if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !nc_low_bit_amx()) || (isa == ISA_AVX_VNNI && !__builtin_cpu_supports("avxvnni")))
                     continue;
-                if (nc_low_bit_linear(x, M, K, shape, codes, scale, offset, table, NULL, y, block, TEAM))
+                if (CALL(nc_low_bit, tensors))
                     return 1;
             }
     return 0;
@@ -85,47 +81,56 @@ static int work_of_all(void)
 static int work_of_all(void)
 {
     enum { N = 512, K = 240, M = 40, ALL = N * (K / 20) };
-    float *x = floats(M * K), *scale = floats(ALL), *offset = floats(ALL), *y = floats(M * N), *values = floats(PANEL + N);
-    uint8_t *codes = calloc(N * 2 * K, 1);
+    float *x = floats(M * K), *offset = floats(ALL), *values = floats(PANEL + N);
+    struct nc_low_bit_blocks_weight weight = {sizeof weight, N, K, .scale_dtype = DTYPE_F32};
+    void *tensors[] = {floats(M * N), x, &weight, calloc(N * 2 * K, 1), floats(ALL), offset, values, NULL};
     const int amx = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
-    static const int64_t blocks[] = {-2, -1, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX}, most[] = {3, M};
+    static const int64_t blocks[] = {BLOCK_BF16, BLOCK_ROW, 0, 32}, isas[] = {ISA_AVX2, ISA_AVX512, ISA_AMX}, most[] = {3, M};
     for (int i = 0; i < 3 * 4 * 2 * 4 * 2 * 2; i++) {
-        const int64_t isa = isas[i % 3], block = blocks[i / 3 % 4], rows = most[i / 12 % 2], kind = i / 24 % 4, unfit = i / 96 % 2, group = i / 192 ? 20 : 40;
-        const int64_t shape[] = {N, K, K / group, (group + 7) / 8 * 8, kind, 1 + i / 3 % 3, isa, FP32};
+        const int64_t isa = isas[i % 3], rows = most[i / 12 % 2], unfit = i / 96 % 2, group = i / 192 ? 20 : 40;
+        HOW(nc_low_bit_blocks, .rows = rows, .stride = K, .block = blocks[i / 3 % 4], .threads = TEAM);
+        weight.groups = K / group, weight.held = (group + 7) / 8 * 8;
+        weight.coding = i / 24 % 4, weight.parts = 1 + i / 3 % 3, weight.isa = isa;
+        tensors[5] = i % 5 ? offset : NULL, tensors[7] = i % 2 ? values : NULL;
         x[K / 2] = x[(rows - 1) * K] = unfit ? INFINITY : 1; /* in rows of several threads */
         if (!(nc_isas() >> isa & 1) || (isa == ISA_AMX && !amx) || (isa == ISA_AVX512 && !__builtin_cpu_supports("avx512bw")))
             continue;
-        if (nc_low_bit_blocks_linear(x, rows, K, shape, codes, scale, i % 5 ? offset : NULL, values, i % 2 ? values : NULL, y, block, TEAM))
+        if (CALL(nc_low_bit_blocks, tensors))
             return 1;
     }
     return 0;
 }
 #elif defined(RECURRENT)
-static struct matrix matrix(int64_t outputs, int64_t inputs)
+/* Codes, scale, sums and bias of a matrix. */
+static void add_matrix(void **tensors, int64_t outputs, int64_t inputs)
 {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL, words = (inputs + 3) / 4;
-    return (struct matrix){outputs, inputs, calloc(panels * words, 4 * PANEL), floats(outputs), calloc(outputs, 4), floats(outputs)};
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, words = (inputs + WORD - 1) / WORD;
+    tensors[0] = calloc(panels * words, WORD * PANEL), tensors[1] = floats(outputs);
+    tensors[2] = calloc(outputs, 4), tensors[3] = floats(outputs);
 }
 
 static int work_of_all(void)
 {
     enum { STEPS = 12, MOST_ROWS = 11, FEATURES = 40, HIDDEN = 24 };
     static const int64_t gates[] = {4, 3, 1, 1};
-    float *x = floats(STEPS * MOST_ROWS * FEATURES), *y = floats(STEPS * MOST_ROWS * HIDDEN), *h = floats(MOST_ROWS * HIDDEN),
-          *c = floats(MOST_ROWS * HIDDEN), *of_gates = floats(STEPS * MOST_ROWS * 4 * HIDDEN);
+    void *tensors[17] = {floats(STEPS * MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * FEATURES), floats(MOST_ROWS * HIDDEN),
+                         floats(MOST_ROWS * HIDDEN), floats(STEPS * MOST_ROWS * 4 * HIDDEN)};
     for (int i = 0; i < 2 * 4 * 2 * 2; i++) {
-        const int64_t isa = i % 2 ? ISA_AVX512_VNNI : ISA_AVX2, kind = i / 2 % 4, rows = i / 8 % 2 ? MOST_ROWS : 1;
-        const int64_t projected = kind == LSTM && i / 16 ? 8 : 0, state = projected ? projected : HIDDEN, width = gates[kind] * HIDDEN;
-        struct layer l = {sizeof l, kind, isa, TEAM, i / 8 % 2, STEPS, rows, HIDDEN, state, rows * FEATURES, FEATURES, rows * state, state,
-                          x, y, h, c, of_gates, matrix(width, FEATURES), matrix(width, state), {0}};
+        const int64_t isa = i % 2 ? ISA_AVX512_VNNI : ISA_AVX2, cell = i / 2 % 4, rows = i / 8 % 2 ? MOST_ROWS : 1;
+        const int64_t projected = cell == CELL_LSTM && i / 16 ? 8 : 0, state = projected ? projected : HIDDEN, width = gates[cell] * HIDDEN;
+        HOW(nc_recurrent, .cell = cell, .isa = isa, .threads = TEAM, .reverse = i / 8 % 2, .steps = STEPS, .rows = rows,
+            .features = FEATURES, .hidden = HIDDEN, .state = state, .x_step = rows * FEATURES, .x_row = FEATURES, .y_step = rows * state, .y_row = state);
+        add_matrix(tensors + 5, width, FEATURES);
+        add_matrix(tensors + 9, width, state);
+        tensors[13] = NULL;
         if (projected)
-            l.projection = matrix(projected, HIDDEN);
+            add_matrix(tensors + 13, projected, HIDDEN);
         if (isa == ISA_AVX512_VNNI && !__builtin_cpu_supports("avx512vnni"))
             continue;
-        if (nc_recurrent(&l))
+        if (CALL(nc_recurrent, tensors))
             return 1;
         no_memory = 1; /* which each thread says */
-        if (nc_recurrent(&l) != NO_MEMORY)
+        if (CALL(nc_recurrent, tensors) != NO_MEMORY)
             return 1;
         no_memory = 0;
     }
@@ -134,37 +139,68 @@ static int work_of_all(void)
 #elif defined(ATTENTION)
 static int work_of_all(void)
 {
-    enum { HEADS_ = 3, ROWS_ = 40, KEYS_ = 64, WIDTH_ = 64 };
-    const int64_t each = ROWS_ * WIDTH_, size = KEYS_ * WIDTH_, bytes = 1 << 18;
-    int64_t how[1 + OTHERS] = {OTHERS, 1, HEADS_, ROWS_, KEYS_, WIDTH_, WIDTH_, HEADS_ * each, each, WIDTH_, HEADS_ * size, size, WIDTH_,
-                               HEADS_ * size, size, WIDTH_, HEADS_ * each, each, WIDTH_, 1, 2, 3, 0, bits(0.001f), bits(255), bits(0.001f), bits(1),
-                               0, 2, bytes, TEAM, 0, 0};
-    void *tensors[] = {floats(HEADS_ * each), calloc(HEADS_ * each, 1), calloc(HEADS_ * size, 1), calloc(HEADS_ * size, 1), aligned_alloc(64, TEAM * bytes)};
-    return CALL(nc_attention, how, tensors);
+    enum { HEADS = 3, ROWS = 40, KEYS = 64, WIDE = 64 };
+    const int64_t each = ROWS * WIDE, size = KEYS * WIDE, bytes = 1 << 18;
+    HOW(nc_int8_attention, .batch = 1, .heads = HEADS, .rows = ROWS, .keys = KEYS, .width = WIDE, .wide = WIDE,
+        .q_strides = {HEADS * each, each, WIDE}, .k_strides = {HEADS * size, size, WIDE}, .v_strides = {HEADS * size, size, WIDE},
+        .y_strides = {HEADS * each, each, WIDE}, .q_zero_point = 1, .k_zero_point = 2, .v_zero_point = 3, .score = 0.001,
+        .inverse_probability = 255, .value = 0.001, .inverse = 1, .to = DTYPE_F32, .parts = 2, .bytes = bytes, .threads = TEAM);
+    void *tensors[] = {floats(HEADS * each), calloc(HEADS * each, 1), calloc(HEADS * size, 1), calloc(HEADS * size, 1),
+                       aligned_alloc(64, TEAM * bytes)};
+    return CALL(nc_int8_attention, tensors);
 }
 #elif defined(PRODUCTS)
+enum { M = 200, N = 250, K = 512 };
+
+static int packed_by_all(void **packed)
+{
+    HOW(nc_pack, .outputs = N, .inputs = K, .threads = TEAM);
+    void *tensors[] = {packed[0], calloc(N * K, 1), packed[1]};
+    return CALL(nc_pack, tensors);
+}
+
 static int work_of_all(void)
 {
-    enum { M = 200, N = 250, K = 512 };
-    const int64_t packing[] = {3, N, K, TEAM};
-    void *packed[] = {calloc((N + 7) / 8 * 8 * K, 1), calloc(N * K, 1), calloc(N + 16, 4)};
-    const int64_t how[] = {COUNT + 1, TEAM, N, 0, FP32, IDENTITY, 0, 0, 0, 0, 0, 0, K, K, M};
-    void *tensors[] = {floats(M * N), calloc(M * K, 1), packed[0], packed[2], floats(N + 16), floats(N + 16)};
-    return CALL(nc_product_pack, packing, packed) || CALL(nc_product, how, tensors);
+    void *packed[] = {calloc((N + 7) / 8 * 8 * K, 1), calloc(N + 16, 4)};
+    HOW(nc_product, .threads = TEAM, .outputs = N, .to = DTYPE_F32, .inputs = K, .stride = K, .rows = M);
+    void *tensors[] = {floats(M * N), calloc(M * K, 1), packed[0], packed[1], floats(N + 16), floats(N + 16)};
+    return packed_by_all(packed) || CALL(nc_product, tensors);
 }
 #else
-static int work_of_all(void)
+enum { R = 400, N = 512 };
+
+static int norm_by_all(void)
 {
-    enum { R = 400, N = 512, HEADS_ = 8, KEYS_ = 600, WIDE_ = 64 };
-    const int64_t norm[] = {9, F32, F32, R, N, bits(1e-5f), 1, TEAM, 0, 0}, image[] = {5, 2, 30000, bits(10), 3, TEAM};
-    const int64_t rotary[] = {R_SIN + 3, F32, N / 2, 1, 1, R, TEAM, 0, 0, 0, 0, N, 0, 0, N, 0, 0, N, 0, 0, N};
-    const int64_t attention[] = {A_THREADS + 1, 1, HEADS_, 1, KEYS_, WIDE_, WIDE_, NO_MASK, F32, F32, F32, F32, F32, 0, WIDE_, 0, KEYS_ * WIDE_, WIDE_,
-                                 0, KEYS_ * WIDE_, WIDE_, 0, WIDE_, 0, 0, 0, bits(0.1f), TEAM};
-    void *rows[] = {floats(R * N), floats(R * N), floats(R * N), floats(R * N)}, *pixels[] = {calloc(180000, 1), floats(180000)};
-    void *heads[] = {floats(HEADS_ * WIDE_), floats(HEADS_ * WIDE_), floats(HEADS_ * KEYS_ * WIDE_), floats(HEADS_ * KEYS_ * WIDE_)};
-    return CALL(nc_step_norm, norm, rows) || CALL(nc_step_rotary, rotary, rows) || CALL(nc_step_image, image, pixels) ||
-           CALL(nc_step_attention, attention, heads);
+    HOW(nc_norm, .to = DTYPE_F32, .of = DTYPE_F32, .rows = R, .width = N, .epsilon = 1e-5, .centred = 1, .threads = TEAM);
+    void *rows[] = {floats(R * N), floats(R * N), floats(R * N), floats(R * N)};
+    return CALL(nc_norm, rows);
 }
+
+static int rotary_by_all(void)
+{
+    HOW(nc_rotary, .to = DTYPE_F32, .half = N / 2, .sizes = {1, 1, R}, .y_strides = {0, 0, N}, .x_strides = {0, 0, N},
+        .cosine_strides = {0, 0, N}, .sine_strides = {0, 0, N}, .threads = TEAM);
+    void *rows[] = {floats(R * N), floats(R * N), floats(R * N), floats(R * N)};
+    return CALL(nc_rotary, rows);
+}
+
+static int image_by_all(void)
+{
+    HOW(nc_image, .images = 2, .pixels = 30000, .inverse = 10, .zero_point = 3, .threads = TEAM);
+    void *pixels[] = {calloc(180000, 1), floats(180000)};
+    return CALL(nc_image, pixels);
+}
+
+static int attention_by_all(void)
+{
+    enum { HEADS = 8, KEYS = 600, WIDE = 64 };
+    HOW(nc_attention, .batch = 1, .heads = HEADS, .group = 1, .keys = KEYS, .width = WIDE, .value_width = WIDE, .q_strides = {0, WIDE},
+        .k_strides = {0, KEYS * WIDE, WIDE}, .v_strides = {0, KEYS * WIDE, WIDE}, .y_strides = {0, WIDE}, .factor = 0.1, .threads = TEAM);
+    void *heads[] = {floats(HEADS * WIDE), floats(HEADS * WIDE), floats(HEADS * KEYS * WIDE), floats(HEADS * KEYS * WIDE)};
+    return CALL(nc_attention, heads);
+}
+
+static int work_of_all(void) { return norm_by_all() || rotary_by_all() || image_by_all() || attention_by_all(); }
 #endif
 
 int main(void)

@@ -8,8 +8,8 @@ from nc.backends import cpu
 from nc.backends.native.operators import avx2
 from nc.backends.native.plans.values import Codes, PlanTensor, Weights
 from nc.backends.native.plans.ways import Refused
+from nc.kernels.c_code.calls import call_once
 from nc.kernels.onednn.descriptions import BinaryOp, Desc, Eltwise, Sum
-from nc.kernels.onednn.runner import call_once
 from nc.numerics import int16_pairs
 
 OPERATIONS = {
@@ -38,8 +38,8 @@ class Now:
     def __init__(self):
         self.weights, self.in_memory = Weights(), lambda weight: weight.tensor
 
-    def call_function(self, function, numbers, tensors, node, factors=1):
-        call_once(function, numbers, [t.tensor if isinstance(t, PlanTensor) else t for t in tensors])
+    def call_function(self, function, fields, tensors, node, factors=1):
+        call_once(function, fields, [t.tensor if isinstance(t, PlanTensor) else t for t in tensors])
 
 
 def multiply(a, product):

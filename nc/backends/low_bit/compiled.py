@@ -6,20 +6,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from nc.backends import cpu
 from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
-from nc.errors import BackendError, BackendUnavailableError
-from nc.kernels.c_code import openmp
+from nc.errors import BackendUnavailableError
+from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load
-from nc.kernels.c_code.failures import words
+from nc.kernels.c_code.calls import Function, call_once, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.kernels.c_code.limit import used
 from nc.numerics.groups import about_middle
@@ -28,11 +27,15 @@ from nc.numerics.packed_weight import PackedWeight
 from nc.process.unavailable import Unavailable
 
 #: Dtypes of scales → their numbers in the C code.
-SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: Instead of the length of a block: x is not rounded, and its values are those of bf16.
-BF16 = -2
+SCALES = {
+    torch.float32: abi.DTYPE.number("f32"),
+    torch.float16: abi.DTYPE.number("f16"),
+    torch.bfloat16: abi.DTYPE.number("bf16"),
+}
+#: Instead of the length of a block: each row has one scale; x is not rounded, and has values of bf16.
+ROW, BF16 = abi.CONSTANTS.block_row, abi.CONSTANTS.block_bf16
 #: Outputs of a panel, and what K is padded to where one group covers a row.
-PANEL, STEP = 16, 32
+PANEL, STEP = abi.CONSTANTS.panel, abi.CONSTANTS.low_bit_step
 #: Of packed weights: what is read from there limits the speed.
 _MEMORY = LargePages()
 
@@ -67,10 +70,9 @@ def _why_no_bf16() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, its address for lists of calls, and instruction sets that it has code for and may use."""
+    """The compiled function, and instruction sets that it has code for and may use."""
 
-    function: Callable[..., int]
-    step: int
+    function: Function
     isas: tuple[str, ...]
 
 
@@ -82,20 +84,15 @@ def _code() -> _Code | Unavailable:
         openmp.connect(library)
     except (BackendUnavailableError, OSError) as error:
         return Unavailable(f"its C code can't be loaded: {error}")
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function = library.nc_low_bit_linear
-    function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
-    step = ctypes.cast(library.nc_low_bit_step, ctypes.c_void_p).value
-    assert step is not None
     allowed = [name for name in used(library) if name != "amx" or library.nc_low_bit_amx()]
-    return _Code(function, step, tuple(allowed))
+    return _Code(function_of(library, "low_bit"), tuple(allowed))
 
 
-def address() -> int:
-    """Of the function that computes a linear in a list of calls, see `nc_low_bit_step`; only where it is available."""
+def function() -> Function:
+    """Return what computes a linear; only where it is available."""
     code = _code()
     assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
-    return code.step
+    return code.function
 
 
 def block_of(kernel: LowBitKernel) -> int:
@@ -109,7 +106,9 @@ def isa() -> int:
 
 
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
-    """(codes, scales, offsets or None, values of 4-bit codes, sizes and instruction set); `low_bit.c` says how they lie.
+    """Return codes, scales, offsets or None, values of 4-bit codes, and an `abi.LOW_BIT_WEIGHT`.
+
+    `low_bit.c` says how they lie.
 
     Args:
         weight: of a format that the kernels take.
@@ -133,9 +132,23 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     if not form.two_levels and weight.scale.dtype in SCALES:
         scale = scale.to(weight.scale.dtype)  # as they are stored
     best = isa() if best is None else best
-    row = padded if group == inputs else group
-    sizes = torch.tensor([outputs, inputs, padded, row, size, form.middle, best, SCALES[scale.dtype]], dtype=torch.int64, device="cpu")
-    return _MEMORY.copied(codes.permute(0, 2, 1, 3)), _MEMORY.copied(scale), None if offset is None else panels_of(offset), values, sizes
+    sizes = abi.LOW_BIT_WEIGHT.packed(
+        outputs=outputs,
+        inputs=inputs,
+        padded=padded,
+        group=padded if group == inputs else group,
+        bits=size,
+        middle=form.middle,
+        isa=best,
+        scale_dtype=SCALES[scale.dtype],
+    )
+    laid, offset = codes.permute(0, 2, 1, 3), None if offset is None else panels_of(offset)
+    return _MEMORY.copied(laid), _MEMORY.copied(scale), offset, values, as_tensor(sizes)
+
+
+def as_tensor(packed: bytes) -> torch.Tensor:
+    """Return a structure as int64, so that functions in C read it as they read tensors."""
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64).clone()
 
 
 def panels_of(factors: torch.Tensor) -> torch.Tensor:
@@ -158,39 +171,38 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     Raises:
         BackendError: the code can't run.
     """
+    if not block and x.dtype == torch.bfloat16:
+        block = BF16
+    x = x.float().contiguous()
+    if block in (0, BF16) and x.shape[1] % STEP:
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % STEP))
+    return call(function(), x, layout, weight, bias, block)
+
+
+def call(
+    function: Function,
+    x: torch.Tensor,
+    layout: PackedLayout,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    block: int,
+) -> torch.Tensor:
+    """Return what `low_bit` or `low_bit_blocks` gives for fp32 rows without gaps.
+
+    Raises:
+        BackendError: the code can't run.
+    """
     codes, scale, offset, values, sizes = layout
     assert codes is not None
     assert scale is not None
     assert values is not None
     assert sizes is not None
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    if not block and x.dtype == torch.bfloat16:
-        block = BF16
-    x = x.float().contiguous()
-    if block in (0, BF16) and inputs % STEP:
-        x = torch.nn.functional.pad(x, (0, -inputs % STEP))
-    if bias is not None:
-        bias = bias.float().contiguous()
-    result = torch.empty(rows, outputs, dtype=torch.float32, device="cpu")
-    code = _code()
-    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
-    failed = code.function(
-        x.data_ptr(),
-        rows,
-        x.shape[1],
-        sizes.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        None if offset is None else offset.data_ptr(),
-        values.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        result.data_ptr(),
-        block,
-        openmp.threads(),
-    )
-    if failed:
-        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {words(failed)}."
-        raise BackendError(msg)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    result = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device="cpu")
+    fields = {"rows": x.shape[0], "stride": x.shape[1], "block": block, "threads": openmp.threads()}
+    offset = nothing if offset is None else offset
+    added = nothing if bias is None else bias.float().contiguous()
+    call_once(function, fields, [result, x, sizes, codes, scale, offset, values, added])
     return result
 
 
@@ -205,7 +217,7 @@ C_INT8 = LowBitKernel(
     isa=("avx2",),
     unavailable=why_unavailable,
     pack=pack,
-    linear=functools.partial(linear, block=-1),
+    linear=functools.partial(linear, block=ROW),
     adds_bias=True,
 )
 C_INT8_BLOCK32 = dataclasses.replace(

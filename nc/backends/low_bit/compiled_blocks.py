@@ -6,11 +6,9 @@ integers in groups of multiples of 32.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -20,18 +18,18 @@ from nc.backends.low_bit.kernel import LowBitKernel, PackedLayout
 from nc.backends.low_bit.large_pages import LargePages
 from nc.errors import BackendError
 from nc.formats.dtypes import DType
-from nc.kernels.c_code import isas, openmp
+from nc.kernels.c_code import abi, isas
 from nc.kernels.c_code.build import load_on_threads
-from nc.kernels.c_code.failures import words
+from nc.kernels.c_code.calls import Function, function_of
 from nc.numerics.groups import about_middle, chunks
 from nc.numerics.low_bit import BLOCK
 from nc.numerics.packed_weight import PackedWeight
 from nc.process.unavailable import Unavailable
 
 #: What the inputs of a group are padded to.
-STEP = 8
+STEP = abi.CONSTANTS.blocks_step
 #: Kinds of stored codes: their numbers in the C code.
-TABLE, INTEGER, E4M3, E5M2 = range(4)
+TABLE, INTEGER, E4M3, E5M2 = (abi.CODING.number(name) for name in ("table", "integer", "e4m3", "e5m2"))
 #: The C code reads E4M3 as fp16, with another bias of the exponent.
 _E4M3_UNIT = 2.0**8
 #: Magnitudes that AMX multiplies exactly: parts of smaller ones could be below 2^-126, which it takes as 0.
@@ -58,10 +56,9 @@ def usable() -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
-    """The compiled function, its address for lists of calls, and the instruction sets that it was compiled for."""
+    """The compiled function, and the instruction sets that it was compiled for."""
 
-    function: Callable[..., int]
-    step: int
+    function: Function
     isas: tuple[str, ...]
 
 
@@ -71,19 +68,14 @@ def _code() -> _Code | Unavailable:
     library = load_on_threads("low_bit_blocks")
     if isinstance(library, Unavailable):
         return Unavailable(f"its C code can't be loaded: {library}")
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function = library.nc_low_bit_blocks_linear
-    function.restype, function.argtypes = ctypes.c_int, (pointer, number, number, *(pointer,) * 7, number, number)
-    step = ctypes.cast(library.nc_low_bit_blocks_step, ctypes.c_void_p).value
-    assert step is not None
-    return _Code(function, step, isas.compiled(library))
+    return _Code(function_of(library, "low_bit_blocks"), isas.compiled(library))
 
 
-def address() -> int:
-    """Of the function that computes a linear in a list of calls, see `nc_low_bit_blocks_step`; only where it is available."""
+def function() -> Function:
+    """Return what computes a linear; only where it is available."""
     code = _code()
     assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
-    return code.step
+    return code.function
 
 
 def isa() -> int:
@@ -135,7 +127,9 @@ def coding(dtype: DType) -> Coding:
 
 
 def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
-    """(codes, scales, offsets or None, values of codes and factors of outputs, sizes); `low_bit_blocks.c` says how they lie.
+    """Return codes, scales, offsets or None, values of codes and factors of outputs, and what describes them.
+
+    The last one is an `abi.LOW_BIT_BLOCKS_WEIGHT`. `low_bit_blocks.c` says how they lie.
 
     Args:
         weight: of any format that has a `coding`.
@@ -164,8 +158,17 @@ def pack(weight: PackedWeight, best: int | None = None) -> PackedLayout:
     values[PANEL : PANEL + outputs] = factor * code.unit
     scale = _smallest(compiled.panels_of(scale))
     best = isa() if best is None else best
-    numbers = [outputs, inputs, inputs // group, held, code.kind, parts, best, compiled.SCALES[scale.dtype]]
-    sizes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    packed = abi.LOW_BIT_BLOCKS_WEIGHT.packed(
+        outputs=outputs,
+        inputs=inputs,
+        groups=inputs // group,
+        held=held,
+        coding=code.kind,
+        parts=parts,
+        isa=best,
+        scale_dtype=compiled.SCALES[scale.dtype],
+    )
+    sizes = compiled.as_tensor(packed)
     return _MEMORY.copied(laid), _MEMORY.copied(scale), None if offset is None else compiled.panels_of(offset), values, sizes
 
 
@@ -236,38 +239,9 @@ def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: to
     Raises:
         BackendError: the code can't run.
     """
-    codes, scale, offset, values, sizes = layout
-    assert codes is not None
-    assert scale is not None
-    assert values is not None
-    assert sizes is not None
-    outputs, inputs = weight.shape
     if not block and x.dtype == torch.bfloat16:
         block = BF16
-    x = x.float().contiguous()
-    if bias is not None:
-        bias = bias.float().contiguous()
-    result = torch.empty(x.shape[0], outputs, dtype=torch.float32, device="cpu")
-    code = _code()
-    assert not isinstance(code, Unavailable), "kernels that are not available are never chosen"
-    failed = code.function(
-        x.data_ptr(),
-        x.shape[0],
-        inputs,
-        sizes.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        None if offset is None else offset.data_ptr(),
-        values.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        result.data_ptr(),
-        block,
-        openmp.threads(),
-    )
-    if failed:
-        msg = f"The low-bit kernel of nc failed on a weight of {outputs} x {inputs}: {words(failed)}."
-        raise BackendError(msg)
-    return result
+    return compiled.call(function(), x.float().contiguous(), layout, weight, bias, block)
 
 
 #: The floating-point formats that have a `coding`.
@@ -289,7 +263,7 @@ C_BLOCKS_INT8 = dataclasses.replace(
     name="c blocks int8",
     what="the same with activations that are rounded to int8, each token by itself",
     activations=("int8",),
-    linear=functools.partial(linear, block=-1),
+    linear=functools.partial(linear, block=compiled.ROW),
 )
 C_BLOCKS_INT8_BLOCK32 = dataclasses.replace(
     C_BLOCKS,

@@ -5,10 +5,9 @@ What the operator reads is packed when the graph is lowered. That graph is never
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -16,55 +15,33 @@ from torch.nn.functional import pad
 
 from nc.backends import cpu
 from nc.backends.native.fuse import weight_of
-from nc.errors import BackendError
 from nc.graph.fx_utils import call_function, free_name, take_over
 from nc.graph.views import Dequantize, Recurrent
-from nc.kernels.c_code import failures, openmp
+from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.calls import Function, call_once, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS, compiled
 from nc.numerics.recurrent import weights_of_layers
 from nc.ops import RECURRENT
 from nc.process.unavailable import Unavailable
 
-#: Outputs of a panel, and inputs of a word, as in the C code.
-_PANEL, _WORD = 16, 4
+#: Outputs of a panel, and inputs of a word.
+_PANEL, _WORD = abi.CONSTANTS.panel, abi.CONSTANTS.word
 #: More inputs could make sums of products that int32 does not hold.
-_MOST_INPUTS = 2**16
-_CODES = 255
+_MOST_INPUTS = abi.CONSTANTS.most_inputs
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-_KINDS = {"lstm": 0, "gru": 1, "rnn": 2}
 _NAMESPACE = "nc_recurrent"
 _NAMES = {operator: name for name, operator in RECURRENT.items()}
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 #: Codes in panels, scale and sum of codes of each output, and the bias.
 _Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-class _CMatrix(ctypes.Structure):
-    """`struct matrix`."""
-
-    _fields_ = (
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "sums", "bias")),
-    )
-
-
-class _CLayer(ctypes.Structure):
-    """`struct layer`."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bytes", "kind", "isa", "threads", "reverse", "steps", "rows", "hidden", "state")),
-        *((name, ctypes.c_int64) for name in ("x_step", "x_row", "y_step", "y_row")),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "h", "c", "gates")),
-        *((name, _CMatrix) for name in ("input", "recurrent", "projection")),
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Code:
     """The function in C, and the instruction sets that it was compiled for."""
 
-    function: Callable[..., int]
+    function: Function
     isas: tuple[str, ...]
 
     def isa(self) -> str:
@@ -78,9 +55,7 @@ def _code() -> _Code | Unavailable:
     library = load_on_threads("recurrent")
     if isinstance(library, Unavailable):
         return library
-    function = library.nc_recurrent
-    function.restype, function.argtypes = ctypes.c_int64, (ctypes.POINTER(_CLayer),)
-    return _Code(function, compiled(library))
+    return _Code(function_of(library, "recurrent"), compiled(library))
 
 
 def why_unavailable() -> str:
@@ -267,32 +242,29 @@ def _direction(
     assert not isinstance(code, Unavailable), "layers are replaced only where there is code"
     x = x if x.stride(-1) == 1 else x.contiguous()
     steps, rows, features = x.shape
-    gates = x.new_empty((steps * rows, matrices[0][1].shape[0]))
     state = states[0].shape[-1]
-    inputs = (features, state, hidden)
-    c_matrices = [
-        _CMatrix(m[1].shape[0], size, *(0 if t is None else t.data_ptr() for t in m)) for m, size in zip(matrices, inputs, strict=False)
-    ]
-    layer = _CLayer(
-        ctypes.sizeof(_CLayer),
-        _KINDS[kind.partition("_")[0]] + kind.endswith("relu"),
-        NUMBERS[code.isa()],
-        openmp.threads(),
-        reverse,
-        steps,
-        rows,
-        hidden,
-        state,
-        *x.stride()[:2],
-        *y.stride()[:2],
-        x.data_ptr(),
-        y.data_ptr(),
-        states[0].data_ptr(),
-        states[1].data_ptr() if len(states) > 1 else 0,
-        gates.data_ptr(),
-        *c_matrices,
-    )
-    failed = code.function(ctypes.byref(layer))
-    if failed:
-        msg = f"The C code of a recurrent layer failed: {failures.words(failed)}."
-        raise BackendError(msg)
+    gates = x.new_empty((steps * rows, _GATES[kind.partition("_")[0]] * hidden))
+    outputs = [scale.shape[0] for _, scale, _, _ in matrices]
+    if outputs != [gates.shape[1], gates.shape[1], state][: len(matrices)]:
+        sizes = f"{hidden} hidden elements and states of {state}"
+        msg = f"the matrices of a recurrent layer have {outputs} outputs, which do not fit {sizes}"
+        raise ValueError(msg)
+    fields = {
+        "cell": abi.CELL.number(kind),
+        "isa": NUMBERS[code.isa()],
+        "threads": openmp.threads(),
+        "reverse": reverse,
+        "steps": steps,
+        "rows": rows,
+        "features": features,
+        "hidden": hidden,
+        "state": state,
+        "x_step": x.stride(0),
+        "x_row": x.stride(1),
+        "y_step": y.stride(0),
+        "y_row": y.stride(1),
+    }
+    parts = [_NOTHING if part is None else part for matrix in matrices for part in matrix]
+    missing = [_NOTHING] * (12 - len(parts))
+    cells = states[1] if len(states) > 1 else _NOTHING
+    call_once(code.function, fields, [y, x, states[0], cells, gates, *parts, *missing])

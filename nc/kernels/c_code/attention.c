@@ -13,33 +13,12 @@
 #define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum { ROWS_AT_ONCE = 4, BLOCKS_AT_ONCE = 4, MOST_WIDE = 512 };
-enum { ADD, MUL };
-
-/* What `how` has, in this order. Strides are in elements, the last one is 1. Factors are the bits of floats. */
-enum {
-    BATCH, HEADS, ROWS, KEYS, WIDTH, WIDE,
-    Q,                    /* strides of batch, head, row */
-    K = Q + 3,            /* of batch, head, key */
-    V = K + 3,            /* likewise */
-    Y = V + 3,            /* of batch, head, row */
-    ZEROS = Y + 3,        /* zero points of q, k, v and y */
-    FACTORS = ZEROS + 4,  /* of the sums of scores; 1 / scale of the probabilities; of the sums of values; 1 / scale of y */
-    TO_CODES = FACTORS + 4,
-    PARTS,                /* of the rows of a head, each a task */
-    BYTES,                /* of memory for each thread */
-    THREADS,
-    BEFORE,               /* how many others follow the scores */
-    BEHIND,               /* how many follow the sums of values */
-    OTHERS                /* for each: ADD or MUL, strides of batch, head, row and column */
-};
-enum { OTHER = 5 };
-_Static_assert(MOST_WIDE % 16 == 0, "rows of q are read 16 codes at a time");
+enum { BLOCKS_AT_ONCE = 4 };
+_Static_assert(WIDEST_HEAD % 16 == 0, "rows of q are read 16 codes at a time");
 
 struct job {
-    const int64_t *how;
+    const struct nc_int8_attention *how;
     char *const *tensors;
-    float factors[4];
 };
 
 /* Memory of one thread; keys and values in the order in which they are multiplied, 16 outputs side by side, 4 inputs behind each other. */
@@ -55,24 +34,24 @@ INLINE int64_t up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
-static struct room room_of(char *memory, const int64_t *how)
+static struct room room_of(char *memory, const struct nc_int8_attention *how)
 {
-    const int64_t keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
+    const int64_t keys = up(how->keys, 16), wide = up(how->wide, 16);
     struct room room;
     room.keys = (int8_t *)memory;
-    room.values = room.keys + keys * up(how[WIDTH], 4);
+    room.values = room.keys + keys * up(how->width, 4);
     room.of_keys = (int32_t *)(room.values + keys * wide);
     room.scores = (float *)(room.of_keys + keys);
-    room.sums = room.scores + ROWS_AT_ONCE * keys;
-    room.codes = (uint8_t *)(room.sums + ROWS_AT_ONCE * wide);
+    room.sums = room.scores + SCORE_ROWS * keys;
+    room.codes = (uint8_t *)(room.sums + SCORE_ROWS * wide);
     return room;
 }
 
 /* Bytes of it. */
-static int64_t bytes_of_room(const int64_t *how)
+static int64_t bytes_of_room(const struct nc_int8_attention *how)
 {
-    const int64_t keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
-    return keys * (up(how[WIDTH], 4) + wide + 4 + ROWS_AT_ONCE * (4 + 1)) + ROWS_AT_ONCE * wide * 4;
+    const int64_t keys = up(how->keys, 16), wide = up(how->wide, 16);
+    return keys * (up(how->width, 4) + wide + 4 + SCORE_ROWS * (4 + 1)) + SCORE_ROWS * wide * 4;
 }
 
 /* Which of 16 numbers there are where `left` are left. */
@@ -82,15 +61,15 @@ INLINE FOR_VNNI __mmask16 lanes_of(int64_t left)
 }
 
 /* Keys [keys, width] as [keys / 16][width / 4][16][4]; what is missing is 0. */
-FOR_VNNI static void pack_keys(const int64_t *how, const int8_t *k, const struct room *room)
+FOR_VNNI static void pack_keys(const struct nc_int8_attention *how, const int8_t *k, const struct room *room)
 {
-    const int64_t width = how[WIDTH], groups = up(width, 4) / 4, zero_q = how[ZEROS], zero_k = how[ZEROS + 1];
-    for (int64_t block = 0; block * 16 < how[KEYS]; block++) {
+    const int64_t width = how->width, groups = up(width, 4) / 4, zero_q = how->q_zero_point, zero_k = how->k_zero_point;
+    for (int64_t block = 0; block * 16 < how->keys; block++) {
         int8_t *to = room->keys + block * groups * 64;
         for (int64_t j = 0; j < 16; j++) {
             const int64_t key = block * 16 + j;
-            const int8_t *from = k + key * how[K + 2];
-            if (key >= how[KEYS]) {
+            const int8_t *from = k + key * how->k_strides[2];
+            if (key >= how->keys) {
                 for (int64_t t = 0; t < groups; t++)
                     memset(to + t * 64 + j * 4, 0, 4);
                 continue;
@@ -111,17 +90,18 @@ FOR_VNNI static void pack_keys(const int64_t *how, const int8_t *k, const struct
 }
 
 /* Values [keys, wide] as [wide / 16][keys / 4][16][4]. */
-FOR_VNNI static void pack_values(const int64_t *how, const int8_t *v, const struct room *room)
+FOR_VNNI static void pack_values(const struct nc_int8_attention *how, const int8_t *v, const struct room *room)
 {
-    const int64_t groups = up(how[KEYS], 16) / 4;
-    for (int64_t block = 0; block * 16 < how[WIDE]; block++) {
-        const __mmask16 lanes = lanes_of(how[WIDE] - block * 16);
+    const int64_t groups = up(how->keys, 16) / 4;
+    for (int64_t block = 0; block * 16 < how->wide; block++) {
+        const __mmask16 lanes = lanes_of(how->wide - block * 16);
         int8_t *to = room->values + block * groups * 64;
         for (int64_t t = 0; t < groups; t++) {
             __m128i rows[4];
             for (int64_t i = 0; i < 4; i++) {
                 const int64_t key = t * 4 + i;
-                rows[i] = _mm_maskz_loadu_epi8(key < how[KEYS] ? lanes : 0, v + (key < how[KEYS] ? key : 0) * how[V + 2] + block * 16);
+                const int8_t *row = v + (key < how->keys ? key : 0) * how->v_strides[2];
+                rows[i] = _mm_maskz_loadu_epi8(key < how->keys ? lanes : 0, row + block * 16);
             }
             const __m128i a = _mm_unpacklo_epi8(rows[0], rows[1]), b = _mm_unpackhi_epi8(rows[0], rows[1]);
             const __m128i c = _mm_unpacklo_epi8(rows[2], rows[3]), d = _mm_unpackhi_epi8(rows[2], rows[3]);
@@ -166,12 +146,12 @@ INLINE FOR_VNNI void follow(
     const struct job *job, int64_t first, int64_t count, int64_t batch, int64_t head, int64_t row, float *x, int64_t n)
 {
     for (int64_t i = first; i < first + count; i++) {
-        const int64_t *other = job->how + OTHERS + i * OTHER;
-        const float *from = (const float *)job->tensors[5 + i] + batch * other[1] + head * other[2] + row * other[3];
+        const int64_t kind = job->how->followers[i], *strides = job->how->follower_strides[i];
+        const float *from = (const float *)job->tensors[5 + i] + batch * strides[0] + head * strides[1] + row * strides[2];
         for (int64_t j = 0; j < n; j += 16) {
-            const __m512 y = other[4] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
+            const __m512 y = strides[3] ? _mm512_maskz_loadu_ps(lanes_of(n - j), from + j) : _mm512_set1_ps(*from);
             const __m512 old = _mm512_loadu_ps(x + j);
-            _mm512_storeu_ps(x + j, other[0] == ADD ? _mm512_add_ps(old, y) : _mm512_mul_ps(old, y));
+            _mm512_storeu_ps(x + j, kind == FOLLOW_ADD ? _mm512_add_ps(old, y) : _mm512_mul_ps(old, y));
         }
     }
 }
@@ -180,9 +160,9 @@ INLINE FOR_VNNI void follow(
 INLINE FOR_VNNI void score(
     const int rows, const int blocks, const struct job *job, const struct room *room, const uint8_t *q, const int32_t *taken, int64_t block)
 {
-    const int64_t groups = up(job->how[WIDTH], 4) / 4, keys = up(job->how[KEYS], 16);
-    const __m512 factor = _mm512_set1_ps(job->factors[0]);
-    __m512i sums[ROWS_AT_ONCE][BLOCKS_AT_ONCE];
+    const int64_t groups = up(job->how->width, 4) / 4, keys = up(job->how->keys, 16);
+    const __m512 factor = _mm512_set1_ps((float)job->how->score);
+    __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
     multiply(rows, blocks, q, groups * 4, room->keys + block * groups * 64, groups, sums);
     for (int r = 0; r < rows; r++) {
         const __m512i off = _mm512_set1_epi32(taken[r]);
@@ -220,8 +200,8 @@ INLINE FOR_VNNI __m128i codes_of_16(__m512 x)
 INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n, float inverse, int64_t *total)
 {
     const int64_t keys = up(n, 16), last = keys - 16;
-    __m512 most[ROWS_AT_ONCE], sum[ROWS_AT_ONCE];
-    __m128i sums[ROWS_AT_ONCE];
+    __m512 most[SCORE_ROWS], sum[SCORE_ROWS];
+    __m128i sums[SCORE_ROWS];
     for (int r = 0; r < rows; r++) {
         most[r] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(n - last), e + r * keys + last);
         _mm512_storeu_ps(e + r * keys + last, most[r]);
@@ -254,13 +234,13 @@ INLINE FOR_VNNI void softmax(const int rows, float *e, uint8_t *codes, int64_t n
 /* Sums of values for `rows` rows and `blocks` blocks of columns, instead of scores. `total`: sums of codes of probabilities. */
 INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *job, const struct room *room, const int64_t *total, int64_t block)
 {
-    const int64_t keys = up(job->how[KEYS], 16), wide = up(job->how[WIDE], 16);
-    const __m512 factor = _mm512_set1_ps(job->factors[2]);
-    __m512i sums[ROWS_AT_ONCE][BLOCKS_AT_ONCE];
+    const int64_t keys = up(job->how->keys, 16), wide = up(job->how->wide, 16);
+    const __m512 factor = _mm512_set1_ps((float)job->how->value);
+    __m512i sums[SCORE_ROWS][BLOCKS_AT_ONCE];
     multiply(rows, blocks, room->codes, keys, room->values + block * keys * 16, keys / 4, sums);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < blocks; c++) {
-            const __m512i exact = _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how[ZEROS + 2] * total[r])));
+            const __m512i exact = _mm512_sub_epi32(sums[r][c], _mm512_set1_epi32((int)(job->how->v_zero_point * total[r])));
             _mm512_storeu_ps(room->sums + r * wide + (block + c) * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
         }
 }
@@ -268,13 +248,13 @@ INLINE FOR_VNNI void weigh(const int rows, const int blocks, const struct job *j
 /* A row of the result: in fp32, or as codes. */
 INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
 {
-    const int64_t *how = job->how;
-    const __m512 inverse = _mm512_set1_ps(job->factors[3]), zero = _mm512_set1_ps((float)how[ZEROS + 3]);
+    const struct nc_int8_attention *how = job->how;
+    const __m512 inverse = _mm512_set1_ps((float)job->how->inverse), zero = _mm512_set1_ps((float)how->y_zero_point);
     const __m512 low = _mm512_sub_ps(_mm512_setzero_ps(), zero), high = _mm512_sub_ps(_mm512_set1_ps(255.0f), zero);
-    for (int64_t i = 0; i < how[WIDE]; i += 16) {
-        const __mmask16 lanes = lanes_of(how[WIDE] - i);
+    for (int64_t i = 0; i < how->wide; i += 16) {
+        const __mmask16 lanes = lanes_of(how->wide - i);
         __m512 y = _mm512_loadu_ps(x + i);
-        if (!how[TO_CODES]) {
+        if (how->to == DTYPE_F32) {
             _mm512_mask_storeu_ps((float *)job->tensors[0] + at + i, lanes, y);
             continue;
         }
@@ -287,27 +267,29 @@ INLINE FOR_VNNI void put(const struct job *job, const float *x, int64_t at)
 /* Some rows of one head. */
 INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct room *room, int64_t batch, int64_t head, int64_t row)
 {
-    const int64_t *how = job->how, width = how[WIDTH], padded = up(width, 4), keys = up(how[KEYS], 16), wide = up(how[WIDE], 16);
-    uint8_t q[ROWS_AT_ONCE * MOST_WIDE + 16];
-    int32_t taken[ROWS_AT_ONCE];
-    int64_t total[ROWS_AT_ONCE], block = 0;
+    const struct nc_int8_attention *how = job->how;
+    const int64_t width = how->width, padded = up(width, 4), keys = up(how->keys, 16), wide = up(how->wide, 16);
+    uint8_t q[SCORE_ROWS * WIDEST_HEAD + 16];
+    int32_t taken[SCORE_ROWS];
+    int64_t total[SCORE_ROWS], block = 0;
     for (int r = 0; r < rows; r++) {
-        const uint8_t *from = (const uint8_t *)job->tensors[1] + batch * how[Q] + head * how[Q + 1] + (row + r) * how[Q + 2];
+        const int64_t at = batch * how->q_strides[0] + head * how->q_strides[1] + (row + r) * how->q_strides[2];
+        const uint8_t *from = (const uint8_t *)job->tensors[1] + at;
         __m128i sums = _mm_setzero_si128();
         for (int64_t i = 0; i < width; i += 16) { /* what is written behind a row is overwritten by the next */
             const __m128i codes = _mm_maskz_loadu_epi8(lanes_of(width - i), from + i);
             _mm_storeu_si128((__m128i *)(q + r * padded + i), codes);
             sums = _mm_add_epi64(sums, _mm_sad_epu8(codes, _mm_setzero_si128()));
         }
-        taken[r] = (_mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2)) * (int32_t)how[ZEROS + 1];
+        taken[r] = (_mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 2)) * (int32_t)how->k_zero_point;
     }
     for (; block + 4 <= keys / 16; block += 4)
         score(rows, 4, job, room, q, taken, block);
     for (; block < keys / 16; block++)
         score(rows, 1, job, room, q, taken, block);
     for (int r = 0; r < rows; r++)
-        follow(job, 0, how[BEFORE], batch, head, row + r, room->scores + r * keys, how[KEYS]);
-    softmax(rows, room->scores, room->codes, how[KEYS], job->factors[1], total);
+        follow(job, 0, how->before, batch, head, row + r, room->scores + r * keys, how->keys);
+    softmax(rows, room->scores, room->codes, how->keys, (float)job->how->inverse_probability, total);
     for (block = 0; block + 4 <= wide / 16; block += 4)
         weigh(rows, 4, job, room, total, block);
     if (block + 2 <= wide / 16) {
@@ -317,55 +299,53 @@ INLINE FOR_VNNI void attend(const int rows, const struct job *job, const struct 
     if (block < wide / 16)
         weigh(rows, 1, job, room, total, block);
     for (int r = 0; r < rows; r++) {
-        follow(job, how[BEFORE], how[BEHIND], batch, head, row + r, room->sums + r * wide, how[WIDE]);
-        put(job, room->sums + r * wide, batch * how[Y] + head * how[Y + 1] + (row + r) * how[Y + 2]);
+        follow(job, how->before, how->behind, batch, head, row + r, room->sums + r * wide, how->wide);
+        put(job, room->sums + r * wide, batch * how->y_strides[0] + head * how->y_strides[1] + (row + r) * how->y_strides[2]);
     }
 }
 
 FOR_VNNI static void work(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
-    const int64_t *how = job->how, pieces = how[PARTS], tasks = how[BATCH] * how[HEADS] * pieces;
-    const struct room room = room_of(job->tensors[4] + part * how[BYTES], how);
+    const struct nc_int8_attention *how = job->how;
+    const int64_t pieces = how->parts, tasks = how->batch * how->heads * pieces;
+    const struct room room = room_of(job->tensors[4] + part * how->bytes, how);
     int64_t packed = -1;
     for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++) {
-        const int64_t which = task / pieces, batch = which / how[HEADS], head = which % how[HEADS], piece = task % pieces;
-        const int64_t end = how[ROWS] * (piece + 1) / pieces;
-        int64_t row = how[ROWS] * piece / pieces;
+        const int64_t which = task / pieces, batch = which / how->heads, head = which % how->heads, piece = task % pieces;
+        const int64_t end = how->rows * (piece + 1) / pieces;
+        int64_t row = how->rows * piece / pieces;
         if (which != packed) {
-            pack_keys(how, (const int8_t *)job->tensors[2] + batch * how[K] + head * how[K + 1], &room);
-            pack_values(how, (const int8_t *)job->tensors[3] + batch * how[V] + head * how[V + 1], &room);
+            pack_keys(how, (const int8_t *)job->tensors[2] + batch * how->k_strides[0] + head * how->k_strides[1], &room);
+            pack_values(how, (const int8_t *)job->tensors[3] + batch * how->v_strides[0] + head * how->v_strides[1], &room);
             packed = which;
         }
-        for (; row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE)
-            attend(ROWS_AT_ONCE, job, &room, batch, head, row);
+        for (; row + SCORE_ROWS <= end; row += SCORE_ROWS)
+            attend(SCORE_ROWS, job, &room, batch, head, row);
         for (; row < end; row++)
             attend(1, job, &room, batch, head, row);
     }
 }
 
 /* tensors: y; q in uint8, k and v in int8; memory for all threads, of 64-byte pieces; the others, in fp32 */
-int nc_attention(const int64_t *how, void *unused, int count, char *const *tensors)
+int nc_int8_attention(const struct nc_int8_attention *how, void *unused, int count, char *const *tensors)
 {
-    EXPECT(how[0] >= OTHERS && how[1 + BEFORE] >= 0 && how[1 + BEHIND] >= 0, OTHER_NUMBERS);
-    const int64_t others = how[1 + BEFORE] + how[1 + BEHIND];
-    TAKES(OTHERS + others * OTHER, 5 + others, 5 + others);
-    struct job job = {.how = how, .tensors = tensors};
-    (void)unused;
+    TAKES(nc_int8_attention);
+    struct job job = {how, tensors};
     EXPECT(nc_may_use() >> ISA_AVX512_VNNI & 1, NOT_HERE);
-    EXPECT(how[BATCH] >= 0 && how[HEADS] >= 0 && how[ROWS] >= 0 && how[THREADS] > 0, OTHER_SIZE);
-    EXPECT(how[KEYS] > 0 && how[WIDTH] > 0 && how[WIDTH] <= MOST_WIDE && how[WIDE] > 0 && how[PARTS] > 0, OTHER_SIZE);
-    EXPECT(bytes_of_room(how) <= how[BYTES], OTHER_SIZE);
-    for (int64_t i = 0; i < others; i++)
-        EXPECT(how[OTHERS + i * OTHER] == ADD || how[OTHERS + i * OTHER] == MUL, OTHER_OPERATION);
-    for (int i = 0; i < 4; i++) {
-        const uint32_t bits = (uint32_t)how[FACTORS + i];
-        memcpy(&job.factors[i], &bits, 4);
-    }
+    EXPECT(how->before >= 0 && how->before <= MOST_FOLLOWERS, OTHER_SIZE);
+    EXPECT(how->behind >= 0 && how->behind <= MOST_FOLLOWERS - how->before, OTHER_SIZE);
+    EXPECT(count == 5 + how->before + how->behind, OTHER_TENSORS);
+    EXPECT(how->batch >= 0 && how->heads >= 0 && how->rows >= 0 && how->threads > 0, OTHER_SIZE);
+    EXPECT(how->keys > 0 && how->width > 0 && how->width <= WIDEST_HEAD && how->wide > 0 && how->parts > 0, OTHER_SIZE);
+    EXPECT(bytes_of_room(how) <= how->bytes, OTHER_SIZE);
+    EXPECT(how->to == DTYPE_U8 || how->to == DTYPE_F32, OTHER_DTYPE);
+    for (int64_t i = 0; i < how->before + how->behind; i++)
+        EXPECT(how->followers[i] == FOLLOW_ADD || how->followers[i] == FOLLOW_MUL, OTHER_OPERATION);
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth = 1 + how[BATCH] * how[HEADS] * how[ROWS] * how[KEYS] * (how[WIDTH] + how[WIDE]) / 524288;
-    in_parts(work, &job, worth, how[THREADS]);
-    return 0;
+    const int64_t worth = 1 + how->batch * how->heads * how->rows * how->keys * (how->width + how->wide) / 524288;
+    in_parts(work, &job, worth, how->threads);
+    return OK;
 }
 
 int64_t nc_isas(void) { return 1 << ISA_AVX512_VNNI; }

@@ -1,11 +1,8 @@
-/* Functions of the form of dnnl_primitive_execute: (numbers, not used, count of tensors, their addresses). The first number is how many
- * follow. Each function checks what it is given: a caller that counts otherwise gets an error, and no address is computed from its numbers.
+/* Functions of the table in abi.py: (structure, not used, count of tensors, their addresses). Each one checks what
+ * it is given, and no address is computed from its numbers before that.
  */
 
 #include <stdint.h>
-
-/* What functions return; nc.kernels.c_code.failures has the words. */
-enum { OK, OTHER_INDEX, NO_MEMORY, NOT_HERE, OTHER_NUMBERS, OTHER_TENSORS, OTHER_DTYPE, OTHER_SIZE, OTHER_OPERATION };
 
 #define EXPECT(condition, error) \
     do {                         \
@@ -13,8 +10,15 @@ enum { OK, OTHER_INDEX, NO_MEMORY, NOT_HERE, OTHER_NUMBERS, OTHER_TENSORS, OTHER
             return error;        \
     } while (0)
 
-/* Begins a function: `how` is what follows the count. */
-#define TAKES(numbers, least, most)                               \
-    how++;                                                        \
-    EXPECT(how[-1] == (numbers), OTHER_NUMBERS);                  \
-    EXPECT((least) <= count && count <= (most), OTHER_TENSORS)
+/* Begins the function of this name. */
+#define TAKES(function)                                                                  \
+    (void)unused;                                                                        \
+    EXPECT(how->size == (int64_t)sizeof *how, OTHER_NUMBERS);                            \
+    EXPECT(count >= function##_least && count <= function##_most, OTHER_TENSORS)
+
+/* Memory of a list whose address is known at each call only: see runner.c. */
+int nc_set(void *place, void *address)
+{
+    *(void **)place = address;
+    return 0;
+}

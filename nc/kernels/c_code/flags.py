@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import runpy
 import shutil
 from pathlib import Path
 
@@ -18,10 +20,16 @@ def compiler(named: str) -> str:
 
 
 def source_hash(source: Path) -> str:
-    """Return what a library of this source says that it was made of: the source, the headers beside it, and the flags."""
+    """Return what a library of a source says that it was made of: source, all headers, and flags."""
     files = (source, *sorted(source.parent.glob("*.h")))
-    content = b"\0".join((*(path.read_bytes() for path in files), *map(str.encode, FLAGS)))
+    content = b"\0".join((*(path.read_bytes() for path in files), *map(str.encode, (made_header(), *FLAGS))))
     return short_hash(content)
+
+
+@functools.cache
+def made_header() -> str:
+    """Return the header that is made of `abi.py`."""
+    return str(runpy.run_path(str(Path(__file__).with_name("abi.py")))["header"]())
 
 
 def short_hash(content: bytes) -> str:
@@ -30,6 +38,9 @@ def short_hash(content: bytes) -> str:
 
 
 def command(compiler: str, source: Path, target: Path) -> list[str]:
-    """Return the command that compiles a source to a shared library."""
-    identity = (f'-DNC_SOURCE_HASH="{source_hash(source)}"', "-include", str(source.parent / _HEADER))
-    return [*compiler.split(), *FLAGS, *identity, "-o", str(target), str(source)]
+    """Return the command that compiles a source to a library; write the header of `abi.py` beside that."""
+    made = target.with_suffix(".abi")
+    made.write_text(made_header(), encoding="utf-8")
+    included = ("-include", str(made), "-include", str(source.parent / _HEADER))
+    defined = f'-DNC_SOURCE_HASH="{source_hash(source)}"'
+    return [*compiler.split(), *FLAGS, defined, *included, "-o", str(target), str(source)]

@@ -14,10 +14,7 @@ const char *nc_compiler(void)
 #endif
 }
 
-/* Numbers of the instruction sets; nc.kernels.c_code.isas has the features of the CPU that each needs. */
-enum { ISA_AVX2, ISA_AVX_VNNI, ISA_AVX512, ISA_AVX512_VNNI, ISA_AVX512_BF16, ISA_AMX };
-
-/* Those that this library has code for: bit i for number i. It needs no CPU that has them: it asks, or its callers do. */
+/* Instruction sets that this library has code for: bit i for number i. It needs no CPU that has them: it asks, or its callers do. */
 int64_t nc_isas(void);
 
 /* Those that the user leaves it, set once before the first call of anything else, and what follows: those that it may use. */

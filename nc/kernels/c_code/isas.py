@@ -10,7 +10,7 @@ import ctypes
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl")
 _BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
-#: Name → all features that the compiler may use there, as /proc/cpuinfo names them. In the order of the numbers in `identity.h`.
+#: Name → all features that the compiler may use there, as in /proc/cpuinfo; in the order of `abi.ISA`.
 ISAS = {
     "avx2": _AVX2,
     "avx_vnni": (*_AVX2, "avx_vnni"),
@@ -19,6 +19,7 @@ ISAS = {
     "avx512_bf16": _BF16,
     "amx": (*_BF16, "amx_tile", "amx_int8", "amx_bf16"),
 }
+#: Those of `abi.ISA`; test_abi.py compares the order.
 NUMBERS = {name: number for number, name in enumerate(ISAS)}
 #: Source → instruction sets that it has code for, by a compiler that knows them.
 OF_SOURCES = {

@@ -23,14 +23,10 @@
 #include "calls.h"
 #include "openmp.h"
 
-#define PANEL 16
 #define DIGITS 3 /* of 8 bits, for fp32 */
 #define TINY_AMAX 0x1p-100f /* as in nc.numerics.affine */
 #define WORK_PER_THREAD 65536 /* weights times rows below which another thread costs more than it gains */
 #define X_AT_ONCE (1 << 19)   /* bytes of x that each pair of panels reads again: they should stay in the L2 cache */
-
-enum { FP32 = 0, FP16 = 1, BF16 = 2 }; /* types of scales */
-enum { AVX2 = ISA_AVX2, AVX_VNNI = ISA_AVX_VNNI, AVX512 = ISA_AVX512, AVX512_VNNI = ISA_AVX512_VNNI, AVX512_BF16 = ISA_AVX512_BF16, AMX = ISA_AMX };
 
 struct weight {
     int64_t outputs, inputs, padded; /* N, K, and K as it is stored */
@@ -40,7 +36,7 @@ struct weight {
     const void *scale;
     const float *offset; /* may be null */
     const float *table; /* 16 values of 4-bit codes */
-    int64_t scale_type;
+    int64_t scale_dtype;
 };
 
 struct job {
@@ -310,9 +306,9 @@ FOR_AVX2 static void sum_rows(const struct job *j, int64_t start, int64_t stop)
 INLINE FOR_AVX512 __m512 scales_512(const struct weight *w, int64_t at)
 {
     const uint16_t *half = (const uint16_t *)w->scale + at;
-    if (w->scale_type == FP16)
+    if (w->scale_dtype == DTYPE_F16)
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
-    if (w->scale_type == BF16)
+    if (w->scale_dtype == DTYPE_BF16)
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)half)), 16));
     return _mm512_loadu_ps((const float *)w->scale + at);
 }
@@ -603,9 +599,9 @@ DEFINE_PART(fp32_8_512, FOR_AVX512, fp32_512, 8, 4, 4096)
 INLINE FOR_AVX2 __m256 scales_256(const struct weight *w, int64_t at)
 {
     const uint16_t *half = (const uint16_t *)w->scale + at;
-    if (w->scale_type == FP16)
+    if (w->scale_dtype == DTYPE_F16)
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
-    if (w->scale_type == BF16)
+    if (w->scale_dtype == DTYPE_BF16)
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)half)), 16));
     return _mm256_loadu_ps((const float *)w->scale + at);
 }
@@ -900,73 +896,117 @@ DEFINE_FP32_256(tiles_fp32_8_256, 8)
 /* ---- the call ---- */
 
 /* What a caller must see to. */
-static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t block)
+static int check(const struct nc_low_bit *how, const struct nc_low_bit_weight *w)
 {
-    const int64_t outputs = shape[0], inputs = shape[1], padded = shape[2], group = shape[3], bits = shape[4], isa = shape[6];
-    EXPECT(shape[7] >= FP32 && shape[7] <= BF16, OTHER_DTYPE);
-    EXPECT(isa >= AVX2 && isa <= AMX && nc_may_use() >> isa & 1, NOT_HERE);
-    EXPECT((bits == 4 || bits == 8) && outputs > 0 && inputs > 0 && padded >= inputs && padded % 32 == 0, OTHER_SIZE);
-    EXPECT(group > 0 && group % 32 == 0 && padded % group == 0, OTHER_SIZE);
-    EXPECT(rows >= 0 && stride >= (block == -1 || block > 0 ? inputs : padded), OTHER_SIZE);
-    EXPECT(block >= -2 && block % 32 <= 0 && block <= (HAS_AMX ? CHUNK : 4096) && (block <= 0 || group % block == 0), OTHER_SIZE);
+    const int64_t block = how->block, longest = HAS_AMX ? CHUNK : 4096;
+    EXPECT(w->size == (int64_t)sizeof *w, OTHER_NUMBERS);
+    EXPECT(w->scale_dtype == DTYPE_F32 || w->scale_dtype == DTYPE_F16 || w->scale_dtype == DTYPE_BF16, OTHER_DTYPE);
+    EXPECT(w->isa >= ISA_AVX2 && w->isa <= ISA_AMX && nc_may_use() >> w->isa & 1, NOT_HERE);
+    EXPECT((w->bits == 4 || w->bits == 8) && w->outputs > 0 && w->inputs > 0, OTHER_SIZE);
+    EXPECT(w->padded >= w->inputs && w->padded % LOW_BIT_STEP == 0, OTHER_SIZE);
+    EXPECT(w->group > 0 && w->group % LOW_BIT_STEP == 0 && w->padded % w->group == 0, OTHER_SIZE);
+    EXPECT(how->rows >= 0 && how->stride >= (block == BLOCK_ROW || block > 0 ? w->inputs : w->padded), OTHER_SIZE);
+    EXPECT(block >= BLOCK_BF16 && block % 32 <= 0 && block <= longest && (block <= 0 || w->group % block == 0), OTHER_SIZE);
     return OK;
 }
 
-static part_t choose(const struct weight *w, int int8, int64_t isa)
+/* How x is multiplied: rounded to int8 by blocks or by rows, as it is, or in bf16 with 4-bit codes. */
+enum { BY_BLOCKS = 1, BY_ROWS = 2, IN_INT8 = BY_BLOCKS | BY_ROWS, EXACTLY = 4, IN_BF16 = 8 };
+/* Instruction sets that a kernel is for. */
+enum { OF_AMX = 1 << ISA_AMX, OF_BF16 = 1 << ISA_AVX512_BF16, OF_VNNI = 1 << ISA_AVX512_VNNI | OF_BF16 | OF_AMX };
+enum { OF_AVX_VNNI = 1 << ISA_AVX_VNNI, OF_AVX512 = 1 << ISA_AVX512 | OF_VNNI, OF_ANY = 1 << ISA_AVX2 | OF_AVX_VNNI | OF_AVX512 };
+
+/* A kernel, and what it is for. */
+struct kernel {
+    int isas, modes, bits;
+    int64_t least;        /* rows */
+    int intel;            /* for CPUs of Intel alone */
+    int digits, tiles;    /* of x, 0: it stays in floating point; whether it lies in tiles */
+    part_t part, prepare; /* prepare: of x, or null */
+    part_t many;          /* from FEW_ROWS on, or null */
+};
+
+/* The first one that fits is taken. Tiles pay from some rows on; for fewer rows than those of bf16, digits take less time. */
+static const struct kernel kernels[] = {
+    {OF_AMX, BY_BLOCKS, 4, .least = 13, .digits = 1, .tiles = 1, .part = int8_4_amx, .prepare = round_rows},
+    {OF_AMX, BY_BLOCKS, 8, .least = 13, .digits = 1, .tiles = 1, .part = int8_8_amx, .prepare = round_rows},
+    {OF_AMX, BY_ROWS, 4, .least = 9, .digits = 1, .tiles = 1, .part = int8_4_amx, .prepare = round_rows},
+    {OF_AMX, BY_ROWS, 8, .least = 9, .digits = 1, .tiles = 1, .part = int8_8_amx, .prepare = round_rows},
+    {OF_VNNI, IN_INT8, 4, .intel = 1, .digits = 1, .part = int8_4_intel, .prepare = round_rows},
+    {OF_VNNI, IN_INT8, 8, .intel = 1, .digits = 1, .part = int8_8_intel, .prepare = round_rows},
+    {OF_VNNI, IN_INT8, 4, .digits = 1, .part = int8_4_512, .prepare = round_rows},
+    {OF_VNNI, IN_INT8, 8, .digits = 1, .part = int8_8_512, .prepare = round_rows},
+    {OF_AVX_VNNI, IN_INT8, 4, .digits = 1, .part = int8_4_vnni, .prepare = round_rows},
+    {OF_AVX_VNNI, IN_INT8, 8, .digits = 1, .part = int8_8_vnni, .prepare = round_rows},
+    {OF_ANY, IN_INT8, 4, .digits = 1, .part = int8_4_256, .prepare = round_rows},
+    {OF_ANY, IN_INT8, 8, .digits = 1, .part = int8_8_256, .prepare = round_rows},
+    {OF_AMX, IN_BF16, 4, .least = 5, .tiles = 1, .part = bf16_4_amx, .prepare = order_rows},
+    {OF_BF16, IN_BF16, 4, .least = 4, .part = bf16_4_512, .prepare = order_rows},
+    {OF_AMX, EXACTLY, 4, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_4_amx, .prepare = split_rows},
+    {OF_AMX, EXACTLY, 8, .least = 7, .digits = DIGITS, .tiles = 1, .part = digits_8_amx, .prepare = split_rows},
+    {OF_VNNI, EXACTLY | IN_BF16, 4, .digits = DIGITS, .part = digits_4_512, .prepare = split_rows},
+    {OF_VNNI, EXACTLY, 8, .intel = 1, .digits = DIGITS, .part = digits_8_intel, .prepare = split_rows},
+    {OF_VNNI, EXACTLY, 8, .digits = DIGITS, .part = digits_8_512, .prepare = split_rows},
+    {OF_AVX512, EXACTLY | IN_BF16, 4, .part = fp32_4_512},
+    {OF_AVX512, EXACTLY, 8, .part = fp32_8_512},
+    {OF_ANY, EXACTLY | IN_BF16, 4, .part = fp32_4_256, .many = tiles_fp32_4_256},
+    {OF_ANY, EXACTLY, 8, .part = fp32_8_256, .many = tiles_fp32_8_256},
+};
+
+static int mode_of(int64_t block, int64_t bits)
 {
-    const int four = w->bits == 4;
-    if (int8 && isa >= AMX)
-        return four ? int8_4_amx : int8_8_amx;
-    if (int8 && isa >= AVX512_VNNI)
-        return __builtin_cpu_is("intel") ? four ? int8_4_intel : int8_8_intel : four ? int8_4_512 : int8_8_512;
-    if (int8 && isa == AVX_VNNI)
-        return !HAS_AVX_VNNI ? NULL : four ? int8_4_vnni : int8_8_vnni;
-    if (int8)
-        return four ? int8_4_256 : int8_8_256;
-    if (isa >= AMX)
-        return four ? digits_4_amx : digits_8_amx;
-    if (isa >= AVX512_VNNI)
-        return four ? digits_4_512 : __builtin_cpu_is("intel") ? digits_8_intel : digits_8_512;
-    if (isa >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        return four ? fp32_4_512 : fp32_8_512;
-    return four ? fp32_4_256 : fp32_8_256;
+    if (block > 0)
+        return BY_BLOCKS;
+    if (block == BLOCK_ROW)
+        return BY_ROWS;
+    return HAS_BF16 && block == BLOCK_BF16 && bits == 4 ? IN_BF16 : EXACTLY;
+}
+
+/* Each instruction set has a kernel for each mode, bits and number of rows. */
+static const struct kernel *kernel_for(int64_t isa, int mode, int64_t bits, int64_t rows)
+{
+    const struct kernel *k = kernels;
+    const int intel = __builtin_cpu_is("intel");
+    if (isa == ISA_AVX512 && !(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")))
+        isa = ISA_AVX2;
+    while (!(k->isas >> isa & 1 && k->modes & mode && k->bits == bits && rows >= k->least && intel >= k->intel))
+        k++;
+    return k;
 }
 
 /* y = x W^T + bias.
  *
- * x: [rows, K]; for block 0 with `padded` columns
- * shape: outputs, inputs, padded inputs, group, bits, middle of the weight, see struct weight; then the instruction set, one that the CPU has,
- *   and the type of the scales
- * block: 0: multiply x as it is; else round it to int8, with a scale for so many elements; -1: for each row. -2: as 0, and all are bf16
- * Returns what calls.h lists.
+ * tensors: y; x, [rows, inputs], or where it is not rounded to int8 [rows, padded]; the weight, codes, scales,
+ *   offsets, values of 4-bit codes; bias. Offsets and bias may have no address.
  */
-int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
-                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
+int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(nc_low_bit);
+    const struct nc_low_bit_weight *shape = (const struct nc_low_bit_weight *)tensors[2];
+    const float *x = (const float *)tensors[1], *offset = (const float *)tensors[5];
+    float *y = (float *)tensors[0];
+    const int64_t rows = how->rows, stride = how->stride, threads = how->threads;
     _Atomic int unfit = 0;
-    const int wrong = check(shape, rows, stride, block);
+    const int wrong = check(how, shape);
     EXPECT(!wrong, wrong);
-    struct job j = {.w = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], codes, scale, offset, table, shape[7]},
-                    .stride = stride, .bias = bias, .unfit = &unfit};
-    /* tiles pay from some rows on; for fewer rows than those of bf16, the digits take less time */
-    const int in_bf16 = HAS_BF16 && block == -2 && j.w.bits == 4, from = block > 0 ? 13 : block == -1 ? 9 : in_bf16 ? 5 : 7;
-    const int amx = HAS_AMX && shape[6] >= AMX && rows >= from;
-    const int bf16 = in_bf16 && (amx || (shape[6] == AVX512_BF16 && rows >= 4));
-    block = block == -2 ? 0 : block;
-    const part_t part = bf16 ? amx ? bf16_4_amx : bf16_4_512 : choose(&j.w, block != 0, amx || shape[6] < AMX ? shape[6] : AVX512_BF16);
-    const part_t prepare = bf16 ? order_rows : block ? round_rows : split_rows, exactly = choose(&j.w, 0, shape[6] < AVX512 ? AVX2 : AVX512);
-    const part_t in_tiles = rows < FEW_ROWS ? NULL : part == fp32_4_256 ? tiles_fp32_4_256 : part == fp32_8_256 ? tiles_fp32_8_256 : NULL;
-    const int digits = bf16 ? 0 : block ? 1 : shape[6] >= AVX512_VNNI ? DIGITS : 0;
+    struct job j = {.w = {shape->outputs, shape->inputs, shape->padded, shape->group, shape->bits, shape->middle,
+                          (const uint8_t *)tensors[3], tensors[4], offset, (const float *)tensors[6], shape->scale_dtype},
+                    .stride = stride, .bias = (const float *)tensors[7], .unfit = &unfit};
+    const struct kernel *kernel = kernel_for(shape->isa, mode_of(how->block, shape->bits), shape->bits, rows);
+    const int64_t of_fp32 = shape->isa < ISA_AVX512 ? ISA_AVX2 : ISA_AVX512;
+    const part_t exactly = kernel_for(of_fp32, EXACTLY, shape->bits, rows)->part;
+    const part_t in_tiles = rows < FEW_ROWS ? NULL : kernel->many;
+    const int digits = kernel->digits, amx = kernel->tiles, bf16 = kernel->modes == IN_BF16;
+    const int64_t block = how->block == BLOCK_BF16 ? 0 : how->block;
     const int64_t panels = (j.w.outputs + PANEL - 1) / PANEL, groups = j.w.padded / j.w.group;
     const int64_t each = amx ? 16 : 4, fit = (amx ? 2 : 1) * X_AT_ONCE / (j.w.padded * (digits ? digits : bf16 ? 2 : 4)) / each * each;
-    const int64_t at_most = in_tiles ? ROWS_OF_VALUES : amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit, most = rows < at_most ? rows : at_most;
+    const int64_t some = amx && fit > AMX_ROWS_AT_ONCE ? AMX_ROWS_AT_ONCE : fit < 16 ? 16 : fit;
+    const int64_t at_most = in_tiles ? ROWS_OF_VALUES : some, most = rows < at_most ? rows : at_most;
     char *scratch = NULL;
     j.held = (most + each - 1) / each * each; /* tiles have all of their rows */
-    if (!part)
-        return NOT_HERE;
     if (digits) {
         /* int32 holds the sums of 4096 products of 8 bits; fp32 holds those of 128 without rounding */
-        int64_t longest = digits > 1 ? 128 : HAS_AMX && shape[6] >= AMX ? CHUNK : 4096;
+        int64_t longest = digits > 1 ? 128 : HAS_AMX && shape->isa == ISA_AMX ? CHUNK : 4096;
         j.per_token = block < 0;
         j.block = block > 0 ? block : j.w.group < longest ? j.w.group : longest;
         if (groups > 1)
@@ -995,8 +1035,8 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
         unfit = 0;
         if (scratch) /* scales of rows that are not there, too: tiles multiply them */
             memset(scratch, 0, j.held * (groups + j.blocks) * sizeof(float));
-        if (digits || bf16)
-            run(&j, prepare, j.rows, 1, few, threads);
+        if (kernel->prepare)
+            run(&j, kernel->prepare, j.rows, 1, few, threads);
         if (offset && (!digits || unfit))
             run(&j, sum_rows, j.rows, 1, few, threads);
         if (in_tiles && j.rows >= FEW_ROWS) {
@@ -1004,15 +1044,16 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
             run(&j, in_tiles, panels, 1, use, threads);
             continue;
         }
-        run(&j, unfit ? exactly : part, panels, 2, use, threads);
+        run(&j, unfit ? exactly : kernel->part, panels, 2, use, threads);
     }
     free(scratch);
     return OK;
 }
 #else
-int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
-                      const float *offset, const float *table, const float *bias, float *y, int64_t block, int64_t threads)
+int nc_low_bit(const struct nc_low_bit *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(nc_low_bit);
+    (void)tensors;
     return NOT_HERE;
 }
 #endif
@@ -1020,7 +1061,8 @@ int nc_low_bit_linear(const float *x, int64_t rows, int64_t stride, const int64_
 int64_t nc_isas(void)
 {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-    return 1 << AVX2 | HAS_AVX_VNNI << AVX_VNNI | 1 << AVX512 | 1 << AVX512_VNNI | HAS_BF16 << AVX512_BF16 | HAS_AMX << AMX;
+    const int always = 1 << ISA_AVX2 | 1 << ISA_AVX512 | 1 << ISA_AVX512_VNNI;
+    return always | HAS_AVX_VNNI << ISA_AVX_VNNI | HAS_BF16 << ISA_AVX512_BF16 | HAS_AMX << ISA_AMX;
 #else
     return 0;
 #endif
@@ -1034,13 +1076,4 @@ int nc_low_bit_amx(void)
 #else
     return 0;
 #endif
-}
-
-/* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, table, bias */
-int nc_low_bit_step(const int64_t *how, void *unused, int count, char *const *tensors)
-{
-    TAKES(4, 8, 8);
-    (void)unused;
-    return nc_low_bit_linear((const float *)tensors[1], how[0], how[1], (const int64_t *)tensors[2], (const uint8_t *)tensors[3], tensors[4],
-                             (const float *)tensors[5], (const float *)tensors[6], (const float *)tensors[7], (float *)tensors[0], how[2], how[3]);
 }

@@ -25,8 +25,7 @@
 #include "calls.h"
 #include "openmp.h"
 
-#define PANEL 16
-#define STEP 8                  /* inputs that are decoded at once */
+#define STEP BLOCKS_STEP        /* inputs that are decoded at once */
 #define BLOCK 128               /* inputs of a decoded block */
 #define FEW_ROWS 6              /* at most, for which codes are decoded into registers */
 #define ROWS_AT_ONCE 256        /* whose sums are on the stack: 32 KB */
@@ -37,14 +36,13 @@
 #define LEAST_FOR_TILES 0x1p-90f /* AMX takes parts below 2^-126 as 0 */
 #define MOST_FOR_TILES 0x1p126f
 
-enum { FP32 = 0, FP16 = 1, BF16 = 2 };                       /* types of scales */
-enum { TABLE = 0, INTEGER = 1, E4M3 = 2, E5M2 = 3, KINDS = 4 }; /* of codes */
+enum { KINDS = CODING_E5M2 + 1 }; /* of codes */
 
 struct weight {
     int64_t outputs, inputs, groups;
     int64_t group, held; /* inputs of a group, and as many as are stored of it */
     int64_t kind, parts; /* of codes; numbers of bf16 that a decoded weight is the sum of, 0: not known to be one */
-    int64_t scale_type;
+    int64_t scale_dtype;
     const uint8_t *codes;
     const void *scale;
     const float *offset; /* may be null */
@@ -114,7 +112,7 @@ static inline int64_t padded(const struct weight *w) { return w->groups * w->hel
 /* Where the codes of panel p from input k on are; k is a multiple of STEP. */
 static inline const uint8_t *codes_at(const struct weight *w, int64_t p, int64_t k)
 {
-    return w->codes + (p * padded(w) + k) * (w->kind == TABLE ? PANEL / 2 : PANEL);
+    return w->codes + (p * padded(w) + k) * (w->kind == CODING_TABLE ? PANEL / 2 : PANEL);
 }
 
 /* ---- x ---- */
@@ -227,19 +225,20 @@ static void tile_rows(const struct job *j, int64_t start, int64_t stop, int64_t 
 /* Values of STEP inputs of a panel. */
 INLINE FOR_AVX512 void decode_512(const uint8_t *at, const int kind, const float *table, __m512 values[STEP][1])
 {
-    if (kind == TABLE) {
+    if (kind == CODING_TABLE) {
         const __m512i words = _mm512_loadu_si512(at);
         const __m512 found = _mm512_loadu_ps(table);
         UNROLL for (int i = 0; i < STEP; i++)
             values[i][0] = _mm512_permutexvar_ps(_mm512_srli_epi32(words, i % 4 * 8 + i / 4 * 4), found);
-    } else if (kind == INTEGER) {
+    } else if (kind == CODING_INTEGER) {
         UNROLL for (int i = 0; i < STEP; i++)
             values[i][0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + i * PANEL))));
     } else {
         UNROLL for (int i = 0; i < STEP; i += 2)
         { /* a byte becomes fp16: with 5 bits of exponent by a shift; with 4, the sign must go one bit further */
             __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(at + i * PANEL)));
-            words = kind == E5M2 ? _mm512_slli_epi16(words, 8) : _mm512_and_si512(_mm512_slli_epi16(words, 7), _mm512_set1_epi16(~0x4000));
+            words = kind == CODING_E5M2 ? _mm512_slli_epi16(words, 8)
+                                        : _mm512_and_si512(_mm512_slli_epi16(words, 7), _mm512_set1_epi16(~0x4000));
             values[i][0] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
             values[i + 1][0] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
         }
@@ -273,20 +272,20 @@ INLINE FOR_AVX2 void decode_256(const uint8_t *at, const int kind, const float *
     UNROLL for (int v = 0; v < 2; v++)
     {
         const __m256 lower = _mm256_loadu_ps(table), upper = _mm256_loadu_ps(table + 8);
-        const __m256i words = kind == TABLE ? _mm256_loadu_si256((const __m256i *)(at + 32 * v)) : _mm256_setzero_si256();
+        const __m256i words = kind == CODING_TABLE ? _mm256_loadu_si256((const __m256i *)(at + 32 * v)) : _mm256_setzero_si256();
         UNROLL for (int i = 0; i < STEP; i++)
         {
             const int shift = i % 4 * 8 + i / 4 * 4;
-            const __m128i bytes = kind == TABLE ? _mm_setzero_si128() : _mm_loadl_epi64((const __m128i *)(at + i * PANEL + 8 * v));
-            if (kind == TABLE) { /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
+            const __m128i bytes = kind == CODING_TABLE ? _mm_setzero_si128() : _mm_loadl_epi64((const __m128i *)(at + i * PANEL + 8 * v));
+            if (kind == CODING_TABLE) { /* the lowest 3 bits choose in both halves of the table, the fourth one the half */
                 const __m256i index = _mm256_srli_epi32(words, shift);
                 const __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(words, 28 - shift));
                 values[i][v] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(lower, index), _mm256_permutevar8x32_ps(upper, index), top);
-            } else if (kind == INTEGER) {
+            } else if (kind == CODING_INTEGER) {
                 values[i][v] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
             } else {
                 const __m128i half = _mm_cvtepi8_epi16(bytes);
-                values[i][v] = _mm256_cvtph_ps(kind == E5M2 ? _mm_slli_epi16(half, 8)
+                values[i][v] = _mm256_cvtph_ps(kind == CODING_E5M2 ? _mm_slli_epi16(half, 8)
                                                             : _mm_and_si128(_mm_slli_epi16(half, 7), _mm_set1_epi16(~0x4000)));
             }
         }
@@ -318,14 +317,15 @@ INLINE FOR_AVX2 void store_256(float *to, __m256 value, int64_t left)
 /* ---- the call ---- */
 
 /* What a caller must see to. */
-static int check(const int64_t *shape, int64_t rows, int64_t stride, int64_t block)
+static int check(const struct nc_low_bit_blocks *how, const struct nc_low_bit_blocks_weight *w)
 {
-    const int64_t outputs = shape[0], inputs = shape[1], groups = shape[2], held = shape[3], kind = shape[4], parts = shape[5], isa = shape[6];
-    EXPECT(shape[7] >= FP32 && shape[7] <= BF16 && kind >= TABLE && kind < KINDS, OTHER_DTYPE);
-    EXPECT(isa >= ISA_AVX2 && isa <= ISA_AMX && nc_may_use() >> isa & 1, NOT_HERE);
-    EXPECT(outputs > 0 && inputs > 0 && groups > 0 && inputs % groups == 0, OTHER_SIZE);
-    EXPECT(held == (inputs / groups + STEP - 1) / STEP * STEP && parts >= 0 && parts <= MOST_PARTS, OTHER_SIZE);
-    EXPECT(rows >= 0 && stride >= inputs && block >= -2, OTHER_SIZE);
+    EXPECT(w->size == (int64_t)sizeof *w, OTHER_NUMBERS);
+    EXPECT(w->scale_dtype == DTYPE_F32 || w->scale_dtype == DTYPE_F16 || w->scale_dtype == DTYPE_BF16, OTHER_DTYPE);
+    EXPECT(w->coding >= CODING_TABLE && w->coding < KINDS, OTHER_DTYPE);
+    EXPECT(w->isa >= ISA_AVX2 && w->isa <= ISA_AMX && nc_may_use() >> w->isa & 1, NOT_HERE);
+    EXPECT(w->outputs > 0 && w->inputs > 0 && w->groups > 0 && w->inputs % w->groups == 0, OTHER_SIZE);
+    EXPECT(w->held == (w->inputs / w->groups + STEP - 1) / STEP * STEP && w->parts >= 0 && w->parts <= MOST_PARTS, OTHER_SIZE);
+    EXPECT(how->rows >= 0 && how->stride >= w->inputs && how->block >= BLOCK_BF16, OTHER_SIZE);
     return OK;
 }
 
@@ -345,28 +345,30 @@ static struct plan choose(const struct weight *w, int64_t isa)
 
 /* y = x W^T + bias.
  *
- * x: [rows, inputs]
- * shape: outputs, inputs, groups, inputs of a group as they are stored, kind of codes, parts, the instruction set, one that the CPU has,
- *   and the type of the scales; see struct weight
- * values: 16 values of codes of kind TABLE, then the factors of all outputs of the panels
- * block: 0: multiply x as it is; -2: as 0, and all are bf16; else round it to int8, with a scale for so many elements; -1: for each row
- * Returns what calls.h lists.
+ * tensors: y; x, [rows, inputs]; the weight, codes, scales, offsets; 16 values of codes in a table, then the factors of
+ *   all outputs of the panels; bias. Offsets and bias may have no address.
  */
-int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
-                             const float *offset, const float *values, const float *bias, float *y, int64_t block, int64_t threads)
+int nc_low_bit_blocks(const struct nc_low_bit_blocks *how, void *unused, int count, char *const *tensors)
 {
+    TAKES(nc_low_bit_blocks);
+    const struct nc_low_bit_blocks_weight *shape = (const struct nc_low_bit_blocks_weight *)tensors[2];
+    const float *x = (const float *)tensors[1], *offset = (const float *)tensors[5], *values = (const float *)tensors[6];
+    float *y = (float *)tensors[0];
+    const int64_t rows = how->rows, stride = how->stride, threads = how->threads, in_bf16 = how->block == BLOCK_BF16;
     _Atomic int unfit = 0;
-    const int wrong = check(shape, rows, stride, block);
+    const int wrong = check(how, shape);
     EXPECT(!wrong, wrong);
-    struct job j = {.w = {shape[0], shape[1], shape[2], shape[1] / shape[2], shape[3], shape[4], shape[5], shape[7], codes, scale, offset,
-                          values, values + PANEL},
-                    .stride = stride, .block = block == -2 ? 0 : block, .bias = bias, .unfit = &unfit, .parts = block == -2 ? 1 : 3};
+    struct job j = {.w = {shape->outputs, shape->inputs, shape->groups, shape->inputs / shape->groups, shape->held,
+                          shape->coding, shape->parts, shape->scale_dtype, (const uint8_t *)tensors[3], tensors[4],
+                          offset, values, values + PANEL},
+                    .stride = stride, .block = in_bf16 ? 0 : how->block, .bias = (const float *)tensors[7], .unfit = &unfit,
+                    .parts = in_bf16 ? 1 : 3};
     const struct weight *w = &j.w;
-    const struct plan plan = choose(w, shape[6]);
+    const struct plan plan = choose(w, shape->isa);
     const int64_t panels = (w->outputs + PANEL - 1) / PANEL, inputs = padded(w);
     /* AMX takes less time from so many rows on: with more parts, blocks take longer to decode (benchmarks/lowbit_kernels.py --weights) */
     const int64_t from = j.parts == 1 || w->parts == 1 ? 5 : w->parts == 2 ? 24 : 32;
-    const int amx = HAS_AMX && shape[6] >= ISA_AMX && w->parts && rows >= from, spread = j.block || w->held != w->group;
+    const int amx = HAS_AMX && shape->isa == ISA_AMX && w->parts && rows >= from, spread = j.block || w->held != w->group;
     const int64_t fit = X_AT_ONCE / (inputs * (int64_t)sizeof(float)) / 48 * 48, least = fit < 48 ? 48 : fit;
     const int64_t at_once = amx ? ROWS_AT_ONCE : least < ROWS_AT_ONCE ? least : ROWS_AT_ONCE / 12 * 12, most = rows < at_once ? rows : at_once;
     const int64_t tiled = amx || most > FEW_ROWS ? most * inputs : 0;
@@ -410,11 +412,10 @@ int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const
     return OK;
 }
 #else
-int nc_low_bit_blocks_linear(const float *x, int64_t rows, int64_t stride, const int64_t *shape, const uint8_t *codes, const void *scale,
-                             const float *offset, const float *values, const float *bias, float *y, int64_t block, int64_t threads)
+int nc_low_bit_blocks(const struct nc_low_bit_blocks *how, void *unused, int count, char *const *tensors)
 {
-    (void)x, (void)rows, (void)stride, (void)shape, (void)codes, (void)scale, (void)offset, (void)values, (void)bias, (void)y, (void)block;
-    (void)threads;
+    TAKES(nc_low_bit_blocks);
+    (void)tensors;
     return NOT_HERE;
 }
 #endif
@@ -426,14 +427,4 @@ int64_t nc_isas(void)
 #else
     return 0;
 #endif
-}
-
-/* The same in a list of calls, see runner.c. how: rows, stride, block, threads; tensors: y, x, shape, codes, scale, offset, values, bias */
-int nc_low_bit_blocks_step(const int64_t *how, void *unused, int count, char *const *tensors)
-{
-    TAKES(4, 8, 8);
-    (void)unused;
-    return nc_low_bit_blocks_linear((const float *)tensors[1], how[0], how[1], (const int64_t *)tensors[2], (const uint8_t *)tensors[3],
-                                    tensors[4], (const float *)tensors[5], (const float *)tensors[6], (const float *)tensors[7],
-                                    (float *)tensors[0], how[2], how[3]);
 }

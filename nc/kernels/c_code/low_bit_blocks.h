@@ -7,9 +7,9 @@
 /* 16 scales of vector v from element `at` on. */
 INLINE TARGET VECTOR NAME(scale_of)(const struct weight *w, int64_t at)
 {
-    if (w->scale_type == FP32)
+    if (w->scale_dtype == DTYPE_F32)
         return OP(loadu_ps)((const float *)w->scale + at);
-    return NAME(from_half)((const uint16_t *)w->scale + at, w->scale_type == BF16);
+    return NAME(from_half)((const uint16_t *)w->scale + at, w->scale_dtype == DTYPE_BF16);
 }
 
 /* y = sum * factor + bias for a row of a panel. */
@@ -33,7 +33,8 @@ INLINE TARGET void NAME(finish)(const struct job *j, int64_t p, int64_t m, const
 INLINE TARGET void NAME(few_tile)(const struct job *j, int64_t p, int64_t m, const int P, const int R, const int kind)
 {
     const struct weight *w = &j->w;
-    const int bytes = kind == TABLE ? PANEL / 2 : PANEL, C = P * R * VECTORS <= 4 ? 2 : 1; /* chains of sums: one alone would wait for itself */
+    const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
+    const int C = P * R * VECTORS <= 4 ? 2 : 1; /* chains of sums: one alone would wait for itself */
     const uint8_t *at[PANELS];
     const float *x[4];
     VECTOR sum[4][PANELS][VECTORS];
@@ -97,7 +98,7 @@ INLINE TARGET void NAME(few)(const struct job *j, int64_t start, int64_t stop, c
 /* Weights of inputs k to stop of a panel without their factor, [stop - k][16]. */
 INLINE TARGET void NAME(decode_block)(const struct weight *w, int64_t p, int64_t k, int64_t stop, const int kind, float (*to)[PANEL])
 {
-    const int bytes = kind == TABLE ? PANEL / 2 : PANEL;
+    const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
     const uint8_t *at = codes_at(w, p, k);
     VECTOR scale[VECTORS], offset[VECTORS];
     for (int64_t g = k / w->held, end; k < stop; g++) {

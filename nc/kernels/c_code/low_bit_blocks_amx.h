@@ -75,7 +75,7 @@ FOR_AMX static void split_rows(const struct job *j, int64_t start, int64_t stop)
 INLINE FOR_AMX void decode_parts(const struct weight *w, int64_t p, int64_t k, int64_t stop, const int kind, const int parts, const int rounded,
                                 uint16_t *to)
 {
-    const int bytes = kind == TABLE ? PANEL / 2 : PANEL;
+    const int bytes = kind == CODING_TABLE ? PANEL / 2 : PANEL;
     const uint8_t *at = codes_at(w, p, k);
     const int64_t count = stop - k, across = (count + 31) / 32 * 32, block = WEIGHTS_AT_ONCE / parts;
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);

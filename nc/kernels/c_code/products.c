@@ -2,13 +2,10 @@
  * AVX-512. Their vpmaddubsw adds pairs of products in 16 bits. nc.graph.saturation sees to it that no pair of neighbouring input channels
  * leaves these, so sums are exact.
  *
- * Each function has the form of dnnl_primitive_execute: (numbers, not used, count of tensors, addresses). They begin with
+ * Tensors begin with: result [rows, outputs], codes, weights, -zero_point * sum of weights (int32), scale, bias (both fp32, all three by
+ * outputs).
  *
- * numbers: threads, outputs, what is added (ADDED), what is written (CODES, FP32 or INT8), an operation; bits of floats: two numbers of the
- *   operation, scale and zero point of what is added, 1 / scale of the result, its zero point
- * tensors: result [rows, outputs], codes, weights, -zero_point * sum of weights (int32), scale, bias (both fp32, all three by outputs)
- *
- * result = operation(scale * sum + bias + what is added), which is then quantized where codes are written.
+ * result = activation(scale * sum + bias + what is added), which is then quantized where codes are written.
  */
 #include <immintrin.h>
 #include <stdint.h>
@@ -21,21 +18,14 @@
 #define INLINE static inline __attribute__((always_inline)) AVX2
 
 /* A tile of ROWS rows and VECTORS x WIDTH outputs: its sums, one vector of codes and one of ones fit 16 registers. */
-enum { ROWS = 5, VECTORS = 2, WIDTH = 8, PANEL = VECTORS * WIDTH };
+enum { ROWS = 5, VECTORS = 2, WIDTH = HALF_PANEL };
 /* Rows whose sums are finished at once; bytes of rows that are multiplied with one panel after the other: they stay in the L2 cache. */
 enum { BLOCK = 60, CHUNK = 128 * 1024 };
-enum { THREADS, OUTPUTS, ADDED, WRITTEN, OPERATION, NUMBERS, SHAPES = NUMBERS + 6 };
-/* Of a product. */
-enum { INPUTS = SHAPES, STRIDE, COUNT };
-/* Of a depthwise convolution. */
-enum { IMAGES = SHAPES, IN_H, IN_W, OUT_H, OUT_W, WINDOW_H, WINDOW_W, STEP_H, STEP_W, DILATION_H, DILATION_W, PAD_H, PAD_W };
-enum { NOTHING_ADDED, CODES_IN_PLACE, FP32_IN_PLACE, FP32_OTHER };
-enum { CODES, FP32, INT8 }; /* INT8: the zero point is 128 more than that of the codes, which are made as uint8 */
-enum { IDENTITY, RELU, LEAKY_RELU, CLIP, HARDSWISH, SWISH, GELU_TANH, GELU_ERF };
+_Static_assert(VECTORS * WIDTH == PANEL, "a panel is one tile wide");
 _Static_assert(BLOCK % ROWS == 0, "tiles are whole, but for the last rows");
 
 struct job {
-    const int64_t *how;
+    int64_t outputs, added, to, activation;
     char *y;
     const uint8_t *x;
     const int8_t *weights;
@@ -43,29 +33,28 @@ struct job {
     const float *scale, *bias;
     const void *more; /* what is added in fp32, or a pixel of zero points */
     float alpha, beta, added_scale, added_zero_point, inverse, zero_point;
+    const struct nc_product *product;     /* one of them, the other one is null */
+    const struct nc_depthwise *depthwise;
     int64_t by_panels; /* threads share panels, else rows */
 };
 
 /* What both kinds have in common. */
-static int check(const int64_t *how)
-{
-    EXPECT(how[THREADS] > 0 && how[OUTPUTS] > 0, OTHER_SIZE);
-    EXPECT(how[ADDED] >= NOTHING_ADDED && how[ADDED] <= FP32_OTHER && how[WRITTEN] >= CODES && how[WRITTEN] <= INT8, OTHER_OPERATION);
-    EXPECT(how[OPERATION] >= IDENTITY && how[OPERATION] <= GELU_ERF, OTHER_OPERATION);
-    return OK;
-}
+#define JOB_OF(how, count, tensors)                                                                       \
+    {.outputs = (how)->outputs, .added = (how)->added, .to = (how)->to, .activation = (how)->activation, \
+     .y = (tensors)[0], .x = (const uint8_t *)(tensors)[1], .weights = (const int8_t *)(tensors)[2],     \
+     .init = (const int32_t *)(tensors)[3], .scale = (const float *)(tensors)[4],                        \
+     .bias = (const float *)(tensors)[5], .more = (count) > 6 ? (tensors)[6] : 0,                        \
+     .alpha = (float)(how)->alpha, .beta = (float)(how)->beta,                                           \
+     .added_scale = (float)(how)->added_scale, .added_zero_point = (float)(how)->added_zero_point,       \
+     .inverse = (float)(how)->inverse, .zero_point = (float)(how)->zero_point}
 
-static struct job job_of(const int64_t *how, int count, char *const *tensors)
+static int check(const struct job *job, int64_t threads)
 {
-    struct job job = {.how = how, .y = tensors[0], .x = (const uint8_t *)tensors[1], .weights = (const int8_t *)tensors[2],
-                      .init = (const int32_t *)tensors[3], .scale = (const float *)tensors[4], .bias = (const float *)tensors[5],
-                      .more = count > 6 ? tensors[6] : 0};
-    float *numbers[] = {&job.alpha, &job.beta, &job.added_scale, &job.added_zero_point, &job.inverse, &job.zero_point};
-    for (int i = 0; i < 6; i++) {
-        const uint32_t bits = (uint32_t)how[NUMBERS + i];
-        memcpy(numbers[i], &bits, 4);
-    }
-    return job;
+    EXPECT(threads > 0 && job->outputs > 0, OTHER_SIZE);
+    EXPECT(job->to == DTYPE_U8 || job->to == DTYPE_S8 || job->to == DTYPE_F32, OTHER_DTYPE);
+    EXPECT(job->added >= ADDED_NOTHING && job->added <= ADDED_FP32_OTHER, OTHER_OPERATION);
+    EXPECT(job->activation >= ACTIVATION_IDENTITY && job->activation <= ACTIVATION_GELU_ERF, OTHER_OPERATION);
+    return OK;
 }
 
 /* e^x, for x that is limited to +-87: x = n ln 2 + r, and a polynomial for e^r (the coefficients of Cephes, S. Moshier). */
@@ -106,20 +95,20 @@ INLINE __m256 error_function(__m256 x)
     return _mm256_or_ps(p, _mm256_and_ps(sign, x));
 }
 
-INLINE __m256 operation(const int64_t op, __m256 v, float alpha, float beta)
+INLINE __m256 activation(const int64_t op, __m256 v, float alpha, float beta)
 {
     const __m256 zero = _mm256_setzero_ps(), a = _mm256_set1_ps(alpha), b = _mm256_set1_ps(beta), one = _mm256_set1_ps(1.0f);
     switch (op) {
-    case RELU: return _mm256_max_ps(v, zero);
-    case LEAKY_RELU: return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
-    case CLIP: return _mm256_min_ps(_mm256_max_ps(v, a), b);
-    case HARDSWISH: return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
-    case SWISH: return gated(v, _mm256_mul_ps(v, a));
-    case GELU_TANH: {
+    case ACTIVATION_RELU: return _mm256_max_ps(v, zero);
+    case ACTIVATION_LEAKY_RELU: return _mm256_blendv_ps(v, _mm256_mul_ps(v, a), _mm256_cmp_ps(v, zero, _CMP_LE_OS));
+    case ACTIVATION_CLIP: return _mm256_min_ps(_mm256_max_ps(v, a), b);
+    case ACTIVATION_HARDSWISH: return _mm256_mul_ps(v, _mm256_min_ps(_mm256_max_ps(_mm256_fmadd_ps(v, a, b), zero), one));
+    case ACTIVATION_SWISH: return gated(v, _mm256_mul_ps(v, a));
+    case ACTIVATION_GELU_TANH: {
         const __m256 cubic = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_set1_ps(0.044715f), _mm256_mul_ps(v, v)), v, v);
         return gated(v, _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), cubic));
     }
-    case GELU_ERF: {
+    case ACTIVATION_GELU_ERF: {
         const __m256 half = _mm256_mul_ps(_mm256_set1_ps(0.5f), v);
         return _mm256_fmadd_ps(half, error_function(_mm256_mul_ps(v, _mm256_set1_ps(0.70710678118654752f))), half);
     }
@@ -153,20 +142,20 @@ struct after {
     float alpha, beta;
     const float *other;
     char *y;
-    int64_t added, written, sign; /* sign: the bits in which 8 codes differ from uint8 */
+    int64_t added, to, sign; /* sign: the bits in which 8 codes differ from uint8 */
 };
 
 /* 8 sums → 8 results in fp32, before they are quantized. */
 INLINE __m256 result_of(const struct after *a, const int64_t op, const int32_t *sums, __m256 scale, __m256 bias, int64_t at, int64_t n)
 {
     __m256 v = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)sums)), scale, bias);
-    if (a->added == CODES_IN_PLACE) {
+    if (a->added == ADDED_CODES_IN_PLACE) {
         const __m256 old = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(some_codes((const uint8_t *)a->y + at, n)));
         v = _mm256_fmadd_ps(_mm256_sub_ps(old, a->added_zero_point), a->added_scale, v);
-    } else if (a->added != NOTHING_ADDED) {
-        v = _mm256_fmadd_ps(some_fp32((a->added == FP32_OTHER ? a->other : (const float *)a->y) + at, n), a->added_scale, v);
+    } else if (a->added != ADDED_NOTHING) {
+        v = _mm256_fmadd_ps(some_fp32((a->added == ADDED_FP32_OTHER ? a->other : (const float *)a->y) + at, n), a->added_scale, v);
     }
-    return operation(op, v, a->alpha, a->beta);
+    return activation(op, v, a->alpha, a->beta);
 }
 
 /* The codes of 8 results as integers that packing saturates at 0; what is no number becomes 0. */
@@ -179,11 +168,11 @@ INLINE __m256i codes_of(const struct after *a, __m256 v)
 INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)[PANEL], int64_t rows, int64_t row, int64_t column, int64_t n)
 {
     const struct after a = {_mm256_set1_ps(job->added_scale), _mm256_set1_ps(job->added_zero_point), _mm256_set1_ps(job->inverse),
-                            _mm256_set1_ps(job->zero_point), job->alpha, job->beta, (const float *)job->more, job->y, job->how[ADDED], job->how[WRITTEN],
-                            job->how[WRITTEN] == INT8 ? (int64_t)0x8080808080808080 : 0};
-    const int64_t outputs = job->how[OUTPUTS];
+                            _mm256_set1_ps(job->zero_point), job->alpha, job->beta, (const float *)job->more, job->y, job->added, job->to,
+                            job->to == DTYPE_S8 ? (int64_t)0x8080808080808080 : 0};
+    const int64_t outputs = job->outputs;
     const float *scales = job->scale + column, *biases = job->bias + column;
-    if (n == PANEL && a.written != FP32) {
+    if (n == PANEL && a.to != DTYPE_F32) {
         const __m128i sign = _mm_set1_epi64x(a.sign);
         const __m256 scale = _mm256_loadu_ps(scales), bias = _mm256_loadu_ps(biases);
         const __m256 scale_2 = _mm256_loadu_ps(scales + WIDTH), bias_2 = _mm256_loadu_ps(biases + WIDTH);
@@ -202,7 +191,7 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
         const int64_t left = n - done < WIDTH ? n - done : WIDTH;
         for (int64_t r = 0, at = row * outputs + column + done; r < rows; r++, at += outputs) {
             const __m256 v = result_of(&a, op, sums[r] + done, scale, bias, at, left);
-            if (a.written == FP32) {
+            if (a.to == DTYPE_F32) {
                 float part[WIDTH], *to = (float *)a.y + at;
                 _mm256_storeu_ps(left == WIDTH ? to : part, v);
                 if (left < WIDTH)
@@ -223,15 +212,15 @@ INLINE void finish_rows(const struct job *job, const int64_t op, int32_t (*sums)
 /* The same, with one loop for each operation. */
 AVX2 static void finish(const struct job *job, int32_t (*sums)[PANEL], int64_t rows, int64_t row, int64_t column, int64_t n)
 {
-    switch (job->how[OPERATION]) {
-    case IDENTITY: finish_rows(job, IDENTITY, sums, rows, row, column, n); break;
-    case RELU: finish_rows(job, RELU, sums, rows, row, column, n); break;
-    case LEAKY_RELU: finish_rows(job, LEAKY_RELU, sums, rows, row, column, n); break;
-    case CLIP: finish_rows(job, CLIP, sums, rows, row, column, n); break;
-    case HARDSWISH: finish_rows(job, HARDSWISH, sums, rows, row, column, n); break;
-    case SWISH: finish_rows(job, SWISH, sums, rows, row, column, n); break;
-    case GELU_TANH: finish_rows(job, GELU_TANH, sums, rows, row, column, n); break;
-    case GELU_ERF: finish_rows(job, GELU_ERF, sums, rows, row, column, n); break;
+    switch (job->activation) {
+    case ACTIVATION_IDENTITY: finish_rows(job, ACTIVATION_IDENTITY, sums, rows, row, column, n); break;
+    case ACTIVATION_RELU: finish_rows(job, ACTIVATION_RELU, sums, rows, row, column, n); break;
+    case ACTIVATION_LEAKY_RELU: finish_rows(job, ACTIVATION_LEAKY_RELU, sums, rows, row, column, n); break;
+    case ACTIVATION_CLIP: finish_rows(job, ACTIVATION_CLIP, sums, rows, row, column, n); break;
+    case ACTIVATION_HARDSWISH: finish_rows(job, ACTIVATION_HARDSWISH, sums, rows, row, column, n); break;
+    case ACTIVATION_SWISH: finish_rows(job, ACTIVATION_SWISH, sums, rows, row, column, n); break;
+    case ACTIVATION_GELU_TANH: finish_rows(job, ACTIVATION_GELU_TANH, sums, rows, row, column, n); break;
+    case ACTIVATION_GELU_ERF: finish_rows(job, ACTIVATION_GELU_ERF, sums, rows, row, column, n); break;
     }
 }
 
@@ -279,32 +268,33 @@ INLINE void multiply_rows(int64_t rows, const int vectors, const uint8_t *x, int
 /* Rows `first` to `last` with panels `from` to `to`. */
 AVX2 static void multiply_some(const struct job *job, int64_t first, int64_t last, int64_t from, int64_t to)
 {
-    const int64_t *h = job->how, k = h[INPUTS], fit = CHUNK / k / ROWS * ROWS, chunk = fit < ROWS ? ROWS : fit;
+    const int64_t k = job->product->inputs, stride = job->product->stride, outputs = job->outputs;
+    const int64_t fit = CHUNK / k / ROWS * ROWS, chunk = fit < ROWS ? ROWS : fit;
     int32_t sums[BLOCK][PANEL];
     for (int64_t start = first; start < last; start += chunk) {
         const int64_t end = start + chunk < last ? start + chunk : last;
         for (int64_t panel = from; panel < to; panel++) {
-            const int64_t column = panel * PANEL, n = h[OUTPUTS] - column < PANEL ? h[OUTPUTS] - column : PANEL;
+            const int64_t column = panel * PANEL, n = outputs - column < PANEL ? outputs - column : PANEL;
             const int8_t *weights = job->weights + column * k;
             for (int64_t row = start; row < end; row += BLOCK) {
                 const int64_t count = end - row < BLOCK ? end - row : BLOCK;
-                const uint8_t *x = job->x + row * h[STRIDE];
+                const uint8_t *x = job->x + row * stride;
                 if (n > WIDTH)
-                    multiply_rows(count, 2, x, h[STRIDE], k, weights, job->init + column, sums);
+                    multiply_rows(count, 2, x, stride, k, weights, job->init + column, sums);
                 else
-                    multiply_rows(count, 1, x, h[STRIDE], k, weights, job->init + column, sums);
+                    multiply_rows(count, 1, x, stride, k, weights, job->init + column, sums);
                 finish(job, sums, count, row, column, n);
             }
         }
     }
 }
 
-static int64_t panels_of(const int64_t *how) { return (how[OUTPUTS] + PANEL - 1) / PANEL; }
+static int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
 static void multiply_part(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
-    const int64_t rows = job->how[COUNT], panels = panels_of(job->how);
+    const int64_t rows = job->product->rows, panels = panels_of(job->outputs);
     const int64_t tiles = (rows + ROWS - 1) / ROWS, last = tiles * (part + 1) / parts * ROWS;
     if (job->by_panels)
         multiply_some(job, 0, rows, panels * part / parts, panels * (part + 1) / parts);
@@ -312,37 +302,34 @@ static void multiply_part(void *data, int64_t part, int64_t parts)
         multiply_some(job, tiles * part / parts * ROWS, last < rows ? last : rows, 0, panels);
 }
 
-/* Rows of codes, `stride` bytes from one to the next, times a weight.
- *
- * more numbers: inputs (a multiple of 4), stride, rows; weights: see nc_product_pack; more tensors: what is added in fp32, if it is not in place
- */
-int nc_product(const int64_t *how, void *unused, int count, char *const *tensors)
+/* weights: see nc_pack; more tensors: what is added in fp32, if it is not in place */
+int nc_product(const struct nc_product *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(COUNT + 1, 6, 7);
-    const int wrong = check(how);
+    TAKES(nc_product);
+    struct job job = JOB_OF(how, count, tensors);
+    const int wrong = check(&job, how->threads);
     EXPECT(!wrong, wrong);
-    EXPECT(how[ADDED] != FP32_OTHER || count == 7, OTHER_TENSORS);
-    EXPECT(how[INPUTS] > 0 && how[INPUTS] % 4 == 0 && how[COUNT] >= 0, OTHER_SIZE);
-    struct job job = job_of(how, count, tensors);
-    const int64_t rows = how[COUNT], tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how);
+    EXPECT(how->added != ADDED_FP32_OTHER || count == 7, OTHER_TENSORS);
+    EXPECT(how->inputs > 0 && how->inputs % 4 == 0 && how->rows >= 0, OTHER_SIZE);
+    const int64_t rows = how->rows, tiles = (rows + ROWS - 1) / ROWS, panels = panels_of(how->outputs);
     /* as much work as some thousand products is done before other threads wake up */
-    const int64_t worth = 1 + rows * how[OUTPUTS] * how[INPUTS] / 65536, parts = how[THREADS] < worth ? how[THREADS] : worth;
+    const int64_t worth = 1 + rows * how->outputs * how->inputs / 65536, parts = how->threads < worth ? how->threads : worth;
     const int64_t of_rows = (tiles + parts - 1) / parts * panels, of_panels = (panels + parts - 1) / parts * tiles;
-    (void)unused;
-    job.by_panels = of_panels < of_rows || (of_panels == of_rows && how[OUTPUTS] > rows);
-    in_parts(multiply_part, &job, parts, how[THREADS]);
-    return 0;
+    job.product = how;
+    job.by_panels = of_panels < of_rows || (of_panels == of_rows && how->outputs > rows);
+    in_parts(multiply_part, &job, parts, how->threads);
+    return OK;
 }
 
 struct packing {
-    const int64_t *how;
+    const struct nc_pack *how;
     char *const *tensors;
 };
 
 /* Panels `from` to `to` of a weight. */
 AVX2 static void pack_panels(const struct packing *job, int64_t from, int64_t to)
 {
-    const int64_t outputs = job->how[0], k = job->how[1];
+    const int64_t outputs = job->how->outputs, k = job->how->inputs;
     for (int64_t column = from * PANEL; column < to * PANEL && column < outputs; column += PANEL) {
         const int64_t left = outputs - column, width = left > WIDTH ? PANEL : WIDTH;
         char *panel = job->tensors[0] + column * k;
@@ -363,60 +350,58 @@ AVX2 static void pack_panels(const struct packing *job, int64_t from, int64_t to
 static void pack_part(void *data, int64_t part, int64_t parts)
 {
     const struct packing *job = data;
-    const int64_t panels = (job->how[0] + PANEL - 1) / PANEL;
+    const int64_t panels = panels_of(job->how->outputs);
     pack_panels(job, panels * part / parts, panels * (part + 1) / parts);
 }
 
-/* A weight in panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
+/* Panels of 16 outputs, the last one of 8 if no more are needed: for each four inputs, four weights of each output.
  *
- * how: outputs, inputs (a multiple of 4), threads
  * tensors: packed [outputs rounded up to 8, inputs], codes [outputs, inputs], sums of each output
  */
-int nc_product_pack(const int64_t *how, void *unused, int count, char *const *tensors)
+int nc_pack(const struct nc_pack *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(3, 3, 3);
+    TAKES(nc_pack);
     struct packing job = {how, tensors};
-    (void)unused;
-    EXPECT(how[0] > 0 && how[1] > 0 && how[1] % 4 == 0, OTHER_SIZE);
-    in_parts(pack_part, &job, 1 + how[0] * how[1] / 65536, how[2]);
-    return 0;
+    EXPECT(how->outputs > 0 && how->inputs > 0 && how->inputs % 4 == 0, OTHER_SIZE);
+    in_parts(pack_part, &job, 1 + how->outputs * how->inputs / 65536, how->threads);
+    return OK;
 }
 
-enum { PIXELS = 16, TAPS = 64 }; /* of the result that are computed with the weights of 16 channels; the most that a window may have */
+enum { PIXELS = 16 }; /* of the result that are computed with the weights of 16 channels */
 
 /* An output position, and the corner of its window. */
 struct position {
     int64_t image, row, column, top, left;
 };
 
-INLINE struct position position_of(const int64_t *h, int64_t index)
+INLINE struct position position_of(const struct nc_depthwise *h, int64_t index)
 {
-    const int64_t all = h[OUT_H] * h[OUT_W], image = index / all, row = (index - image * all) / h[OUT_W];
-    const int64_t column = index - image * all - row * h[OUT_W];
-    return (struct position){image, row, column, row * h[STEP_H] - h[PAD_H], column * h[STEP_W] - h[PAD_W]};
+    const int64_t all = h->result[0] * h->result[1], image = index / all, row = (index - image * all) / h->result[1];
+    const int64_t column = index - image * all - row * h->result[1];
+    return (struct position){image, row, column, row * h->steps[0] - h->pads[0], column * h->steps[1] - h->pads[1]};
 }
 
 /* The next one: without a division. */
-INLINE void advance(const int64_t *h, struct position *p)
+INLINE void advance(const struct nc_depthwise *h, struct position *p)
 {
-    p->left += h[STEP_W];
-    if (++p->column < h[OUT_W])
+    p->left += h->steps[1];
+    if (++p->column < h->result[1])
         return;
     p->column = 0;
-    p->left = -h[PAD_W];
-    p->top += h[STEP_H];
-    if (++p->row < h[OUT_H])
+    p->left = -h->pads[1];
+    p->top += h->steps[0];
+    if (++p->row < h->result[0])
         return;
     p->row = 0;
-    p->top = -h[PAD_H];
+    p->top = -h->pads[0];
     p->image++;
 }
 
 /* Whether the whole window lies in the image. */
-INLINE int is_inside(const int64_t *h, const struct position *p)
+INLINE int is_inside(const struct nc_depthwise *h, const struct position *p)
 {
-    const int64_t bottom = p->top + (h[WINDOW_H] - 1) * h[DILATION_H], right = p->left + (h[WINDOW_W] - 1) * h[DILATION_W];
-    return p->top >= 0 && p->left >= 0 && bottom < h[IN_H] && right < h[IN_W];
+    const int64_t bottom = p->top + (h->window[0] - 1) * h->dilations[0], right = p->left + (h->window[1] - 1) * h->dilations[1];
+    return p->top >= 0 && p->left >= 0 && bottom < h->image[0] && right < h->image[1];
 }
 
 /* 16 channels of one pixel, whose taps lie at these distances from an address. Taps are taken in pairs, whose products are added in 32 bits,
@@ -438,11 +423,13 @@ INLINE void depthwise_sums(uintptr_t from, const uintptr_t *taps, int64_t pairs,
 /* Addresses of the taps of a window that leaves the image. */
 static void border(const struct job *job, const struct position *p, uintptr_t *taps)
 {
-    const int64_t *h = job->how, count = h[WINDOW_H] * h[WINDOW_W];
+    const struct nc_depthwise *h = job->depthwise;
+    const int64_t count = h->window[0] * h->window[1];
     for (int64_t i = 0; i < count; i++) {
-        const int64_t y = p->top + i / h[WINDOW_W] * h[DILATION_H], x = p->left + i % h[WINDOW_W] * h[DILATION_W];
-        const int seen = y >= 0 && y < h[IN_H] && x >= 0 && x < h[IN_W];
-        taps[i] = (uintptr_t)(seen ? job->x + ((p->image * h[IN_H] + y) * h[IN_W] + x) * h[OUTPUTS] : (const uint8_t *)job->more);
+        const int64_t y = p->top + i / h->window[1] * h->dilations[0], x = p->left + i % h->window[1] * h->dilations[1];
+        const int seen = y >= 0 && y < h->image[0] && x >= 0 && x < h->image[1];
+        const int64_t pixel = (p->image * h->image[0] + y) * h->image[1] + x;
+        taps[i] = (uintptr_t)(seen ? job->x + pixel * h->outputs : (const uint8_t *)job->more);
     }
     taps[count] = (uintptr_t)job->more; /* its weights are 0 */
 }
@@ -450,18 +437,19 @@ static void border(const struct job *job, const struct position *p, uintptr_t *t
 /* Pixels `first` to `last` of the result. */
 AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
 {
-    const int64_t *h = job->how, channels = h[OUTPUTS], count = h[WINDOW_H] * h[WINDOW_W], pairs = (count + 1) / 2;
-    uintptr_t from[PIXELS], inner[TAPS + 1] = {0}, outer[PIXELS][TAPS + 1];
+    const struct nc_depthwise *h = job->depthwise;
+    const int64_t channels = h->outputs, count = h->window[0] * h->window[1], pairs = (count + 1) / 2;
+    uintptr_t from[PIXELS], inner[MOST_TAPS + 1] = {0}, outer[PIXELS][MOST_TAPS + 1];
     const uintptr_t *taps[PIXELS];
     int32_t sums[PIXELS][PANEL];
     for (int64_t i = 0; i < count; i++)
-        inner[i] = (uintptr_t)((i / h[WINDOW_W] * h[DILATION_H] * h[IN_W] + i % h[WINDOW_W] * h[DILATION_W]) * channels);
+        inner[i] = (uintptr_t)((i / h->window[1] * h->dilations[0] * h->image[1] + i % h->window[1] * h->dilations[1]) * channels);
     struct position position = position_of(h, first);
     for (int64_t start = first; start < last; start += PIXELS) {
         const int64_t n = last - start < PIXELS ? last - start : PIXELS;
         for (int64_t p = 0; p < n; p++, advance(h, &position)) {
             const int inside = is_inside(h, &position);
-            const int64_t pixel = (position.image * h[IN_H] + position.top) * h[IN_W] + position.left;
+            const int64_t pixel = (position.image * h->image[0] + position.top) * h->image[1] + position.left;
             from[p] = inside ? (uintptr_t)(job->x + pixel * channels) : 0;
             taps[p] = inside ? inner : outer[p];
             if (!inside)
@@ -480,30 +468,30 @@ AVX2 static void depthwise(const struct job *job, int64_t first, int64_t last)
 static void convolve(void *data, int64_t part, int64_t parts)
 {
     const struct job *job = data;
-    const int64_t pixels = job->how[IMAGES] * job->how[OUT_H] * job->how[OUT_W];
+    const int64_t *size = job->depthwise->result, pixels = job->depthwise->images * size[0] * size[1];
     depthwise(job, pixels * part / parts, pixels * (part + 1) / parts);
 }
 
-/* A convolution of images with channels last, each channel for itself. There are 16 channels at least; where they are no multiple of 16,
- * nothing may be added in place, because some are computed twice. Nothing else is added in fp32.
+/* There are 16 channels at least; where they are no multiple of 16, nothing may be added in place, because some are computed twice. Nothing
+ * else is added in fp32.
  *
- * more numbers: images; height and width of an image, of its result, of the window (TAPS at most), of steps, dilations and pads before
  * weights: [channels / 16 rounded up, pairs of taps, 16, 2] in 16 bits; more tensors: a pixel of zero points
  */
-int nc_product_depthwise(const int64_t *how, void *unused, int count, char *const *tensors)
+int nc_depthwise(const struct nc_depthwise *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(PAD_W + 1, 7, 7);
-    const int wrong = check(how);
+    TAKES(nc_depthwise);
+    struct job job = JOB_OF(how, count, tensors);
+    const int64_t height = how->window[0], width = how->window[1];
+    const int wrong = check(&job, how->threads);
     EXPECT(!wrong, wrong);
-    EXPECT(how[ADDED] != FP32_OTHER, OTHER_OPERATION);
-    EXPECT(how[OUTPUTS] >= PANEL && (how[ADDED] == NOTHING_ADDED || how[OUTPUTS] % PANEL == 0), OTHER_SIZE);
-    EXPECT(how[WINDOW_H] > 0 && how[WINDOW_W] > 0 && how[WINDOW_H] <= TAPS && how[WINDOW_H] * how[WINDOW_W] <= TAPS, OTHER_SIZE);
-    EXPECT(how[IMAGES] >= 0 && how[IN_H] > 0 && how[IN_W] > 0 && how[OUT_H] > 0 && how[OUT_W] > 0, OTHER_SIZE);
-    struct job job = job_of(how, count, tensors);
-    const int64_t pixels = how[IMAGES] * how[OUT_H] * how[OUT_W], work = pixels * how[OUTPUTS] * how[WINDOW_H] * how[WINDOW_W];
-    (void)unused;
-    in_parts(convolve, &job, 1 + work / 32768, how[THREADS]);
-    return 0;
+    EXPECT(how->added != ADDED_FP32_OTHER, OTHER_OPERATION);
+    EXPECT(how->outputs >= PANEL && (how->added == ADDED_NOTHING || how->outputs % PANEL == 0), OTHER_SIZE);
+    EXPECT(height > 0 && width > 0 && height <= MOST_TAPS && height * width <= MOST_TAPS, OTHER_SIZE);
+    EXPECT(how->images >= 0 && how->image[0] > 0 && how->image[1] > 0 && how->result[0] > 0 && how->result[1] > 0, OTHER_SIZE);
+    const int64_t pixels = how->images * how->result[0] * how->result[1], work = pixels * how->outputs * height * width;
+    job.depthwise = how;
+    in_parts(convolve, &job, 1 + work / 32768, how->threads);
+    return OK;
 }
 
 int64_t nc_isas(void) { return 1 << ISA_AVX2; }

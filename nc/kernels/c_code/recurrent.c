@@ -16,12 +16,8 @@
 #include "calls.h"
 #include "openmp.h"
 
-#define PANEL 16
 #define ROWS 4              /* that share a load of the weights */
 #define TINY_AMAX 0x1p-100  /* as in nc.numerics.affine */
-#define MOST_INPUTS 65536   /* whose products int32 can sum */
-
-enum { LSTM = 0, GRU = 1, RNN_TANH = 2, RNN_RELU = 3 };
 
 struct matrix {
     int64_t outputs, inputs; /* outputs 0: there is none */
@@ -31,11 +27,8 @@ struct matrix {
     const float *bias;   /* [outputs] or null */
 };
 
-/* In the order in which Python fills it. Strides are in elements; those of features are 1. */
 struct layer {
-    int64_t bytes; /* of this structure */
-    int64_t kind, isa, threads, reverse, steps, rows, hidden, state; /* elements of a cell state, and of a hidden state */
-    int64_t x_step, x_row, y_step, y_row;
+    const struct nc_recurrent *how;
     const float *x;
     float *y;
     float *h, *c;  /* [rows, state], [rows, hidden]; the first states, then the last ones */
@@ -106,7 +99,7 @@ FOR_AVX2 static void codes_of(const float *x, int64_t count, struct range range,
 INLINE FOR_VNNI void panels_vnni(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width,
                                  int rows, int panels)
 {
-    const int64_t words = (m->inputs + 3) / 4;
+    const int64_t words = (m->inputs + WORD - 1) / WORD;
     __m512i sum[ROWS][4];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -135,7 +128,7 @@ INLINE FOR_VNNI void panels_vnni(const struct matrix *m, int64_t first, const ui
 INLINE FOR_AVX2 void panels_avx2(const struct matrix *m, int64_t first, const uint8_t *codes, int64_t stride, int32_t *sums, int64_t width,
                                  int rows)
 {
-    const int64_t words = (m->inputs + 3) / 4;
+    const int64_t words = (m->inputs + WORD - 1) / WORD;
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[ROWS][2];
     UNROLL
@@ -222,12 +215,12 @@ static void product(const struct layer *l, const struct matrix *m, const float *
         if (ranges[r].finite)
             codes_of(x + r * x_row, m->inputs, ranges[r], s->codes + r * s->stride);
     }
-    if (l->isa == ISA_AVX512_VNNI)
+    if (l->how->isa == ISA_AVX512_VNNI)
         sums_vnni(m, s->codes, s->stride, s->sums, width, rows);
     else
         sums_avx2(m, s->codes, s->stride, s->sums, width, rows);
     for (int r = 0; r < rows; r++)
-        values_of(m, s->sums + r * width, ranges[r], l->isa == ISA_AVX512_VNNI ? 0 : 128, y + r * y_row);
+        values_of(m, s->sums + r * width, ranges[r], l->how->isa == ISA_AVX512_VNNI ? 0 : 128, y + r * y_row);
 }
 
 /* ---- gates: 8 elements at a time, of which the last ones may not be there ---- */
@@ -316,13 +309,13 @@ struct work {
 static int allocate(const struct layer *l, struct scratch *s)
 {
     const int64_t gates = l->input.outputs, padded = (gates > l->projection.outputs ? gates : l->projection.outputs) + PANEL;
-    int64_t inputs = l->input.inputs > l->state ? l->input.inputs : l->state;
-    inputs = inputs > l->hidden ? inputs : l->hidden;
+    int64_t inputs = l->input.inputs > l->how->state ? l->input.inputs : l->how->state;
+    inputs = inputs > l->how->hidden ? inputs : l->how->hidden;
     s->stride = (inputs + 63) / 64 * 64;
     s->codes = calloc(ROWS, s->stride);
     s->sums = malloc(ROWS * padded * sizeof *s->sums);
     s->values = malloc(ROWS * gates * sizeof *s->values);
-    s->before = malloc(ROWS * l->hidden * sizeof *s->before);
+    s->before = malloc(ROWS * l->how->hidden * sizeof *s->before);
     return s->codes && s->sums && s->values && s->before;
 }
 
@@ -354,15 +347,15 @@ static void input_gates(void *data, int64_t part, int64_t parts)
     if (!allocate(l, &s))
         w->failed = 1;
     else {
-        blocks_of(l->steps * l->rows, ROWS, part, parts, &start, &stop);
+        blocks_of(l->how->steps * l->how->rows, ROWS, part, parts, &start, &stop);
         for (int64_t i = start; i < stop;) { /* rows of one step at a time */
-            const int64_t step = i / l->rows, row = i % l->rows;
-            int64_t count = l->rows - row < stop - i ? l->rows - row : stop - i;
-            const int64_t stride = l->rows == 1 ? l->x_step : l->x_row;
-            if (l->rows == 1)
+            const int64_t step = i / l->how->rows, row = i % l->how->rows;
+            int64_t count = l->how->rows - row < stop - i ? l->how->rows - row : stop - i;
+            const int64_t stride = l->how->rows == 1 ? l->how->x_step : l->how->x_row;
+            if (l->how->rows == 1)
                 count = stop - i;
             count = count < ROWS ? count : ROWS;
-            product(l, &l->input, l->x + step * l->x_step + row * l->x_row, stride, l->gates + i * width, width, (int)count, &s);
+            product(l, &l->input, l->x + step * l->how->x_step + row * l->how->x_row, stride, l->gates + i * width, width, (int)count, &s);
             i += count;
         }
     }
@@ -371,23 +364,23 @@ static void input_gates(void *data, int64_t part, int64_t parts)
 
 static void one_step(const struct layer *l, int64_t step, int64_t row, int rows, const struct scratch *s)
 {
-    const int64_t width = l->input.outputs;
-    float *h = l->h + row * l->state;
-    product(l, &l->recurrent, h, l->state, s->values, width, rows, s);
+    const int64_t width = l->input.outputs, hidden = l->how->hidden;
+    float *h = l->h + row * l->how->state;
+    product(l, &l->recurrent, h, l->how->state, s->values, width, rows, s);
     for (int r = 0; r < rows; r++) {
-        const float *x = l->gates + (step * l->rows + row + r) * width, *values = s->values + r * width;
-        float *state = h + r * l->state;
-        if (l->kind == LSTM)
-            lstm_step(x, values, l->hidden, l->c + (row + r) * l->hidden, l->projection.outputs ? s->before + r * l->hidden : state);
-        else if (l->kind == GRU)
-            gru_step(x, values, l->hidden, state);
+        const float *x = l->gates + (step * l->how->rows + row + r) * width, *values = s->values + r * width;
+        float *state = h + r * l->how->state;
+        if (l->how->cell == CELL_LSTM)
+            lstm_step(x, values, hidden, l->c + (row + r) * hidden, l->projection.outputs ? s->before + r * hidden : state);
+        else if (l->how->cell == CELL_GRU)
+            gru_step(x, values, hidden, state);
         else
-            rnn_step(x, values, l->hidden, l->kind == RNN_RELU, state);
+            rnn_step(x, values, hidden, l->how->cell == CELL_RNN_RELU, state);
     }
     if (l->projection.outputs)
-        product(l, &l->projection, s->before, l->hidden, h, l->state, rows, s);
+        product(l, &l->projection, s->before, hidden, h, l->how->state, rows, s);
     for (int r = 0; r < rows; r++)
-        memcpy(l->y + step * l->y_step + (row + r) * l->y_row, h + r * l->state, l->state * sizeof *h);
+        memcpy(l->y + step * l->how->y_step + (row + r) * l->how->y_row, h + r * l->how->state, l->how->state * sizeof *h);
 }
 
 /* All steps of some rows. */
@@ -400,52 +393,53 @@ static void all_steps(void *data, int64_t part, int64_t parts)
     if (!allocate(l, &s))
         w->failed = 1;
     else {
-        blocks_of(l->rows, w->at_once, part, parts, &start, &stop);
+        blocks_of(l->how->rows, w->at_once, part, parts, &start, &stop);
         for (int64_t row = start; row < stop; row += w->at_once) {
             const int64_t rows = stop - row < w->at_once ? stop - row : w->at_once;
-            for (int64_t i = 0; i < l->steps; i++)
-                one_step(l, l->reverse ? l->steps - 1 - i : i, row, (int)rows, &s);
+            for (int64_t i = 0; i < l->how->steps; i++)
+                one_step(l, l->how->reverse ? l->how->steps - 1 - i : i, row, (int)rows, &s);
         }
     }
     release(&s);
 }
 
-/* Whether it has such sizes, none of which is too large. */
-static int fits(const struct matrix *m, int64_t outputs, int64_t inputs)
-{
-    return m->outputs == outputs && m->inputs == inputs && inputs >= 0 && inputs <= MOST_INPUTS;
-}
-
 /* What a caller must see to. */
-static int check(const struct layer *l)
+static int check(const struct nc_recurrent *how, int has_projection)
 {
-    static const int64_t gates[] = {[LSTM] = 4, [GRU] = 3, [RNN_TANH] = 1, [RNN_RELU] = 1};
-    EXPECT(l->bytes == (int64_t)sizeof *l, OTHER_NUMBERS);
-    EXPECT(l->isa >= ISA_AVX2 && l->isa <= ISA_AMX && nc_may_use() >> l->isa & 1, NOT_HERE);
-    EXPECT(l->kind >= LSTM && l->kind <= RNN_RELU, OTHER_OPERATION);
-    EXPECT(l->threads >= 1 && l->steps >= 0 && l->rows >= 0 && l->hidden >= 1 && l->state >= 1, OTHER_SIZE);
-    EXPECT(fits(&l->input, gates[l->kind] * l->hidden, l->input.inputs), OTHER_SIZE);
-    EXPECT(fits(&l->recurrent, gates[l->kind] * l->hidden, l->state), OTHER_SIZE);
-    if (l->kind == LSTM && l->projection.outputs) {
-        EXPECT(fits(&l->projection, l->state, l->hidden), OTHER_SIZE);
-    } else {
-        EXPECT(l->projection.outputs == 0 && l->state == l->hidden, OTHER_SIZE);
-    }
+    EXPECT(how->isa >= ISA_AVX2 && how->isa <= ISA_AMX && nc_may_use() >> how->isa & 1, NOT_HERE);
+    EXPECT(how->cell >= CELL_LSTM && how->cell <= CELL_RNN_RELU, OTHER_OPERATION);
+    EXPECT(how->threads >= 1 && how->steps >= 0 && how->rows >= 0 && how->hidden >= 1 && how->state >= 1, OTHER_SIZE);
+    EXPECT(how->features >= 0 && how->features <= MOST_INPUTS && how->state <= MOST_INPUTS && how->hidden <= MOST_INPUTS, OTHER_SIZE);
+    EXPECT(has_projection ? how->cell == CELL_LSTM : how->state == how->hidden, OTHER_SIZE);
     return OK;
 }
 
-/* Returns what calls.h lists. */
-int64_t nc_recurrent(const struct layer *layer)
+static struct matrix matrix_of(int64_t outputs, int64_t inputs, char *const *tensors)
 {
-    const int wrong = check(layer);
+    return (struct matrix){outputs, inputs, (const int8_t *)tensors[0], (const float *)tensors[1], (const int32_t *)tensors[2],
+                           (const float *)tensors[3]};
+}
+
+/* tensors: y, x, h, c, gates, see struct layer; for the matrices of input, state and projection codes, scale, sums and bias. What a layer
+ * has not has no address. */
+int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *const *tensors)
+{
+    TAKES(nc_recurrent);
+    static const int64_t gates[] = {[CELL_LSTM] = 4, [CELL_GRU] = 3, [CELL_RNN] = 1, [CELL_RNN_RELU] = 1};
+    const int has_projection = tensors[13] != NULL;
+    const int wrong = check(how, has_projection);
     EXPECT(!wrong, wrong);
-    const int64_t each = (layer->rows + layer->threads - 1) / layer->threads;
-    struct work w = {layer, each < ROWS ? each : ROWS, 0};
-    if (!layer->rows || !layer->steps)
+    const int64_t width = gates[how->cell] * how->hidden, each = (how->rows + how->threads - 1) / how->threads;
+    const struct layer layer = {how, (const float *)tensors[1], (float *)tensors[0], (float *)tensors[2],
+                                (float *)tensors[3], (float *)tensors[4], matrix_of(width, how->features, tensors + 5),
+                                matrix_of(width, how->state, tensors + 9),
+                                matrix_of(has_projection ? how->state : 0, how->hidden, tensors + 13)};
+    struct work w = {&layer, each < ROWS ? each : ROWS, 0};
+    if (!how->rows || !how->steps)
         return OK;
-    EXPECT(layer->kind != LSTM || layer->c, OTHER_TENSORS);
-    in_parts(input_gates, &w, (layer->steps * layer->rows + ROWS - 1) / ROWS, layer->threads);
-    in_parts(all_steps, &w, (layer->rows + w.at_once - 1) / w.at_once, layer->threads);
+    EXPECT(how->cell != CELL_LSTM || layer.c, OTHER_TENSORS);
+    in_parts(input_gates, &w, (how->steps * how->rows + ROWS - 1) / ROWS, how->threads);
+    in_parts(all_steps, &w, (how->rows + w.at_once - 1) / w.at_once, how->threads);
     return w.failed ? NO_MEMORY : OK;
 }
 
@@ -453,9 +447,10 @@ int64_t nc_isas(void) { return 1 << ISA_AVX2 | 1 << ISA_AVX512_VNNI; }
 
 #else
 
-int64_t nc_recurrent(const struct layer *layer)
+int nc_recurrent(const struct nc_recurrent *how, void *unused, int count, char *const *tensors)
 {
-    (void)layer;
+    TAKES(nc_recurrent);
+    (void)tensors;
     return NOT_HERE;
 }
 

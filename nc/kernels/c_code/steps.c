@@ -1,7 +1,7 @@
 /* Small operators between products: a few thousand elements, for which a call of torch takes longer than the work.
  *
- * Each function has the form of dnnl_primitive_execute, so that one list has both: (numbers, not used, count of tensors, addresses).
- * Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for bf16; in a bool all but 0 is true.
+ * abi.py has what each function takes. Arithmetic is in fp32, and each result is rounded to the dtype of its tensor, as torch does for
+ * bf16; in a bool all but 0 is true.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -54,17 +54,12 @@ int64_t nc_step_isa(void) { return -1; }
 /* Part of the functions above: between them, a call for each key would take as long as its work. */
 #define INLINE static inline __attribute__((always_inline))
 
-enum { F32, BF16, BOOL, I64, U8, S8 };
-enum { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT, RECIPROCAL, SQUARE, RELU, EXP, SIGMOID, SILU, TANH, GELU_TANH, GELU_ERF, COS, SIN, NOT, SELECT };
-enum { OPERATORS = SELECT + 1 };
-enum { ROW = 512, MOST_DIMS = 8 };
-
 /* What `load` reads, what `store` writes, and what `store_codes` does. */
-INLINE int is_read(int64_t dtype) { return dtype >= F32 && dtype <= I64; }
-INLINE int is_written(int64_t dtype) { return dtype >= F32 && dtype <= BOOL; }
-INLINE int is_code(int64_t dtype) { return dtype == U8 || dtype == S8; }
+INLINE int is_written(int64_t dtype) { return dtype == DTYPE_F32 || dtype == DTYPE_BF16 || dtype == DTYPE_BOOL; }
+INLINE int is_read(int64_t dtype) { return is_written(dtype) || dtype == DTYPE_I64; }
+INLINE int is_code(int64_t dtype) { return dtype == DTYPE_U8 || dtype == DTYPE_S8; }
 
-INLINE int64_t bytes_of(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : dtype == I64 ? 8 : 1; }
+INLINE int64_t bytes_of(int64_t dtype) { return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_I64 ? 8 : 1; }
 
 INLINE float from_bf16(uint16_t bits)
 {
@@ -86,15 +81,15 @@ INLINE uint16_t to_bf16(float value)
 /* n elements that are `stride` apart, as fp32; where they are that already, nothing is copied. */
 INLINE const float *load(const char *from, int64_t dtype, int64_t stride, int64_t n, float *buffer)
 {
-    if (dtype == F32 && stride == 1)
+    if (dtype == DTYPE_F32 && stride == 1)
         return (const float *)from;
-    if (dtype == F32)
+    if (dtype == DTYPE_F32)
         for (int64_t i = 0; i < n; i++)
             buffer[i] = ((const float *)from)[i * stride];
-    else if (dtype == BOOL)
+    else if (dtype == DTYPE_BOOL)
         for (int64_t i = 0; i < n; i++)
             buffer[i] = ((const uint8_t *)from)[i * stride];
-    else if (dtype == I64)
+    else if (dtype == DTYPE_I64)
         for (int64_t i = 0; i < n; i++)
             buffer[i] = (float)((const int64_t *)from)[i * stride];
     else
@@ -105,10 +100,10 @@ INLINE const float *load(const char *from, int64_t dtype, int64_t stride, int64_
 
 INLINE void store(char *to, int64_t dtype, int64_t stride, int64_t n, const float *values)
 {
-    if (dtype == F32)
+    if (dtype == DTYPE_F32)
         for (int64_t i = 0; i < n; i++)
             ((float *)to)[i * stride] = values[i];
-    else if (dtype == BOOL)
+    else if (dtype == DTYPE_BOOL)
         for (int64_t i = 0; i < n; i++)
             ((uint8_t *)to)[i * stride] = values[i] != 0;
     else
@@ -118,22 +113,18 @@ INLINE void store(char *to, int64_t dtype, int64_t stride, int64_t n, const floa
 
 /* How numbers become codes. */
 struct codes {
-    int64_t dtype; /* U8 or S8 */
+    int64_t dtype; /* DTYPE_U8 or DTYPE_S8 */
     float inverse, zero_point;
 };
 
-/* From two numbers of a list: the bits of 1 / scale (a float), and the zero point. */
-INLINE struct codes codes_of(int64_t dtype, const int64_t *how)
+INLINE struct codes codes_of(int64_t dtype, double inverse, int64_t zero_point)
 {
-    const uint32_t bits = (uint32_t)how[0];
-    struct codes codes = {.dtype = dtype, .zero_point = (float)how[1]};
-    memcpy(&codes.inverse, &bits, 4);
-    return codes;
+    return (struct codes){dtype, (float)inverse, (float)zero_point};
 }
 
 INLINE void store_codes(char *to, struct codes codes, int64_t n, const float *restrict values)
 {
-    const float low = (codes.dtype == U8 ? 0 : -128) - codes.zero_point, high = low + 255;
+    const float low = (codes.dtype == DTYPE_U8 ? 0 : -128) - codes.zero_point, high = low + 255;
     uint8_t *restrict y = (uint8_t *)to;
     for (int64_t i = 0; i < n; i++) {
         float value = rintf(values[i] * codes.inverse);
@@ -172,84 +163,77 @@ INLINE void any_apply(int64_t op, const float *restrict a, const float *restrict
                       int64_t n)
 {
     switch (op) {
-    case COPY: EACH(a[i]);
-    case ADD: EACH(a[i] + b[i]);
-    case SUB: EACH(a[i] - b[i]);
-    case MUL: EACH(a[i] * b[i]);
-    case DIV: EACH(a[i] / b[i]);
-    case NEG: EACH(-a[i]);
-    case ABS: EACH(fabsf(a[i]));
-    case SQRT: EACH(sqrtf(a[i]));
-    case RSQRT: EACH(1.0f / sqrtf(a[i]));
-    case RECIPROCAL: EACH(1.0f / a[i]);
-    case SQUARE: EACH(a[i] * a[i]);
-    case RELU: EACH(a[i] > 0 ? a[i] : a[i] != a[i] ? a[i] : 0.0f);
-    case EXP: EACH(exponential(a[i]));
-    case SIGMOID: EACH(1.0f / (1.0f + exponential(-a[i])));
-    case SILU: EACH(a[i] / (1.0f + exponential(-a[i])));
-    case TANH: EACH(tanhf(a[i]));
-    case GELU_TANH: EACH(a[i] / (1.0f + exponential(-1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))));
-    case GELU_ERF: EACH(0.5f * a[i] * (1.0f + erff(0.70710678118654752f * a[i])));
-    case COS: EACH(cosf(a[i]));
-    case SIN: EACH(sinf(a[i]));
-    case NOT: EACH(a[i] == 0);
-    case SELECT: EACH(a[i] != 0 ? b[i] : c[i]);
+    case MAP_COPY: EACH(a[i]);
+    case MAP_ADD: EACH(a[i] + b[i]);
+    case MAP_SUB: EACH(a[i] - b[i]);
+    case MAP_MUL: EACH(a[i] * b[i]);
+    case MAP_DIV: EACH(a[i] / b[i]);
+    case MAP_NEG: EACH(-a[i]);
+    case MAP_ABS: EACH(fabsf(a[i]));
+    case MAP_SQRT: EACH(sqrtf(a[i]));
+    case MAP_RSQRT: EACH(1.0f / sqrtf(a[i]));
+    case MAP_RECIPROCAL: EACH(1.0f / a[i]);
+    case MAP_SQUARE: EACH(a[i] * a[i]);
+    case MAP_RELU: EACH(a[i] > 0 ? a[i] : a[i] != a[i] ? a[i] : 0.0f);
+    case MAP_EXP: EACH(exponential(a[i]));
+    case MAP_SIGMOID: EACH(1.0f / (1.0f + exponential(-a[i])));
+    case MAP_SILU: EACH(a[i] / (1.0f + exponential(-a[i])));
+    case MAP_TANH: EACH(tanhf(a[i]));
+    case MAP_GELU_TANH: EACH(a[i] / (1.0f + exponential(-1.5957691216057308f * (a[i] + 0.044715f * a[i] * a[i] * a[i]))));
+    case MAP_GELU_ERF: EACH(0.5f * a[i] * (1.0f + erff(0.70710678118654752f * a[i])));
+    case MAP_COS: EACH(cosf(a[i]));
+    case MAP_SIN: EACH(sinf(a[i]));
+    case MAP_NOT: EACH(a[i] == 0);
+    case MAP_SELECT: EACH(a[i] != 0 ? b[i] : c[i]);
     }
 }
 FOR_EACH_CPU(void, apply,
              (int64_t op, const float *restrict a, const float *restrict b, const float *restrict c, float *restrict y, int64_t n),
              (op, a, b, c, y, n))
 
-/* y = op(a, b, c), elementwise.
- *
- * how: op, dimensions d, sizes [d]; for y, a, b, c: dtype, strides [d] in elements, of which 0 repeats
- * tensors: y, a and, where the operator reads them, b and c
- */
-int nc_step_map(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y, a and, where the operator reads them, b and c */
+int nc_map(const struct nc_map *how, void *unused, int count, char *const *tensors)
 {
-    EXPECT(how[0] >= 2 && how[2] >= 1 && how[2] <= MOST_DIMS, OTHER_SIZE);
-    TAKES(2 + how[1] + count * (how[1] + 1), 2, 4);
-    const int64_t op = how[0], d = how[1], *sizes = how + 2, n = sizes[d - 1];
+    TAKES(nc_map);
+    EXPECT(how->dims >= 1 && how->dims <= MOST_DIMS, OTHER_SIZE);
+    const int64_t op = how->operator, last = how->dims - 1, n = how->sizes[last];
     int64_t rows = 1, index[MOST_DIMS] = {0};
-    float buffers[4][ROW];
-    (void)unused;
-    EXPECT(op >= 0 && op < OPERATORS, OTHER_OPERATION);
-    for (int64_t i = 0; i < d; i++)
-        EXPECT(sizes[i] >= 0, OTHER_SIZE);
-    EXPECT(count >= 2 + (op >= ADD && op <= DIV) + 2 * (op == SELECT), OTHER_TENSORS);
-    for (int t = 0; t < count; t++) {
-        const int64_t dtype = sizes[d + t * (d + 1)];
-        EXPECT(t ? is_read(dtype) : is_written(dtype), OTHER_DTYPE);
-    }
-    for (int64_t i = 0; i < d - 1; i++)
-        rows *= sizes[i];
+    float buffers[MOST_OPERANDS][ROW];
+    EXPECT(op >= MAP_COPY && op <= MAP_SELECT, OTHER_OPERATION);
+    for (int64_t i = 0; i < how->dims; i++)
+        EXPECT(how->sizes[i] >= 0, OTHER_SIZE);
+    EXPECT(count >= 2 + (op >= MAP_ADD && op <= MAP_DIV) + 2 * (op == MAP_SELECT), OTHER_TENSORS);
+    for (int t = 0; t < count; t++)
+        EXPECT(t ? is_read(how->dtypes[t]) : is_written(how->dtypes[t]), OTHER_DTYPE);
+    for (int64_t i = 0; i < last; i++)
+        rows *= how->sizes[i];
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t start = 0; start < n; start += ROW) {
             const int64_t part = n - start < ROW ? n - start : ROW;
-            const float *values[4] = {buffers[0], buffers[0], buffers[0], buffers[0]};
+            const float *values[MOST_OPERANDS] = {buffers[0], buffers[0], buffers[0], buffers[0]};
             char *to = tensors[0];
             for (int t = 0; t < count; t++) {
-                const int64_t *of = sizes + d + t * (d + 1), dtype = of[0], *strides = of + 1;
-                int64_t at = start * strides[d - 1];
-                for (int64_t i = 0; i < d - 1; i++)
+                const int64_t dtype = how->dtypes[t], *strides = how->strides[t];
+                int64_t at = start * strides[last];
+                for (int64_t i = 0; i < last; i++)
                     at += index[i] * strides[i];
                 if (t)
-                    values[t] = load(tensors[t] + at * bytes_of(dtype), dtype, strides[d - 1], part, buffers[t]);
+                    values[t] = load(tensors[t] + at * bytes_of(dtype), dtype, strides[last], part, buffers[t]);
                 else
                     to += at * bytes_of(dtype);
             }
-            const int64_t dtype = sizes[d], stride = sizes[d + d];
-            if (dtype == F32 && stride == 1) {
+            const int64_t dtype = how->dtypes[0], stride = how->strides[0][last];
+            if (dtype == DTYPE_F32 && stride == 1) {
                 apply(op, values[1], values[2], values[3], (float *)to, part);
             } else {
                 apply(op, values[1], values[2], values[3], buffers[0], part);
                 store(to, dtype, stride, part, buffers[0]);
             }
         }
-        for (int64_t i = d - 2; i >= 0 && ++index[i] == sizes[i]; i--)
+        for (int64_t i = last - 1; i >= 0 && ++index[i] == how->sizes[i]; i--)
             index[i] = 0;
     }
-    return 0;
+    return OK;
 }
 
 /* The sum of 32 numbers, which are overwritten. */
@@ -274,25 +258,24 @@ INLINE float any_sum_of(const float *x, int64_t n)
 }
 FOR_EACH_CPU(float, sum_of, (const float *x, int64_t n), (x, n))
 
-/* Means of rows. how: dtypes of y and x, rows, elements of a row, stride of rows; tensors: y, without gaps; x */
-int nc_step_mean(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y, without gaps; x */
+int nc_mean(const struct nc_mean *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(5, 2, 2);
-    const int64_t n = how[3];
+    TAKES(nc_mean);
+    const int64_t n = how->width, of = how->of;
     float buffer[ROW];
-    (void)unused;
-    EXPECT(is_written(how[0]) && is_read(how[1]), OTHER_DTYPE);
-    EXPECT(how[2] >= 0 && n >= 0, OTHER_SIZE);
-    for (int64_t row = 0; row < how[2]; row++) {
+    EXPECT(is_written(how->to) && is_read(of), OTHER_DTYPE);
+    EXPECT(how->rows >= 0 && n >= 0, OTHER_SIZE);
+    for (int64_t row = 0; row < how->rows; row++) {
         float sum = 0;
         for (int64_t start = 0; start < n; start += ROW) {
             const int64_t part = n - start < ROW ? n - start : ROW;
-            sum += sum_of(load(tensors[1] + (row * how[4] + start) * bytes_of(how[1]), how[1], 1, part, buffer), part);
+            sum += sum_of(load(tensors[1] + (row * how->stride + start) * bytes_of(of), of, 1, part, buffer), part);
         }
         sum /= (float)n;
-        store(tensors[0] + row * bytes_of(how[0]), how[0], 1, 1, &sum);
+        store(tensors[0] + row * bytes_of(how->to), how->to, 1, 1, &sum);
     }
-    return 0;
+    return OK;
 }
 
 INLINE float any_squares_of(const float *x, float mean, int64_t n)
@@ -309,7 +292,7 @@ INLINE float any_squares_of(const float *x, float mean, int64_t n)
 FOR_EACH_CPU(float, squares_of, (const float *x, float mean, int64_t n), (x, mean, n))
 
 struct norm {
-    const int64_t *how;
+    const struct nc_norm *how;
     char *const *tensors;
     float epsilon;
     struct codes codes;
@@ -317,11 +300,11 @@ struct norm {
 
 INLINE void any_norm_row(const struct norm *job, int64_t row)
 {
-    const int64_t n = job->how[3], to = job->how[0], from = job->how[1];
+    const int64_t n = job->how->width, to = job->how->to, from = job->how->of;
     const float *weight = (const float *)job->tensors[2], *bias = (const float *)job->tensors[3];
     char *y = job->tensors[0] + row * n * bytes_of(to), *x = job->tensors[1] + row * n * bytes_of(from);
     float buffer[ROW], mean = 0, squares = 0;
-    for (int64_t start = 0; job->how[5] && start < n; start += ROW) {
+    for (int64_t start = 0; job->how->centred && start < n; start += ROW) {
         const int64_t part = n - start < ROW ? n - start : ROW;
         mean += sum_of(load(x + start * bytes_of(from), from, 1, part, buffer), part);
     }
@@ -340,7 +323,7 @@ INLINE void any_norm_row(const struct norm *job, int64_t row)
             buffer[i] *= weight[start + i];
         for (int64_t i = 0; bias && i < part; i++)
             buffer[i] += bias[start + i];
-        if (to == U8 || to == S8)
+        if (is_code(to))
             store_codes(y + start, job->codes, part, buffer);
         else
             store(y + start * bytes_of(to), to, 1, part, buffer);
@@ -351,48 +334,35 @@ FOR_EACH_CPU(void, norm_row, (const struct norm *job, int64_t row), (job, row))
 static void norm_rows(void *data, int64_t part, int64_t parts)
 {
     const struct norm *job = data;
-    const int64_t rows = job->how[2];
+    const int64_t rows = job->how->rows;
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; row++)
         norm_row(job, row);
 }
 
-/* Layer norm of rows, or RMS norm, which takes no mean off.
- *
- * how: dtypes of y and x, rows, elements of a row, the bits of epsilon (a float), whether it is a layer norm, threads; see `codes_of`
- * tensors: y and x, without gaps; weight and bias in fp32, or no address
- */
-int nc_step_norm(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y and x, without gaps; weight and bias in fp32, or no address */
+int nc_norm(const struct nc_norm *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(9, 4, 4);
-    struct norm job = {.how = how, .tensors = tensors, .codes = codes_of(how[0], how + 7)};
-    (void)unused;
-    EXPECT((is_written(how[0]) || is_code(how[0])) && is_read(how[1]), OTHER_DTYPE);
-    EXPECT(how[2] >= 0 && how[3] >= 0, OTHER_SIZE);
-    memcpy(&job.epsilon, how + 4, 4);
-    in_parts(norm_rows, &job, 1 + how[2] * how[3] / 32768, how[6]);
-    return 0;
+    TAKES(nc_norm);
+    struct norm job = {how, tensors, (float)how->epsilon, codes_of(how->to, how->inverse, how->zero_point)};
+    EXPECT((is_written(how->to) || is_code(how->to)) && is_read(how->of), OTHER_DTYPE);
+    EXPECT(how->rows >= 0 && how->width >= 0, OTHER_SIZE);
+    in_parts(norm_rows, &job, 1 + how->rows * how->width / 32768, how->threads);
+    return OK;
 }
 
-/* Copy rows to, or from, a place that an index in memory names.
- *
- * how: bytes of a row; rows; for y and x: bytes between rows; bytes between places; places; whether y is the one with places;
- *   indices, one for all rows (1) or one each (0)
- * tensors: y, x, int64 indices. Returns OTHER_INDEX where an index is none of the places.
- */
-int nc_step_place(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y, x, int64 indices. Returns OTHER_INDEX where an index is none of the places. */
+int nc_place(const struct nc_place *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(8, 3, 3);
+    TAKES(nc_place);
     const int64_t *indices = (const int64_t *)tensors[2];
-    (void)unused;
-    EXPECT(how[0] >= 0 && how[1] >= 0, OTHER_SIZE);
-    for (int64_t row = 0; row < how[1]; row++) {
-        const int64_t place = indices[how[7] ? 0 : row];
-        char *y = tensors[0] + row * how[2], *x = tensors[1] + row * how[3];
-        if (place < 0 || place >= how[5])
-            return OTHER_INDEX;
-        memcpy(y + (how[6] ? place * how[4] : 0), x + (how[6] ? 0 : place * how[4]), how[0]);
+    EXPECT(how->bytes >= 0 && how->rows >= 0, OTHER_SIZE);
+    for (int64_t row = 0; row < how->rows; row++) {
+        const int64_t place = indices[how->one_index ? 0 : row];
+        char *y = tensors[0] + row * how->y_stride, *x = tensors[1] + row * how->x_stride;
+        EXPECT(place >= 0 && place < how->places, OTHER_INDEX);
+        memcpy(y + (how->scatters ? place * how->place_stride : 0), x + (how->scatters ? 0 : place * how->place_stride), how->bytes);
     }
-    return 0;
+    return OK;
 }
 
 INLINE float dot(const float *restrict a, const float *restrict b, int64_t n)
@@ -423,39 +393,38 @@ INLINE void scale(float *y, float by, int64_t n)
         y[i] *= by;
 }
 
-enum { B, H, GROUP, KEYS, WIDTH, VALUE_WIDTH, MASK, DTYPES, Q = DTYPES + 5, K = Q + 2, V = K + 3, Y = V + 3, M = Y + 2, A_FACTOR = M + 3, A_THREADS };
-enum { NO_MASK, BOOL_MASK, FLOAT_MASK };
-
 struct attention {
-    const int64_t *how;
+    const struct nc_attention *how;
     char *const *tensors;
-    float factor;
 };
 
 /* One query of one head: softmax(q K^T * factor + mask) V, for ROW keys at a time; the largest score so far is taken off all
  * (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3). */
 INLINE void any_attend(const struct attention *job, int64_t task)
 {
-    const int64_t *h = job->how, batch = task / h[H], head = task % h[H], shared = head / h[GROUP];
-    const int64_t q_type = h[DTYPES], k_type = h[DTYPES + 1], v_type = h[DTYPES + 2], y_type = h[DTYPES + 3], m_type = h[DTYPES + 4];
-    const char *keys = job->tensors[2] + (batch * h[K] + shared * h[K + 1]) * bytes_of(k_type);
-    const char *values = job->tensors[3] + (batch * h[V] + shared * h[V + 1]) * bytes_of(v_type);
+    const struct nc_attention *h = job->how;
+    const int64_t batch = task / h->heads, head = task % h->heads, shared = head / h->group;
+    const int64_t q_type = h->q_dtype, k_type = h->k_dtype, v_type = h->v_dtype, y_type = h->y_dtype, m_type = h->mask_dtype;
+    const char *keys = job->tensors[2] + (batch * h->k_strides[0] + shared * h->k_strides[1]) * bytes_of(k_type);
+    const char *values = job->tensors[3] + (batch * h->v_strides[0] + shared * h->v_strides[1]) * bytes_of(v_type);
     const char *mask = job->tensors[4];
-    const int64_t at = batch * h[M] + head * h[M + 1];
+    const int64_t at = batch * h->mask_strides[0] + head * h->mask_strides[1];
     float query[ROW], row[ROW], sum[ROW] = {0}, largest = -INFINITY, total = 0;
-    const float *q = load(job->tensors[1] + (batch * h[Q] + head * h[Q + 1]) * bytes_of(q_type), q_type, 1, h[WIDTH], query);
-    for (int64_t start = 0; start < h[KEYS]; start += ROW) {
-        const int64_t count = h[KEYS] - start < ROW ? h[KEYS] - start : ROW;
+    const char *at_query = job->tensors[1] + (batch * h->q_strides[0] + head * h->q_strides[1]) * bytes_of(q_type);
+    const float *q = load(at_query, q_type, 1, h->width, query), factor = (float)h->factor;
+    for (int64_t start = 0; start < h->keys; start += ROW) {
+        const int64_t count = h->keys - start < ROW ? h->keys - start : ROW;
         float scores[ROW], most = largest;
         int unknown = 0; /* a score that is no number */
         for (int64_t i = 0; i < count; i++) {
-            const int64_t j = start + i, m = at + j * h[M + 2];
-            if (h[MASK] == BOOL_MASK && !((const uint8_t *)mask)[m]) {
+            const int64_t j = start + i, m = at + j * h->mask_strides[2];
+            if (h->mask == MASK_BOOL && !((const uint8_t *)mask)[m]) {
                 scores[i] = -INFINITY;
                 continue;
             }
-            scores[i] = job->factor * dot(q, load(keys + j * h[K + 2] * bytes_of(k_type), k_type, 1, h[WIDTH], row), h[WIDTH]);
-            if (h[MASK] == FLOAT_MASK) {
+            const float *key = load(keys + j * h->k_strides[2] * bytes_of(k_type), k_type, 1, h->width, row);
+            scores[i] = factor * dot(q, key, h->width);
+            if (h->mask == MASK_FLOAT) {
                 float added;
                 scores[i] += *load(mask + m * bytes_of(m_type), m_type, 1, 1, &added);
             }
@@ -467,7 +436,7 @@ INLINE void any_attend(const struct attention *job, int64_t task)
         most = most == -INFINITY ? 0 : most;
         if (most > largest) {
             const float less = exponential(largest - most);
-            scale(sum, less, h[VALUE_WIDTH]);
+            scale(sum, less, h->value_width);
             total *= less;
             largest = most;
         }
@@ -478,71 +447,70 @@ INLINE void any_attend(const struct attention *job, int64_t task)
             if (scores[i] == 0)
                 continue;
             total += scores[i];
-            add_scaled(sum, load(values + j * h[V + 2] * bytes_of(v_type), v_type, 1, h[VALUE_WIDTH], row), scores[i], h[VALUE_WIDTH]);
+            const float *value = load(values + j * h->v_strides[2] * bytes_of(v_type), v_type, 1, h->value_width, row);
+            add_scaled(sum, value, scores[i], h->value_width);
         }
     }
     if (total != 0) /* a query that sees no key gets zeros, as from torch */
-        scale(sum, 1.0f / total, h[VALUE_WIDTH]);
-    store(job->tensors[0] + (batch * h[Y] + head * h[Y + 1]) * bytes_of(y_type), y_type, 1, h[VALUE_WIDTH], sum);
+        scale(sum, 1.0f / total, h->value_width);
+    char *to = job->tensors[0] + (batch * h->y_strides[0] + head * h->y_strides[1]) * bytes_of(y_type);
+    store(to, y_type, 1, h->value_width, sum);
 }
 FOR_EACH_CPU(void, attend, (const struct attention *job, int64_t task), (job, task))
 
 static void attend_all(void *data, int64_t part, int64_t parts)
 {
     const struct attention *job = data;
-    const int64_t tasks = job->how[B] * job->how[H];
+    const int64_t tasks = job->how->batch * job->how->heads;
     for (int64_t task = tasks * part / parts; task < tasks * (part + 1) / parts; task++)
         attend(job, task);
 }
 
-/* Attention of one query per head.
- *
- * how: batch, heads, heads that share keys and values, keys, width of keys (at most ROW), of values (likewise), kind of mask, dtypes of
- *   q, k, v, y and the mask; strides in elements: q and y [batch, head], k and v [batch, head, key], mask [batch, head, key];
- *   then the bits of the factor (a float), and threads
- * tensors: y, q, k, v, mask (where there is one)
- */
-int nc_step_attention(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y, q, k, v, mask (where there is one) */
+int nc_attention(const struct nc_attention *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(A_THREADS + 1, 4, 5);
-    struct attention job = {how, tensors, 0};
-    const int64_t tasks = how[B] * how[H];
+    TAKES(nc_attention);
+    struct attention job = {how, tensors};
+    const int64_t tasks = how->batch * how->heads;
     /* as much work as a few thousand products is done before other threads wake up */
-    const int64_t worth = 1 + tasks * how[KEYS] * how[WIDTH] / 65536;
-    (void)unused;
-    EXPECT(how[MASK] >= NO_MASK && how[MASK] <= FLOAT_MASK, OTHER_OPERATION);
-    EXPECT(how[MASK] == NO_MASK || count == 5, OTHER_TENSORS);
-    EXPECT(how[B] >= 0 && how[H] >= 0 && how[KEYS] >= 0 && how[GROUP] > 0, OTHER_SIZE);
-    EXPECT(how[WIDTH] >= 0 && how[WIDTH] <= ROW && how[VALUE_WIDTH] >= 0 && how[VALUE_WIDTH] <= ROW, OTHER_SIZE);
-    for (int i = 0; i < 5; i++)
-        EXPECT(i == 3 ? is_written(how[DTYPES + i]) : is_read(how[DTYPES + i]), OTHER_DTYPE);
-    memcpy(&job.factor, how + A_FACTOR, 4);
-    in_parts(attend_all, &job, worth < tasks ? worth : tasks, how[A_THREADS]);
-    return 0;
+    const int64_t worth = 1 + tasks * how->keys * how->width / 65536;
+    EXPECT(how->mask >= MASK_NONE && how->mask <= MASK_FLOAT, OTHER_OPERATION);
+    EXPECT(how->mask == MASK_NONE || count == 5, OTHER_TENSORS);
+    EXPECT(how->batch >= 0 && how->heads >= 0 && how->keys >= 0 && how->group > 0, OTHER_SIZE);
+    EXPECT(how->width >= 0 && how->width <= ROW && how->value_width >= 0 && how->value_width <= ROW, OTHER_SIZE);
+    EXPECT(is_read(how->q_dtype) && is_read(how->k_dtype) && is_read(how->v_dtype) && is_read(how->mask_dtype), OTHER_DTYPE);
+    EXPECT(is_written(how->y_dtype), OTHER_DTYPE);
+    in_parts(attend_all, &job, worth < tasks ? worth : tasks, how->threads);
+    return OK;
 }
 
-enum { TO, HALF, SIZES, R_THREADS = SIZES + 3, R_CODES, R_Y = R_CODES + 2, R_X = R_Y + 3, R_COS = R_X + 3, R_SIN = R_COS + 3 };
-
 struct rotation {
-    const int64_t *how;
+    const struct nc_rotary *how;
     char *const *tensors;
     struct codes codes;
 };
 
+/* Elements from the first one of a tensor to that of row (i, j, k). */
+INLINE int64_t place_of(const int64_t *strides, int64_t i, int64_t j, int64_t k)
+{
+    return i * strides[0] + j * strides[1] + k * strides[2];
+}
+
 INLINE void any_rotate_row(const struct rotation *job, int64_t row)
 {
-    const int64_t *how = job->how, half = how[HALF];
-    const int64_t k = row % how[SIZES + 2], j = row / how[SIZES + 2] % how[SIZES + 1], i = row / how[SIZES + 2] / how[SIZES + 1];
-    const float *x = (const float *)job->tensors[1] + i * how[R_X] + j * how[R_X + 1] + k * how[R_X + 2];
-    const float *cosine = (const float *)job->tensors[2] + i * how[R_COS] + j * how[R_COS + 1] + k * how[R_COS + 2];
-    const float *sine = (const float *)job->tensors[3] + i * how[R_SIN] + j * how[R_SIN + 1] + k * how[R_SIN + 2];
-    char *y = job->tensors[0] + (i * how[R_Y] + j * how[R_Y + 1] + k * how[R_Y + 2]) * bytes_of(how[TO]);
+    const struct nc_rotary *how = job->how;
+    const int64_t half = how->half, *sizes = how->sizes;
+    const int64_t k = row % sizes[2], j = row / sizes[2] % sizes[1], i = row / sizes[2] / sizes[1];
+    const float *x = (const float *)job->tensors[1] + place_of(how->x_strides, i, j, k);
+    const float *cosine = (const float *)job->tensors[2] + place_of(how->cosine_strides, i, j, k);
+    const float *sine = (const float *)job->tensors[3] + place_of(how->sine_strides, i, j, k);
+    char *y = job->tensors[0] + place_of(how->y_strides, i, j, k) * bytes_of(how->to);
     float turned[ROW];
     for (int64_t n = 0; n < half; n++)
         turned[n] = x[n] * cosine[n] - x[half + n] * sine[n];
     for (int64_t n = 0; n < half; n++)
         turned[half + n] = x[half + n] * cosine[half + n] + x[n] * sine[half + n];
-    if (how[TO] == F32)
+    if (how->to == DTYPE_F32)
         memcpy(y, turned, (size_t)(2 * half) * 4);
     else
         store_codes(y, job->codes, 2 * half, turned);
@@ -552,33 +520,28 @@ FOR_EACH_CPU(void, rotate_row, (const struct rotation *job, int64_t row), (job, 
 static void rotate_rows(void *data, int64_t part, int64_t parts)
 {
     const struct rotation *job = data;
-    const int64_t rows = job->how[SIZES] * job->how[SIZES + 1] * job->how[SIZES + 2];
+    const int64_t *sizes = job->how->sizes, rows = sizes[0] * sizes[1] * sizes[2];
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; row++)
         rotate_row(job, row);
 }
 
-/* Rotary embedding: y = x cos + (-second half of x, first half of x) sin, along rows without gaps.
- *
- * how: dtype of y (F32, U8 or S8); half of a row (ROW / 2 at most); sizes [3] of the rows; threads; see `codes_of`; strides [3] in
- *   elements of y, x, cos and sin, of which 0 repeats
- * tensors: y; x, cos and sin in fp32
- */
-int nc_step_rotary(const int64_t *how, void *unused, int count, char *const *tensors)
+/* y = x cos + (-second half of x, first half of x) sin. tensors: y; x, cos and sin in fp32 */
+int nc_rotary(const struct nc_rotary *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(R_SIN + 3, 4, 4);
-    struct rotation job = {how, tensors, codes_of(how[TO], how + R_CODES)};
-    (void)unused;
-    EXPECT(how[TO] == F32 || is_code(how[TO]), OTHER_DTYPE);
-    EXPECT(how[HALF] >= 0 && 2 * how[HALF] <= ROW, OTHER_SIZE);
-    EXPECT(how[SIZES] >= 0 && how[SIZES + 1] >= 0 && how[SIZES + 2] >= 0, OTHER_SIZE);
-    in_parts(rotate_rows, &job, 1 + how[SIZES] * how[SIZES + 1] * how[SIZES + 2] * how[HALF] / 8192, how[R_THREADS]);
-    return 0;
+    TAKES(nc_rotary);
+    const int64_t *sizes = how->sizes;
+    struct rotation job = {how, tensors, codes_of(how->to, how->inverse, how->zero_point)};
+    EXPECT(how->to == DTYPE_F32 || is_code(how->to), OTHER_DTYPE);
+    EXPECT(how->half >= 0 && 2 * how->half <= ROW, OTHER_SIZE);
+    EXPECT(sizes[0] >= 0 && sizes[1] >= 0 && sizes[2] >= 0, OTHER_SIZE);
+    in_parts(rotate_rows, &job, 1 + sizes[0] * sizes[1] * sizes[2] * how->half / 8192, how->threads);
+    return OK;
 }
 
 enum { PIXELS = 256 }; /* of an image that are quantized at once */
 
 struct image {
-    const int64_t *how;
+    const struct nc_image *how;
     const float *x;
     char *y;
     struct codes codes;
@@ -586,7 +549,7 @@ struct image {
 
 INLINE void any_quantize_pixels(const struct image *job, int64_t unit)
 {
-    const int64_t pixels = job->how[1], units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
+    const int64_t pixels = job->how->pixels, units = (pixels + PIXELS - 1) / PIXELS, start = unit % units * PIXELS;
     const int64_t n = pixels - start < PIXELS ? pixels - start : PIXELS, image = unit / units;
     char *restrict y = job->y + (image * pixels + start) * 3;
     char codes[3][PIXELS];
@@ -603,30 +566,19 @@ FOR_EACH_CPU(void, quantize_pixels, (const struct image *job, int64_t unit), (jo
 static void quantize_images(void *data, int64_t part, int64_t parts)
 {
     const struct image *job = data;
-    const int64_t units = job->how[0] * ((job->how[1] + PIXELS - 1) / PIXELS);
+    const int64_t units = job->how->images * ((job->how->pixels + PIXELS - 1) / PIXELS);
     for (int64_t unit = units * part / parts; unit < units * (part + 1) / parts; unit++)
         quantize_pixels(job, unit);
 }
 
-/* Codes of images with three channels, fp32 [images, 3, pixels] as uint8 [images, pixels, 3].
- *
- * how: images, pixels, see `codes_of`, threads; tensors: y, x
- */
-int nc_step_image(const int64_t *how, void *unused, int count, char *const *tensors)
+/* tensors: y, x */
+int nc_image(const struct nc_image *how, void *unused, int count, char *const *tensors)
 {
-    TAKES(5, 2, 2);
-    struct image job = {.how = how, .x = (const float *)tensors[1], .y = tensors[0], .codes = codes_of(U8, how + 2)};
-    (void)unused;
-    EXPECT(how[0] >= 0 && how[1] >= 0, OTHER_SIZE);
-    in_parts(quantize_images, &job, 1 + how[0] * how[1] / 8192, how[4]);
-    return 0;
-}
-
-/* Memory of a list whose address is known at each call only: see runner.c. */
-int nc_step_set(void *place, void *address)
-{
-    *(void **)place = address;
-    return 0;
+    TAKES(nc_image);
+    struct image job = {how, (const float *)tensors[1], tensors[0], codes_of(DTYPE_U8, how->inverse, how->zero_point)};
+    EXPECT(how->images >= 0 && how->pixels >= 0, OTHER_SIZE);
+    in_parts(quantize_images, &job, 1 + how->images * how->pixels / 8192, how->threads);
+    return OK;
 }
 
 /* Each function has code for any CPU besides. */

@@ -7,35 +7,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-
-from nc.errors import BackendError, BackendUnavailableError
-from nc.kernels.c_code import failures
+from nc.errors import BackendUnavailableError
 from nc.kernels.c_code.build import load
+from nc.kernels.c_code.calls import EXECUTE, Function, in_memory
 from nc.kernels.onednn.api import Handle, Library
 from nc.kernels.onednn.execute import arguments
 
 #: Addresses of the tensors that are known at each call only → 0, or which call failed.
 Run = Callable[[Sequence[int]], int]
-_EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Function:
-    """A function in C that takes what `dnnl_primitive_execute` takes: numbers in the place of the primitive, and addresses of tensors.
-
-    Attributes:
-        name: in profiles.
-        address: of the function.
-        set: address of a function that writes an address into the list of them.
-        failure: what values that a caller gave are wrong when it fails; "" where it does not fail for that reason.
-    """
-
-    name: str
-    address: int
-    set: int
-    failure: str = ""
 
 
 class CallList:
@@ -59,15 +39,20 @@ class CallList:
         """Let a memory object lie `offset` bytes behind the begin of the tensor with number `base`."""
         self.places.append((None, memory.pointer, self._base(base), offset))
 
-    def add_function(self, function: Function, numbers: Sequence[int], tensors: Sequence[tuple[int | None, int]]) -> None:
+    def add_function(
+        self,
+        function: Function,
+        packed: bytes,
+        tensors: Sequence[tuple[int | None, int]],
+    ) -> None:
         """Append a call of a function.
 
         Args:
             function: what is called.
-            numbers: its first argument.
+            packed: its first argument.
             tensors: for each tensor None and its address, or the number of the tensor that it is a part of, and the offset in bytes.
         """
-        how = _numbers(numbers)
+        how = in_memory(packed)
         addresses = (ctypes.c_void_p * len(tensors))(*(at if base is None else None for base, at in tensors))
         self._keep.append((how, addresses))
         self.calls.append((function.address, ctypes.addressof(how), ctypes.addressof(addresses), len(tensors)))
@@ -139,8 +124,10 @@ class PythonRunner:
 
     def bind(self, calls: CallList, stream: Handle) -> Run:
         """See `Runner.bind`."""
-        execute, place = (_typed(self.library, *pair) for pair in (("primitive_execute", _EXECUTE), ("memory_set_data_handle", _SET)))
-        prepared = [(_EXECUTE(f) if f else execute, what, stream.pointer, count, given) for f, what, given, count in calls.calls]
+        execute = _typed(self.library, "primitive_execute", EXECUTE)
+        place = _typed(self.library, "memory_set_data_handle", _SET)
+        to = stream.pointer
+        prepared = [(EXECUTE(f) if f else execute, what, to, count, given) for f, what, given, count in calls.calls]
         places = [(_SET(f) if f else place, memory, base, offset) for f, memory, base, offset in calls.places]
 
         def run(given: Sequence[int]) -> int:
@@ -159,11 +146,6 @@ def _typed(library: Library, name: str, kind: Callable[[int], Callable[..., int]
     return kind(library.addresses[f"dnnl_{name}"])
 
 
-def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """Numbers as functions in C take them: behind their count."""
-    return (ctypes.c_int64 * (1 + len(numbers)))(len(numbers), *numbers)
-
-
 def failure(index: int, status: int) -> int:
     """Return what a run returns where the call with this index returned a status: see runner.c."""
     return status << 32 | 1 + index
@@ -172,33 +154,6 @@ def failure(index: int, status: int) -> int:
 def failed_call(failed: int) -> tuple[int, int]:
     """Index and status of the call that failed, out of what a run returned."""
     return (failed & 0xFFFFFFFF) - 1, failed >> 32
-
-
-def function_error(function: Function, status: int, operator: str = "") -> Exception:
-    """Return what to raise where a function in C returned a status.
-
-    Args:
-        function: which.
-        status: not 0.
-        operator: of the model, that it computes.
-    """
-    where = f"{operator}: " if operator else ""
-    if status == failures.INDEX and function.failure:
-        return IndexError(where + function.failure)
-    return BackendError(f"{where}nc's C function {function.name!r} failed: {failures.words(status)}")
-
-
-def call_once(function: Function, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Call a function once; addresses are read from the tensors.
-
-    Raises:
-        BackendError: the call failed.
-        IndexError: it failed for what its `failure` says.
-    """
-    how, addresses = _numbers(numbers), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    status = _EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
-    if status:
-        raise function_error(function, status)
 
 
 def runner(library: Library) -> tuple[Runner, str]:

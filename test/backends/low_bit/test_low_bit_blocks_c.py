@@ -28,6 +28,7 @@ from nc.backends.low_bit.compiled_blocks import (
 from nc.formats import PRESETS, DoubleQuant, WeightFormat
 from nc.formats.dtypes import DTYPES
 from nc.kernels.c_code import limit
+from nc.kernels.c_code.abi import LOW_BIT_BLOCKS_WEIGHT
 from nc.kernels.c_code.isas import NUMBERS
 from nc.nn import QuantLinear
 from nc.numerics.group_ranges import choose
@@ -49,6 +50,12 @@ TWO_LEVELS = {
     ),
     "double with zero points": WeightFormat(dtype="int5", group_size=32, symmetric=False, double_quant=DoubleQuant(8, -1, "fp32")),
 }
+
+
+def described(packed, name):
+    """A field of the structure that describes a weight to the C code."""
+    (found,) = (i for i, field in enumerate(LOW_BIT_BLOCKS_WEIGHT.fields) if field.name == name)
+    return compiled_blocks.pack(packed)[4][1 + found]
 
 
 @st.composite
@@ -145,9 +152,9 @@ def test_every_format_has_a_coding():
 )
 def test_amx_multiplies_as_many_parts_as_weights_have(name, group, scale_dtype, parts):
     packed = weight(form(name, group, scale_dtype=scale_dtype))
-    assert compiled_blocks.pack(packed)[4][5] == parts
+    assert described(packed, "parts") == parts
     packed.scale[0, 0] = 2.0**-120 if scale_dtype != "e4m3" else 0
-    assert compiled_blocks.pack(packed)[4][5] == (0 if group != -1 and scale_dtype != "e4m3" else parts)
+    assert described(packed, "parts") == (0 if group != -1 and scale_dtype != "e4m3" else parts)
 
 
 @pytest.mark.parametrize("best", TESTED)
@@ -300,6 +307,6 @@ def test_the_best_instruction_set_is_chosen(monkeypatch):
         monkeypatch.setattr("nc.backends.low_bit.compiled.usable", lambda without=without: () if "amx_tile" in without else ("amx",))
         assert compiled_blocks.usable()[:1] == ((best,) if best else ())
         if best:
-            assert compiled_blocks.pack(weight(form("nf4", 16)))[4][6] == compiled_blocks.isa() == NUMBERS[best]
+            assert described(weight(form("nf4", 16)), "isa") == compiled_blocks.isa() == NUMBERS[best]
         else:
             assert "of which this CPU has none" in compiled_blocks.why_unavailable()

@@ -1,7 +1,5 @@
 """Small operators in C, against torch in float64: values, strides, dtypes, and what they leave to torch."""
 
-import struct
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +16,8 @@ from nc.backends.native.plans.entries import AtenCall, FunctionCall
 from nc.errors import BackendError
 from nc.graph.catalogue import name_operators
 from nc.graph.fx_utils import call_function
-from nc.kernels.onednn.runner import PythonRunner, call_once, runner
+from nc.kernels.c_code.calls import call_once
+from nc.kernels.onednn.runner import PythonRunner, runner
 from nc.numerics.metrics import worst_sqnr_db
 
 pytestmark = [
@@ -421,12 +420,13 @@ def test_images_are_quantized_to_the_codes_of_float64(zero_point, threads):
         x[..., -1, -1] = torch.tensor([float("inf"), float("-inf"), 3e38])
         x[0, 0, 0, 0] = 0.625  # between two codes: to the even one
         y = torch.zeros(images, rows * columns, 3, dtype=torch.uint8)
-        (bits,) = struct.unpack("<i", struct.pack("<f", 4.0))
-        call_once(c_functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
+        fields = {"images": images, "pixels": rows * columns, "inverse": 4.0}
+        fields |= {"zero_point": zero_point, "threads": threads}
+        call_once(c_functions.function("image"), fields, [y, x])
         expected = torch.clamp(torch.round(x.double() * 4) + zero_point, 0, 255).to(torch.uint8)
         assert torch.equal(y.view(images, rows, columns, 3).permute(0, 3, 1, 2), expected)
     x[0, 1, 0, 0] = float("nan")
-    call_once(c_functions.function("image"), [images, rows * columns, bits, zero_point, threads], [y, x])
+    call_once(c_functions.function("image"), fields, [y, x])
     assert y[0, 0, 1] == 0
     assert torch.equal(y[0, 1:, 1], expected[0, 1].flatten()[1:])
 

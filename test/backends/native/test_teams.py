@@ -14,7 +14,7 @@ from nc.backends import available_backends, cpu
 from nc.backends.low_bit import compiled
 from nc.backends.native.operators import int8_attention
 from nc.backends.native.plans import c_functions
-from nc.kernels.onednn.runner import call_once
+from nc.kernels.c_code.calls import call_once
 
 THREADS = 6
 _WHY = available_backends()["native"] or c_functions.why_unavailable() or ("" if sys.platform == "linux" else "reads /proc")
@@ -31,14 +31,15 @@ def threads():
 
 def norm():
     x, factor = torch.randn(100, 512), torch.ones(512)
-    return lambda: call_once(
-        c_functions.function("norm"), [0, 0, 100, 512, c_functions.bits(1e-5), 1, THREADS, 0, 0], [x, x.clone(), factor, factor]
-    )
+    fields = {"to": 0, "of": 0, "rows": 100, "width": 512, "centred": True, "epsilon": 1e-5}
+    fields |= {"inverse": 1.0, "zero_point": 0, "threads": THREADS}
+    return lambda: call_once(c_functions.function("norm"), fields, [x, x.clone(), factor, factor])
 
 
 def image():
     x, y = torch.randn(1, 3, 64, 300), torch.zeros(64 * 300 * 3, dtype=torch.uint8)
-    return lambda: call_once(c_functions.function("image"), [1, 64 * 300, c_functions.bits(1.0), 0, THREADS], [y, x])
+    fields = {"images": 1, "pixels": 64 * 300, "inverse": 1.0, "zero_point": 0, "threads": THREADS}
+    return lambda: call_once(c_functions.function("image"), fields, [y, x])
 
 
 def attention():

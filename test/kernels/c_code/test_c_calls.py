@@ -1,6 +1,5 @@
 """What functions in C check of their calls, and random sizes between pages that can't be touched (c_fuzz.py)."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from nc.backends import available_backends
-from nc.backends.native import recurrent
 from nc.backends.native.plans import c_functions
 from nc.errors import BackendError
-from nc.kernels.c_code import failures
-from nc.kernels.onednn.runner import CallList, call_once, failed_call, failure
+from nc.kernels.c_code import abi, failures
+from nc.kernels.c_code.calls import call_once, call_packed
+from nc.kernels.onednn.runner import CallList, failed_call, failure
 
 _WHY = available_backends()["native"] or c_functions.why_unavailable()
 pytestmark = [pytest.mark.isas, pytest.mark.skipif(bool(_WHY), reason=_WHY)]
@@ -57,12 +56,12 @@ def test_an_input_that_is_written_is_noticed():
 
 
 def recorded(name):
-    """Calls of the functions of one case: function, numbers, tensors."""
+    """Calls of the functions of one case: function, fields, tensors."""
     calls = []
 
-    def call(function, numbers, tensors, writes=(0,)):
-        calls.append((function, list(numbers), list(tensors)))
-        call_once(function, numbers, tensors)
+    def call(function, fields, tensors, writes=(0,)):
+        calls.append((function, dict(fields), list(tensors)))
+        call_once(function, fields, tensors)
 
     c_fuzz.random.seed(7)
     with pytest.MonkeyPatch.context() as patch:
@@ -71,95 +70,207 @@ def recorded(name):
     return calls
 
 
-@pytest.mark.parametrize("name", [name for name in c_fuzz.CASES if name != "recurrent"])
-def test_other_counts_are_refused(name):
+@pytest.mark.parametrize("name", c_fuzz.CASES)
+def test_another_size_is_refused(name):
     if why := c_fuzz.possible()[name]:
         pytest.skip(why)
-    for function, numbers, tensors in recorded(name):
-        for given, such, why in (
-            (numbers[:-1], tensors, "numbers"),
-            ([*numbers, 0], tensors, "numbers"),
-            ([], tensors, "(numbers|size)"),
-            (numbers, tensors[:1], "(numbers|tensors)"),
-            (numbers, tensors * 3, "(numbers|tensors)"),
-        ):
-            with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
-                call_once(function, given, such)
+    for function, fields, tensors in recorded(name):
+        packed = function.packed(fields)
+        assert int.from_bytes(packed[:8], "little") == len(packed) == function.row.takes.size
+        for size in (0, len(packed) - 8, len(packed) + 8):
+            with pytest.raises(BackendError, match=f"{function.name!r} failed: .* another count of numbers"):
+                call_packed(function, size.to_bytes(8, "little") + packed[8:], tensors)
 
 
-#: Function → what to change of its numbers → what is wrong then.
+@pytest.mark.parametrize("name", c_fuzz.CASES)
+def test_another_count_of_tensors_is_refused(name):
+    if why := c_fuzz.possible()[name]:
+        pytest.skip(why)
+    for function, fields, tensors in recorded(name):
+        nothing = [torch.empty(0)] * 30
+        for such in (tensors[: function.row.least - 1], [*tensors, *nothing][: function.row.most + 1]):
+            with pytest.raises(BackendError, match=f"{function.name!r} failed: .* another count of tensors"):
+                call_once(function, fields, such)
+
+
+def test_an_attention_with_fewer_followers_than_it_says_is_refused():
+    if why := c_fuzz.possible()["int8_attention"]:
+        pytest.skip(why)
+    ((function, fields, tensors),) = recorded("int8_attention")
+    for change in ({"before": fields["before"] + 1}, {"behind": fields["behind"] + 1}):
+        with pytest.raises(BackendError, match="another count of tensors"):
+            call_once(function, fields | change, tensors)
+
+
+def test_what_follows_an_attention_is_added_or_multiplied():
+    if why := c_fuzz.possible()["int8_attention"]:
+        pytest.skip(why)
+    ((function, fields, tensors),) = recorded("int8_attention")
+    unknown = [len(abi.FOLLOWER.members)] * abi.CONSTANTS.most_followers
+    other = fields | {"before": 1, "behind": 0, "followers": unknown}
+    with pytest.raises(BackendError, match="it knows no such operation"):
+        call_once(function, other, [*tensors[:5], torch.zeros(1)])
+
+
+def changed(value, at, to):
+    """Nested numbers with another one at some indices."""
+    if not at:
+        return to
+    return [changed(part, at[1:], to) if i == at[0] else part for i, part in enumerate(value)]
+
+
+#: Function → a field, indices in it, what to put there, and what is wrong then.
 WRONG = {
-    "map": {(0, 22): "operation", (0, -1): "operation", (1, 0): "size", (1, 9): "size", "y": "dtype"},
-    "mean": {(0, 2 + 1): "dtype", (0, 4): "dtype", (1, 5): "dtype", (1, -1): "dtype", (2, -1): "size", (3, -1): "size"},
-    "norm": {(0, 3): "dtype", (1, 4): "dtype", (2, -1): "size", (3, -1): "size"},
-    "place": {(0, -1): "size", (1, -1): "size"},
-    "image": {(0, -1): "size", (1, -1): "size"},
-    "attention": {
-        (0, -1): "size",
-        (1, -1): "size",
-        (2, 0): "size",
-        (3, -1): "size",
-        (4, -1): "size",
-        (4, 513): "size",
-        (5, 513): "size",
-        (6, 3): "operation",
-        (7, 4): "dtype",
-        (10, 3): "dtype",
-    },
-    "rotary": {(0, 1): "dtype", (1, 257): "size", (1, -1): "size", (2, -1): "size", (4, -1): "size"},
-    "int8_attention": {
-        (3, 0): "size",
-        (4, 513): "size",
-        (4, 0): "size",
-        (5, 0): "size",
-        (28, 64): "size",
-        (27, 0): "size",
-        (0, -1): "size",
-        (2, -1): "size",
-        (29, 0): "size",
-    },
-    "product": {
-        (0, 0): "size",
-        (1, 0): "size",
-        (2, 4): "operation",
-        (3, 3): "operation",
-        (4, 8): "operation",
-        (11, 3): "size",
-        (13, -1): "size",
-    },
-    "depthwise": {
-        (1, 15): "size",
-        (2, 3): "operation",
-        (16, 65): "size",
-        (17, 65): "size",
-        (11, -1): "size",
-        (14, 0): "size",
-        (15, 0): "size",
-    },
-    "low_bit": {(0, -1): "size", (1, 1): "size", (2, -3): "size", (2, 33): "size", (2, 1 << 20): "size"},
-    "low_bit_blocks": {(0, -1): "size", (1, 0): "size", (2, -3): "size"},
+    "map": [
+        ("operator", (), 22, "operation"),
+        ("operator", (), -1, "operation"),
+        ("dims", (), 0, "size"),
+        ("dims", (), 9, "size"),
+        ("sizes", (0,), -1, "size"),
+        ("dtypes", (0,), 3, "dtype"),
+        ("dtypes", (0,), -1, "dtype"),
+        ("dtypes", (1,), 4, "dtype"),
+    ],
+    "mean": [
+        ("to", (), 3, "dtype"),
+        ("to", (), 4, "dtype"),
+        ("of", (), 5, "dtype"),
+        ("of", (), -1, "dtype"),
+        ("rows", (), -1, "size"),
+        ("width", (), -1, "size"),
+    ],
+    "norm": [
+        ("to", (), 3, "dtype"),
+        ("of", (), 4, "dtype"),
+        ("rows", (), -1, "size"),
+        ("width", (), -1, "size"),
+    ],
+    "place": [
+        ("bytes", (), -1, "size"),
+        ("rows", (), -1, "size"),
+    ],
+    "image": [
+        ("images", (), -1, "size"),
+        ("pixels", (), -1, "size"),
+    ],
+    "attention": [
+        ("batch", (), -1, "size"),
+        ("heads", (), -1, "size"),
+        ("group", (), 0, "size"),
+        ("keys", (), -1, "size"),
+        ("width", (), -1, "size"),
+        ("width", (), 513, "size"),
+        ("value_width", (), -1, "size"),
+        ("value_width", (), 513, "size"),
+        ("mask", (), 3, "operation"),
+        ("mask", (), -1, "operation"),
+        ("mask_dtype", (), 5, "dtype"),
+        ("q_dtype", (), 4, "dtype"),
+        ("k_dtype", (), 4, "dtype"),
+        ("v_dtype", (), 4, "dtype"),
+        ("y_dtype", (), 3, "dtype"),
+    ],
+    "rotary": [
+        ("to", (), 1, "dtype"),
+        ("half", (), 257, "size"),
+        ("half", (), -1, "size"),
+        ("sizes", (0,), -1, "size"),
+        ("sizes", (1,), -1, "size"),
+        ("sizes", (2,), -1, "size"),
+    ],
+    "int8_attention": [
+        ("batch", (), -1, "size"),
+        ("heads", (), -1, "size"),
+        ("rows", (), -1, "size"),
+        ("keys", (), 0, "size"),
+        ("width", (), 0, "size"),
+        ("width", (), 513, "size"),
+        ("wide", (), 0, "size"),
+        ("parts", (), 0, "size"),
+        ("bytes", (), 64, "size"),
+        ("threads", (), 0, "size"),
+        ("before", (), -1, "size"),
+        ("behind", (), 17, "size"),
+        ("to", (), 1, "dtype"),
+    ],
+    "product": [
+        ("threads", (), 0, "size"),
+        ("outputs", (), 0, "size"),
+        ("inputs", (), 3, "size"),
+        ("rows", (), -1, "size"),
+        ("added", (), 4, "operation"),
+        ("added", (), -1, "operation"),
+        ("activation", (), 8, "operation"),
+        ("to", (), 1, "dtype"),
+    ],
+    "depthwise": [
+        ("outputs", (), 15, "size"),
+        ("added", (), 3, "operation"),
+        ("to", (), 2, "dtype"),
+        ("images", (), -1, "size"),
+        ("window", (0,), 65, "size"),
+        ("window", (1,), 65, "size"),
+        ("window", (1,), 0, "size"),
+        ("image", (0,), 0, "size"),
+        ("result", (0,), 0, "size"),
+        ("result", (1,), 0, "size"),
+    ],
+    "low_bit": [
+        ("rows", (), -1, "size"),
+        ("stride", (), 1, "size"),
+        ("block", (), -3, "size"),
+        ("block", (), 33, "size"),
+        ("block", (), 1 << 20, "size"),
+    ],
+    "low_bit_blocks": [
+        ("rows", (), -1, "size"),
+        ("stride", (), 0, "size"),
+        ("block", (), -3, "size"),
+    ],
+    "recurrent": [
+        ("cell", (), 4, "operation"),
+        ("cell", (), -1, "operation"),
+        ("isa", (), 2, "may use"),
+        ("isa", (), 6, "may use"),
+        ("threads", (), 0, "size"),
+        ("steps", (), -1, "size"),
+        ("rows", (), -1, "size"),
+        ("features", (), 1 << 17, "size"),
+        ("hidden", (), 0, "size"),
+        ("hidden", (), 1 << 17, "size"),
+        ("state", (), 0, "size"),
+        ("state", (), 1 << 17, "size"),
+    ],
 }
-#: The same of the numbers that describe a weight.
+#: The same of the structure that describes a weight.
 WRONG_WEIGHTS = {
-    "low_bit": {0: (0, "size"), 1: (0, "size"), 2: (33, "size"), 3: (0, "size"), 4: (5, "size"), 6: (9, "may use"), 7: (3, "dtype")},
-    "low_bit_blocks": {
-        **{0: (0, "size"), 1: (0, "size"), 2: (0, "size"), 3: (9, "size")},
-        **{4: (4, "dtype"), 5: (4, "size"), 6: (1, "may use"), 7: (-1, "dtype")},
-    },
-}
-#: Field of a recurrent layer → what it is not → what is wrong then.
-WRONG_LAYERS = {
-    "bytes": (8, "numbers"),
-    "kind": (4, "operation"),
-    "isa": (2, "may use"),
-    "threads": (0, "size"),
-    "steps": (-1, "size"),
-    "rows": (-1, "size"),
-    "hidden": (1000, "size"),
-    "state": (1000, "size"),
-    "input": (recurrent._CMatrix(1000, 5), "size"),
-    "recurrent": (recurrent._CMatrix(5, 1000), "size"),
-    "projection": (recurrent._CMatrix(5, 1000), "size"),
+    "low_bit": (
+        abi.LOW_BIT_WEIGHT,
+        {
+            "size": (64, "numbers"),
+            "outputs": (0, "size"),
+            "inputs": (0, "size"),
+            "padded": (33, "size"),
+            "group": (0, "size"),
+            "bits": (5, "size"),
+            "isa": (9, "may use"),
+            "scale_dtype": (3, "dtype"),
+        },
+    ),
+    "low_bit_blocks": (
+        abi.LOW_BIT_BLOCKS_WEIGHT,
+        {
+            "size": (64, "numbers"),
+            "outputs": (0, "size"),
+            "inputs": (0, "size"),
+            "groups": (0, "size"),
+            "held": (9, "size"),
+            "coding": (4, "dtype"),
+            "parts": (4, "size"),
+            "isa": (1, "may use"),
+            "scale_dtype": (-1, "dtype"),
+        },
+    ),
 }
 
 
@@ -167,42 +278,31 @@ WRONG_LAYERS = {
 def test_what_a_function_has_no_code_or_room_for_is_refused(name):
     if why := c_fuzz.possible()[name]:
         pytest.skip(why)
-    function, numbers, tensors = recorded(name)[-1]
-    for change, why in WRONG[name].items():
-        index, value = (2 + numbers[1], 5) if change == "y" else change
-        given = [value if i == index else n for i, n in enumerate(numbers)]
-        if name == "map" and index == 1:  # with as many numbers as so many dimensions take
-            given = [numbers[0], value, *[1] * (value + len(tensors) * (value + 1))]
+    function, fields, tensors = recorded(name)[-1]
+    for field, at, value, why in WRONG[name]:
         with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
-            call_once(function, given, tensors)
+            call_once(function, fields | {field: changed(fields[field], at, value)}, tensors)
 
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
 def test_a_weight_that_a_function_has_no_code_or_room_for_is_refused(name):
-    function, numbers, tensors = recorded(name)[-1]
-    for index, (value, why) in WRONG_WEIGHTS[name].items():
+    function, fields, tensors = recorded(name)[-1]
+    structure, wrong = WRONG_WEIGHTS[name]
+    names = ["size", *(field.name for field in structure.fields)]
+    for field, (value, why) in wrong.items():
         given = tensors[2].clone()
-        given[index] = value
+        given[names.index(field)] = value
         with pytest.raises(BackendError, match=f"C function {function.name!r} failed: .*{why}"):
-            call_once(function, numbers, [*tensors[:2], given, *tensors[3:]])
-
-
-@pytest.mark.parametrize("field", WRONG_LAYERS)
-def test_a_recurrent_layer_that_does_not_fit_is_refused(field):
-    if recurrent.why_unavailable():
-        pytest.skip(recurrent.why_unavailable())
-    value, why = WRONG_LAYERS[field]
-    found = c_fuzz.recurrent_call()
-    setattr(found.layer, field, value)
-    assert why in failures.words(recurrent._code().function(ctypes.byref(found.layer)))
+            call_once(function, fields, [*tensors[:2], given, *tensors[3:]])
 
 
 def test_a_recurrent_layer_without_its_cells_is_refused():
-    if recurrent.why_unavailable():
-        pytest.skip(recurrent.why_unavailable())
-    found = next(call for call in iter(c_fuzz.recurrent_call, None) if call.layer.c and call.layer.rows)
-    found.layer.c = 0
-    assert "tensors" in failures.words(recurrent._code().function(ctypes.byref(found.layer)))
+    if why := c_fuzz.possible()["recurrent"]:
+        pytest.skip(why)
+    function, fields, tensors = recorded("recurrent")[-1]
+    lstm = fields | {"cell": abi.CELL.number("lstm"), "rows": 1, "steps": 1}
+    with pytest.raises(BackendError, match="another count of tensors"):
+        call_once(function, lstm, [*tensors[:3], torch.empty(0), *tensors[4:]])
 
 
 def test_sanitizers_are_asked_for_before_c_code_is_loaded():
@@ -221,14 +321,15 @@ def test_codes_are_no_dtype_of_sums():
     """`store` wrote bf16 for every dtype that it does not know."""
     x, y = torch.ones(4, dtype=torch.int64), torch.full((4,), -1)
     with pytest.raises(BackendError, match="'map' failed: it knows no such dtype"):
-        call_once(c_functions.function("map"), [c_functions._OPERATORS.index("copy"), 1, 4, 3, 1, 3, 1], [y, x])
+        fields = c_functions.map_fields("copy", [4], [3, 3], [[1], [1]])
+        call_once(c_functions.function("map"), fields, [y, x])
     assert y.tolist() == [-1] * 4
 
 
 def test_what_is_no_number_has_an_exponential():
     """Its integer part is none: the shift of a negative number."""
     x, y = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]), torch.zeros(4)
-    call_once(c_functions.function("map"), [c_functions._OPERATORS.index("exp"), 1, 4, 0, 1, 0, 1], [y, x])
+    call_once(c_functions.function("map"), c_functions.map_fields("exp", [4], [0, 0], [[1], [1]]), [y, x])
     assert y[0].isnan()
     assert y[1:].tolist() == [float("inf"), 0.0, pytest.approx(torch.e)]
 
@@ -248,18 +349,11 @@ def test_lists_tell_which_function_failed(by):
 
     source = library()
     calls = CallList()
-    good = [c_functions._OPERATORS.index("copy"), 1, 4, 0, 1, 0, 1]
+    function, good = c_functions.function("map"), c_functions.map_fields("copy", [4], [0, 0], [[1], [1]])
     x, y = torch.rand(4), torch.zeros(4)
-    for numbers in (good, [99, *good[1:]]):
-        calls.add_function(c_functions.function("map"), numbers, [(None, y.data_ptr()), (None, x.data_ptr())])
+    for fields in (good, good | {"operator": 99}):
+        calls.add_function(function, function.packed(fields), [(None, y.data_ptr()), (None, x.data_ptr())])
     run = (runner(source.maker.library)[0] if by == "C" else PythonRunner(source.maker.library)).bind(calls, source.maker.stream())
     index, status = failed_call(run([]))
     assert (index, failures.words(status)) == (1, "it knows no such operation")
     assert torch.equal(y, x)
-
-
-def test_words_are_those_of_the_header():
-    text = (Path(failures.__file__).parent / "calls.h").read_text()
-    names = text.split("enum {")[1].split("}")[0].split(",")
-    assert len(names) == len(failures._WORDS)
-    assert names[failures.INDEX].strip() == "OTHER_INDEX"

@@ -7,7 +7,6 @@ fast.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -22,25 +21,23 @@ from nc.backends.native.plans import c_functions
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Codes, PlanTensor
 from nc.backends.native.plans.ways import Refused, need
-from nc.kernels.c_code import openmp
+from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.calls import Function, call_once, function_of
 from nc.kernels.c_code.isas import ISAS, compiled
 from nc.kernels.onednn.descriptions import BinaryOp, Eltwise, Geometry, PostOp, Sum
-from nc.kernels.onednn.runner import Function, call_once
 from nc.process.unavailable import Unavailable
 
 #: CPUs with one of these have other kernels in oneDNN.
 _OTHERS = ("avx512f", "avx_vnni", "avx512_vnni", "amx_int8")
-#: Numbers of the operations in the C code, and of what is added.
-_OPERATIONS = ("identity", "relu", "leaky_relu", "clip", "hardswish", "swish", "gelu_tanh", "gelu_erf")
-_CODES_IN_PLACE, _FP32_IN_PLACE, _FP32_OTHER = 1, 2, 3
-#: What is written → its number in the C code, and what the zero point of int8 codes is more there.
-_WRITTEN, _SHIFT = {torch.uint8: 0, torch.float32: 1, torch.int8: 2}, 128
-#: As in the C code: outputs of a panel, the fewest that one is filled up to, the most positions of a window.
-_PANEL, _WIDTH, _TAPS = 16, 8, 64
+#: What is written, and what the zero point of int8 codes is more in the C code.
+_WRITTEN, _SHIFT = (torch.uint8, torch.float32, torch.int8), 128
+#: Outputs of a panel, to a multiple of what the last one is filled up, and the most positions of a window.
+_PANEL, _WIDTH, _TAPS = abi.CONSTANTS.panel, abi.CONSTANTS.half_panel, abi.CONSTANTS.most_taps
 
 
 _TOO_MUCH = "more than a sum and an activation follow it"
+_NO_WINDOW = "its window is larger than 1 x 1, and it is not depthwise in a known form"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +69,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _After:
-    """What follows a sum: what is added (0: nothing), its scale and zero point, the operation and its two numbers."""
+    """What follows a sum: a member of `abi.ADDED`, scale and zero point; an `abi.ACTIVATION`, two numbers."""
 
-    added: int = 0
+    added: str = "nothing"
     scale: float = 1.0
     zero_point: int = 0
-    operation: int = 0
+    activation: str = "identity"
     alpha: float = 0.0
     beta: float = 0.0
 
@@ -92,9 +89,8 @@ def _functions() -> Mapping[str, Function] | Unavailable:
         return library
     if "avx2" not in compiled(library):
         return Unavailable("its C code was compiled without AVX2")
-    names = {"product": "nc_product", "depthwise": "nc_product_depthwise", "pack": "nc_product_pack"}
-    addresses = {name: ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0 for name, symbol in names.items()}
-    return {name: c_functions.of_address(f"{name} avx2", address) for name, address in addresses.items()}
+    names = [name for name, row in abi.FUNCTIONS.items() if row.source == "products"]
+    return {name: function_of(library, name, f"{name} avx2") for name in names}
 
 
 def why_unavailable() -> str:
@@ -128,10 +124,12 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
         form, make = "product", _in_panels
         inputs = weight.tensor.shape[1]
         need(product.other is None or product.other.tensor.is_contiguous(), "what it adds has gaps")
-        shapes = [inputs, x.stride(0) if product.geometry is None else inputs, x.numel() // inputs]
+        stride = x.stride(0) if product.geometry is None else inputs
+        shapes: dict[str, abi.Value] = {"inputs": inputs, "stride": stride, "rows": x.numel() // inputs}
         more: list[PlanTensor | torch.Tensor] = [] if product.other is None else [product.other]
     else:
-        need(_is_depthwise(product, in_place=after.added != 0), "its window is larger than 1 x 1, and it is not depthwise in a known form")
+        in_place = after.added != "nothing"
+        need(_is_depthwise(product, in_place=in_place), _NO_WINDOW)
         form, make = "depthwise", _by_channels
         shapes = _window(product)
         more = [torch.full((x.shape[1],), a["x_zero_point"], dtype=torch.uint8, device="cpu")]
@@ -140,10 +138,24 @@ def multiply(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], product: P
     factors = [_for_outputs(values, outputs, size) for values in (product.scales.float() * a["x_scale"], product.bias)]
     tensors: list[PlanTensor | torch.Tensor] = [product.result, product.x, packed, sums * -a["x_zero_point"], *factors, *more]
     shift = _SHIFT if result.dtype is torch.int8 else 0
-    to_codes = (0.0, 0.0) if result.dtype is torch.float32 else (1.0 / a["output_scale"], float(a["output_zero_point"] + shift))
-    floats = after.alpha, after.beta, after.scale, float(after.zero_point), *to_codes
-    numbers = [openmp.threads(), outputs, after.added, _WRITTEN[result.dtype], after.operation, *map(c_functions.bits, floats), *shapes]
-    recorder.call_function(_function(form), numbers, tensors, node, factors=2)
+    inverse, zero_point = 0.0, 0
+    if result.dtype is not torch.float32:
+        inverse, zero_point = 1.0 / a["output_scale"], a["output_zero_point"] + shift
+    fields = {
+        "threads": openmp.threads(),
+        "outputs": outputs,
+        "added": abi.ADDED.number(after.added),
+        "to": c_functions.NUMBERS[result.dtype],
+        "activation": abi.ACTIVATION.number(after.activation),
+        "alpha": after.alpha,
+        "beta": after.beta,
+        "added_scale": after.scale,
+        "added_zero_point": after.zero_point,
+        "inverse": inverse,
+        "zero_point": zero_point,
+        **shapes,
+    }
+    recorder.call_function(_function(form), fields, tensors, node, factors=2)
 
 
 def _function(name: str) -> Function:
@@ -159,10 +171,10 @@ def _after(post_ops: Sequence[PostOp]) -> _After:
         in_codes = first.dtype is torch.uint8
         need(in_codes or first.dtype in (None, torch.float32), f"it adds to {first.dtype}")
         need(in_codes or not first.zero_point, "it adds to fp32 with a zero point")
-        after = _After(_CODES_IN_PLACE if in_codes else _FP32_IN_PLACE, first.scale, first.zero_point)
+        after = _After("codes_in_place" if in_codes else "fp32_in_place", first.scale, first.zero_point)
     elif isinstance(first, BinaryOp):
         need(first.name == "add" and first.other.dtype is torch.float32, "what follows it is no addition of fp32")
-        after = _After(_FP32_OTHER)
+        after = _After("fp32_other")
     else:
         after, rest = _After(), list(post_ops)
     if not rest:
@@ -171,8 +183,8 @@ def _after(post_ops: Sequence[PostOp]) -> _After:
     if more or not isinstance(last, Eltwise):
         raise Refused(_TOO_MUCH)
     name = "leaky_relu" if last.name == "relu" and last.alpha else last.name
-    need(name in _OPERATIONS, f"it has no {name}")
-    return dataclasses.replace(after, operation=_OPERATIONS.index(name), alpha=last.alpha, beta=last.beta)
+    need(name in abi.ACTIVATION.members, f"it has no {name}")
+    return dataclasses.replace(after, activation=name, alpha=last.alpha, beta=last.beta)
 
 
 def _is_pointwise(product: Product) -> bool:
@@ -191,13 +203,20 @@ def _is_depthwise(product: Product, *, in_place: bool) -> bool:
     return len(window) in (1, 2) and math.prod(window) <= _TAPS
 
 
-def _window(product: Product) -> list[int]:
-    """Numbers of the C code for a depthwise convolution; one dimension is an image of one row."""
+def _window(product: Product) -> dict[str, abi.Value]:
+    """Fields of a depthwise convolution; one dimension is an image of one row."""
     g, x = product.geometry, product.x.tensor
     assert g is not None
-    flat = x.dim() == 3
-    sizes = x.shape[2:], product.result.tensor.shape[2:], product.weight.tensor.shape[2:], g.strides, g.dilations
-    return [x.shape[0], *(n for pair in sizes for n in ([1, *pair] if flat else pair)), *([0] if flat else []), *g.before]
+    missing = 4 - x.dim()
+    pairs = {
+        "image": x.shape[2:],
+        "result": product.result.tensor.shape[2:],
+        "window": product.weight.tensor.shape[2:],
+        "steps": g.strides,
+        "dilations": g.dilations,
+    }
+    fields = {name: (1,) * missing + tuple(pair) for name, pair in pairs.items()}
+    return {"images": x.shape[0], **fields, "pads": (0,) * missing + tuple(g.before)}
 
 
 def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,12 +224,13 @@ def _in_panels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, inputs = codes.shape[:2]
     packed = torch.empty(-(-outputs // _WIDTH) * _WIDTH * inputs, dtype=torch.int8, device="cpu")
     sums = torch.zeros(-(-outputs // _PANEL) * _PANEL, dtype=torch.int32, device="cpu")
-    call_once(_function("pack"), [outputs, inputs, openmp.threads()], [packed, codes.contiguous(), sums])
+    fields = {"outputs": outputs, "inputs": inputs, "threads": openmp.threads()}
+    call_once(_function("pack"), fields, [packed, codes.contiguous(), sums])
     return packed, sums
 
 
 def _by_channels(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight as `nc_product_depthwise` reads it, and the sums of its codes for each channel."""
+    """Return a weight as `nc_depthwise` reads it, and the sums of its codes for each channel."""
     flat = codes.reshape(codes.shape[0], -1).to(torch.int16)
     pairs = torch.nn.functional.pad(flat, (0, flat.shape[1] % 2)).reshape(flat.shape[0], -1, 2)
     begins = [min(begin, flat.shape[0] - _PANEL) for begin in range(0, flat.shape[0], _PANEL)]

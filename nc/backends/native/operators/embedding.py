@@ -24,8 +24,17 @@ def embedding(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     places, width = table.tensor.shape
     size = width * table.tensor.element_size()
     result = new(recorder, (*indices.tensor.shape, width), table.tensor.dtype)
-    numbers = [size, indices.tensor.numel(), size, 0, size, places, 0, 0]
-    recorder.call_function(function("place"), numbers, [result, table, indices], node)
+    fields = {
+        "bytes": size,
+        "rows": indices.tensor.numel(),
+        "y_stride": size,
+        "x_stride": 0,
+        "place_stride": size,
+        "places": places,
+        "scatters": False,
+        "one_index": False,
+    }
+    recorder.call_function(function("place"), fields, [result, table, indices], node)
     return result
 
 

@@ -6,7 +6,6 @@ They do what the function can't.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -26,19 +25,20 @@ from nc.backends.native.plans.ways import Operator, Refused, need
 from nc.backends.native.qdq_rewrites import quantize
 from nc.backends.native.regions import only_user
 from nc.graph.catalogue import first_input, op_name, schema_arguments, works_in_place
-from nc.kernels.c_code import openmp
+from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load_on_threads
+from nc.kernels.c_code.calls import Function, function_of
 from nc.kernels.c_code.isas import ISAS, compiled
 from nc.kernels.onednn.descriptions import contiguous_strides
-from nc.kernels.onednn.runner import Function
 from nc.process.unavailable import Unavailable
 
 #: In profiles.
 NAME = "int8_attention"
 #: A feature of the CPUs that it is for: those with it have AVX-512 F, BW and VL.
 _ISA = "avx512_vnni"
-#: As in the C code: rows of scores at once, the widest head, and numbers of what follows a product.
-_ROWS, _WIDEST, _HOW = 4, 512, ("add", "mul")
+#: Rows of scores at once, the widest head, and how many tensors may follow the two products.
+_ROWS, _WIDEST = abi.CONSTANTS.score_rows, abi.CONSTANTS.widest_head
+_MOST_FOLLOWERS = abi.CONSTANTS.most_followers
 #: Of the longest scores: keys and values of a head should stay in the second cache.
 _MOST_KEYS = 4096
 _NO_ATTENTION = "its first side is not what a softmax of a product gives"
@@ -82,9 +82,7 @@ def _function() -> Function | Unavailable:
         return library
     if _ISA not in compiled(library):
         return Unavailable(f"its C code was compiled without {_ISA}")
-    address = ctypes.cast(library.nc_attention, ctypes.c_void_p).value
-    assert address is not None
-    return c_functions.of_address(NAME, address)
+    return function_of(library, NAME)
 
 
 def why_unavailable() -> str:
@@ -136,14 +134,36 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     parts = max(1, min(math.ceil(2 * threads / (batch * heads)), rows // _FEWEST_ROWS)) if batch * heads % threads else 1
     room = recorder.new((threads, _room(keys, width, wide)), (_room(keys, width, wide), 1), torch.uint8)
     followers = (*found.before, *found.behind)
-    numbers = [batch, heads, rows, keys, width, wide]
-    numbers += [step for x in (found.q, found.k, found.v, _of_4_dims(result)) for step in x.tensor.stride()[:3]]
-    numbers += [*found.zero_points, a["output_zero_point"]]
-    numbers += map(c_functions.bits, (found.score, 1 / found.probability, found.value, 1 / a["output_scale"]))
-    numbers += [int(a["output_dtype"] is torch.uint8), parts, room.tensor.shape[1], threads, len(found.before), len(found.behind)]
-    numbers += [number for how, other in followers for number in (_HOW.index(how), *other.tensor.stride())]
+    fields = {
+        "batch": batch,
+        "heads": heads,
+        "rows": rows,
+        "keys": keys,
+        "width": width,
+        "wide": wide,
+        "q_strides": found.q.tensor.stride()[:3],
+        "k_strides": found.k.tensor.stride()[:3],
+        "v_strides": found.v.tensor.stride()[:3],
+        "y_strides": _of_4_dims(result).tensor.stride()[:3],
+        "q_zero_point": found.zero_points[0],
+        "k_zero_point": found.zero_points[1],
+        "v_zero_point": found.zero_points[2],
+        "y_zero_point": a["output_zero_point"],
+        "score": found.score,
+        "inverse_probability": 1 / found.probability,
+        "value": found.value,
+        "inverse": 1 / a["output_scale"],
+        "to": c_functions.NUMBERS[a["output_dtype"]],
+        "parts": parts,
+        "bytes": room.tensor.shape[1],
+        "threads": threads,
+        "before": len(found.before),
+        "behind": len(found.behind),
+        "followers": abi.padded([abi.FOLLOWER.number(how) for how, _ in followers], _MOST_FOLLOWERS),
+        "follower_strides": abi.padded([x.tensor.stride() for _, x in followers], _MOST_FOLLOWERS, [0] * 4),
+    }
     tensors = [result, found.q, found.k, found.v, room, *(other for _, other in followers)]
-    recorder.call_function(called, numbers, tensors, node, factors=3, also=[chain[2].node])
+    recorder.call_function(called, fields, tensors, node, factors=3, also=[chain[2].node])
     return result
 
 
@@ -176,6 +196,7 @@ def _read(recorder: Recorder, chain: tuple[Later, Later, Later], a: Mapping[str,
     batch, heads = (n if m == 1 else m for m, n in zip(q.tensor.shape[:2], k.tensor.shape[:2], strict=True))
     need(batch * heads * rows, "it has no row")
     need(0 < keys <= _MOST_KEYS, f"it has no key, or more than {_MOST_KEYS}")
+    need(len(before) + len(behind) <= _MOST_FOLLOWERS, f"more than {_MOST_FOLLOWERS} tensors follow products")
     need(0 < width <= _WIDEST and 0 < wide <= _WIDEST, f"a head is wider than {_WIDEST}")
     q, k, v = (
         _repeated(q, (batch, heads, rows, width)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,8 +48,9 @@ def linear(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTenso
     result = recorder.new((*before, outputs), contiguous_strides((*before, outputs)), torch.float32)
     added = _NOTHING if bias is None else c_functions.as_fp32(recorder, node, PlanTensor(bias, None))
     tensors: list[PlanTensor | torch.Tensor] = [result, x, sizes, codes, scale, offset, table, added]
-    address = compiled.address() if kernel in compiled.KERNELS else compiled_blocks.address()
-    recorder.call_function(c_functions.of_address(kernel.name, address), [rows, inputs, block, openmp.threads()], tensors, node)
+    function = compiled.function() if kernel in compiled.KERNELS else compiled_blocks.function()
+    fields = {"rows": rows, "stride": inputs, "block": block, "threads": openmp.threads()}
+    recorder.call_function(dataclasses.replace(function, name=kernel.name), fields, tensors, node)
     return result if dtype is torch.float32 else c_functions.converted(recorder, node, result, dtype)
 
 

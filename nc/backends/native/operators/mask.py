@@ -106,8 +106,9 @@ def any_of_row(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanT
     *rows, width = x.tensor.shape
     result = new(recorder, (*rows, 1), torch.bool)
     # the mean of a mask is 0 where nothing of it is true
-    numbers = [DTYPES[torch.bool], DTYPES[torch.bool], x.tensor.numel() // width, width, width]
-    recorder.call_function(function("mean"), numbers, [result, x], node)
+    kind = DTYPES[torch.bool]
+    fields = {"to": kind, "of": kind, "rows": x.tensor.numel() // width, "width": width, "stride": width}
+    recorder.call_function(function("mean"), fields, [result, x], node)
     whole = result.tensor.expand((*sizes, 1))
     return PlanTensor(whole if a["keepdim"] else whole.squeeze(-1), result.root)
 

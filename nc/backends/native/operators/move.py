@@ -118,8 +118,17 @@ def place(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor
     if len(sizes) == 1:
         sizes, ys, xs = (1, *sizes), (0, *ys), (0, *xs)
     need(len(sizes) == 2 and ys[1] == xs[1] == 1, "what it writes are not rows without gaps")
-    numbers = [sizes[1] * size, sizes[0], ys[0] * size, xs[0] * size, x.tensor.stride(axis) * size, x.tensor.shape[axis], 1, 1]
-    recorder.call_function(function("place"), numbers, [x, source, index], node)
+    fields = {
+        "bytes": sizes[1] * size,
+        "rows": sizes[0],
+        "y_stride": ys[0] * size,
+        "x_stride": xs[0] * size,
+        "place_stride": x.tensor.stride(axis) * size,
+        "places": x.tensor.shape[axis],
+        "scatters": True,
+        "one_index": True,
+    }
+    recorder.call_function(function("place"), fields, [x, source, index], node)
     return x
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from nc.backends.native.fuse import constant
 from nc.backends.native.operators.elementwise import in_c
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.c_functions import FLOATS, NUMBERS, as_fp32, bits, function
+from nc.backends.native.plans.c_functions import FLOATS, NUMBERS, as_fp32, function
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
@@ -320,11 +320,19 @@ def _in_c(
     codes = OutputCodes(1.0, 0, x.tensor.dtype) if codes is None else codes
     width = x.tensor.shape[-1]
     result = c_functions.new(recorder, x.tensor.shape, codes.dtype)
-    eps = bits(torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"])
     factors = [torch.empty(0, dtype=torch.float32) if t is None else as_fp32(recorder, node, PlanTensor(t, None)) for t in constants]
-    numbers = [NUMBERS[codes.dtype], NUMBERS[x.tensor.dtype], x.tensor.numel() // width, width, eps, int(is_layer_norm), openmp.threads()]
-    numbers += [bits(1.0 / codes.scale), codes.zero_point]
-    recorder.call_function(function("norm"), numbers, [result, x, *factors], node)
+    fields = {
+        "to": NUMBERS[codes.dtype],
+        "of": NUMBERS[x.tensor.dtype],
+        "rows": x.tensor.numel() // width,
+        "width": width,
+        "centred": is_layer_norm,
+        "epsilon": torch.finfo(torch.float32).eps if a["eps"] is None else a["eps"],
+        "inverse": 1.0 / codes.scale,
+        "zero_point": codes.zero_point,
+        "threads": openmp.threads(),
+    }
+    recorder.call_function(function("norm"), fields, [result, x, *factors], node)
     return result
 
 

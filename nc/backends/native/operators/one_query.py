@@ -9,17 +9,16 @@ import torch
 from torch import fx
 
 from nc.backends.native.operators.move import reshape_in_c
-from nc.backends.native.plans.c_functions import FLOATS, bits, function, new
+from nc.backends.native.plans.c_functions import DTYPES, FLOATS, function, new
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import Later, PlanTensor, check_sizes
 from nc.backends.native.plans.ways import Operator, need
 from nc.graph.catalogue import first_input, op_name
-from nc.kernels.c_code import openmp
+from nc.kernels.c_code import abi, openmp
 
 _aten = torch.ops.aten
 #: The widest head.
-_WIDEST = 512
-_NO_MASK, _BOOL_MASK, _FLOAT_MASK = 0, 1, 2
+_WIDEST = abi.CONSTANTS.row
 
 
 def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTensor:
@@ -43,25 +42,42 @@ def attention(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> PlanTe
     shares = a["enable_gqa"] or isinstance(a["key"], Later)
     need(of_key == heads or shares, "heads share keys without `enable_gqa`")
     need(value.tensor.shape[2] == keys, "it has other numbers of keys and values")
-    kind, mask_dtype, mask_strides = _mask(mask, (batch, heads, 1, keys))
     result = new(recorder, (batch, heads, 1, wide), query.tensor.dtype)
-    dtypes = (*(FLOATS[v.tensor.dtype] for v in (*given[:3], result)), mask_dtype)
-    strides = [stride for v, count in ((query, 2), (key, 3), (value, 3), (result, 2)) for stride in v.tensor.stride()[:count]]
-    factor = a["scale"] if a["scale"] is not None else width**-0.5
-    numbers = [batch, heads, heads // of_key, keys, width, wide, kind, *dtypes, *strides, *mask_strides, bits(factor), openmp.threads()]
-    recorder.call_function(function("attention"), numbers, [result, *given], node)
+    fields = _mask(mask, (batch, heads, 1, keys)) | {
+        "batch": batch,
+        "heads": heads,
+        "group": heads // of_key,
+        "keys": keys,
+        "width": width,
+        "value_width": wide,
+        "q_dtype": FLOATS[query.tensor.dtype],
+        "k_dtype": FLOATS[key.tensor.dtype],
+        "v_dtype": FLOATS[value.tensor.dtype],
+        "y_dtype": FLOATS[result.tensor.dtype],
+        "q_strides": query.tensor.stride()[:2],
+        "k_strides": key.tensor.stride()[:3],
+        "v_strides": value.tensor.stride()[:3],
+        "y_strides": result.tensor.stride()[:2],
+        "factor": a["scale"] if a["scale"] is not None else width**-0.5,
+        "threads": openmp.threads(),
+    }
+    recorder.call_function(function("attention"), fields, [result, *given], node)
     return result
 
 
-def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> tuple[int, int, tuple[int, int, int]]:
-    """Kind, dtype, and strides of batch, head and key of a mask."""
+def _mask(mask: PlanTensor | None, sizes: tuple[int, int, int, int]) -> dict[str, abi.Value]:
+    """Fields of a mask, or of none."""
     if mask is None:
-        return _NO_MASK, 0, (0, 0, 0)
+        no_dtype = FLOATS[torch.float32]
+        return {"mask": abi.MASK.number("none"), "mask_dtype": no_dtype, "mask_strides": (0, 0, 0)}
     need(mask.tensor.dtype in (torch.bool, *FLOATS), f"its mask is {mask.tensor.dtype}")
     need(mask.tensor.dim() <= len(sizes), "its mask has more than four dimensions")
     spread = mask.tensor.expand(sizes).stride()
-    strides = spread[0], spread[1], spread[3]
-    return (_BOOL_MASK, 0, strides) if mask.tensor.dtype is torch.bool else (_FLOAT_MASK, FLOATS[mask.tensor.dtype], strides)
+    return {
+        "mask": abi.MASK.number("bool" if mask.tensor.dtype is torch.bool else "float"),
+        "mask_dtype": DTYPES[mask.tensor.dtype],
+        "mask_strides": (spread[0], spread[1], spread[3]),
+    }
 
 
 def is_repeated(node: fx.Node) -> bool:

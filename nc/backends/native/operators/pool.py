@@ -53,7 +53,8 @@ def mean_of_rows(recorder: Recorder, node: fx.Node, a: Mapping[str, Any]) -> Pla
     *sizes, width = x.tensor.shape
     result = c_functions.new(recorder, [*sizes, 1], x.tensor.dtype)
     kind = FLOATS[x.tensor.dtype]
-    recorder.call_function(function("mean"), [kind, kind, x.tensor.numel() // width, width, width], [result, x], node)
+    fields = {"to": kind, "of": kind, "rows": x.tensor.numel() // width, "width": width, "stride": width}
+    recorder.call_function(function("mean"), fields, [result, x], node)
     return result if a["keepdim"] else PlanTensor(result.tensor.squeeze(-1), result.root)
 
 

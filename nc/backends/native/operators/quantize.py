@@ -12,7 +12,7 @@ from torch import fx
 from nc.backends.native.operators.elementwise import apply
 from nc.backends.native.operators.int8_attention import is_probabilities
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.c_functions import bits, function
+from nc.backends.native.plans.c_functions import function
 from nc.backends.native.plans.layouts import dense_strides, flat, is_dense
 from nc.backends.native.plans.products import with_qparams
 from nc.backends.native.plans.readers import strides_of_codes
@@ -79,8 +79,14 @@ def _images(recorder: Recorder, node: fx.Node, x: PlanTensor, codes: OutputCodes
     need(strides_of_codes(node, tensor) == channels_last_strides(tensor.shape), "no convolution reads its codes")
     images, channels, rows, columns = tensor.shape
     result = recorder.new(tensor.shape, (channels * rows * columns, 1, channels * columns, channels), torch.uint8)
-    numbers = [images, rows * columns, bits(1.0 / codes.scale), codes.zero_point, openmp.threads()]
-    recorder.call_function(function("image"), numbers, [result, x], node)
+    fields = {
+        "images": images,
+        "pixels": rows * columns,
+        "inverse": 1.0 / codes.scale,
+        "zero_point": codes.zero_point,
+        "threads": openmp.threads(),
+    }
+    recorder.call_function(function("image"), fields, [result, x], node)
     return result
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from nc.backends.native.operators.norm import is_fp32
 from nc.backends.native.plans import c_functions
-from nc.backends.native.plans.c_functions import NUMBERS, bits, function
+from nc.backends.native.plans.c_functions import NUMBERS, function
 from nc.backends.native.plans.layouts import dense_strides
 from nc.backends.native.plans.readers import only_quantized
 from nc.backends.native.plans.recorder import Recorder
@@ -29,10 +29,10 @@ from nc.graph.catalogue import op_name, schema_arguments, works_in_place
 from nc.graph.fx_utils import call_function, take_over
 from nc.graph.tensor_meta import same_shape
 from nc.graph.views import Binary
-from nc.kernels.c_code import openmp
+from nc.kernels.c_code import abi, openmp
 
 #: As in the C code: the longest row.
-_ROW = 512
+_ROW = abi.CONSTANTS.row
 
 
 @functools.cache
@@ -150,11 +150,24 @@ def _in_c(recorder: Recorder, node: fx.Node, a: Mapping[str, Any], codes: Output
     strides = dense_strides(x.tensor)
     need(strides[-1] == 1, "rows of its result have gaps")
     result = recorder.new(x.tensor.shape, strides, codes.dtype)
-    missing = (1,) * (3 - len(sizes))
-    numbers = [NUMBERS[codes.dtype], width // 2, *missing, *sizes, openmp.threads(), bits(1.0 / codes.scale), codes.zero_point]
-    for value in (result, *given):
-        numbers += [*(0 for _ in missing), *value.tensor.expand(x.tensor.shape).stride()[:-1]]
-    recorder.call_function(function("rotary"), numbers, [result, *given], node)
+    missing = 3 - len(sizes)
+
+    def steps(value: PlanTensor) -> tuple[int, ...]:
+        return (0,) * missing + value.tensor.expand(x.tensor.shape).stride()[:-1]
+
+    fields: dict[str, abi.Value] = {
+        "to": NUMBERS[codes.dtype],
+        "half": width // 2,
+        "sizes": (1,) * missing + tuple(sizes),
+        "y_strides": steps(result),
+        "x_strides": steps(x),
+        "cosine_strides": steps(cosine),
+        "sine_strides": steps(sine),
+        "inverse": 1.0 / codes.scale,
+        "zero_point": codes.zero_point,
+        "threads": openmp.threads(),
+    }
+    recorder.call_function(function("rotary"), fields, [result, *given], node)
     return result
 
 

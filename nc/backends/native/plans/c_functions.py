@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,26 +11,20 @@ from torch import fx
 from nc.backends.native.plans.recorder import Recorder
 from nc.backends.native.plans.values import PlanTensor
 from nc.backends.native.plans.ways import need
+from nc.kernels.c_code import abi
 from nc.kernels.c_code.build import load_on_threads, loaded
+from nc.kernels.c_code.calls import Function, function_of
 from nc.kernels.onednn.descriptions import contiguous_strides
-from nc.kernels.onednn.runner import Function
 from nc.process.unavailable import Unavailable
 
 #: Numbers of the dtypes in the C code: those it computes with, all that it reads, and all that there are.
-FLOATS = {torch.float32: 0, torch.bfloat16: 1}
-DTYPES = {**FLOATS, torch.bool: 2, torch.int64: 3}
-NUMBERS = {**DTYPES, torch.uint8: 4, torch.int8: 5}
-#: Numbers of the operators in the C code.
-_OPERATORS = (
-    *("copy", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "relu", "exp", "sigmoid", "silu", "tanh"),
-    *("gelu_tanh", "gelu_erf", "cos", "sin", "not", "select"),
-)
-_NAMES = ("map", "mean", "norm", "place", "attention", "rotary", "image")
-_FAILURES = {"place": "an index is out of range"}
+FLOATS = {torch.float32: abi.DTYPE.number("f32"), torch.bfloat16: abi.DTYPE.number("bf16")}
+DTYPES = {**FLOATS, torch.bool: abi.DTYPE.number("bool"), torch.int64: abi.DTYPE.number("i64")}
+NUMBERS = {**DTYPES, torch.uint8: abi.DTYPE.number("u8"), torch.int8: abi.DTYPE.number("s8")}
 #: Of larger tensors oneDNN and torch divide the work among threads.
 MOST_ELEMENTS = 2**16
 #: Dimensions that the C code can count through.
-MOST_DIMS = 8
+MOST_DIMS = abi.CONSTANTS.most_dims
 
 
 @functools.cache
@@ -41,14 +33,7 @@ def _functions() -> Mapping[str, Function] | Unavailable:
     library = load_on_threads("steps")
     if isinstance(library, Unavailable):
         return library
-    place = _address(library, "nc_step_set")
-    return {name: Function(name, _address(library, f"nc_step_{name}"), place, _FAILURES.get(name, "")) for name in _NAMES}
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    assert found is not None
-    return found
+    return {name: function_of(library, name) for name, row in abi.FUNCTIONS.items() if row.source == "steps"}
 
 
 def why_unavailable() -> str:
@@ -78,26 +63,37 @@ def function(name: str) -> Function:
     return found[name]
 
 
-def of_address(name: str, address: int) -> Function:
-    """Another function of the same form."""
-    return Function(name, address, function("map").set)
-
-
-def bits(number: float) -> int:
-    """Return the bits of a number in fp32, as functions in C take it."""
-    (found,) = struct.unpack("<i", struct.pack("<f", number))
-    return int(found)
-
-
 def apply(recorder: Recorder, node: fx.Node, operation: str, result: PlanTensor, *operands: PlanTensor) -> None:
     """Append `result = operation(*operands)`, elementwise; operands are repeated to the sizes of the result."""
     given = (result, *operands)
     sizes = tuple(result.tensor.shape)
     sizes, strides = merged(sizes, [value.tensor.expand(sizes).stride() for value in given])
-    numbers = [_OPERATORS.index(operation), len(sizes), *sizes]
-    for value, steps in zip(given, strides, strict=True):
-        numbers += [DTYPES[value.tensor.dtype], *steps]
-    recorder.call_function(function("map"), numbers, given, node)
+    dtypes = [DTYPES[value.tensor.dtype] for value in given]
+    recorder.call_function(function("map"), map_fields(operation, sizes, dtypes, strides), given, node)
+
+
+def map_fields(
+    operation: str,
+    sizes: Sequence[int],
+    dtypes: Sequence[int],
+    strides: Sequence[Sequence[int]],
+) -> dict[str, abi.Value]:
+    """Return what `map` takes.
+
+    Args:
+        operation: a member of `abi.OPERATOR`.
+        sizes: of all tensors.
+        dtypes: numbers of `DTYPES`, of the result and what is read.
+        strides: likewise, as many as there are sizes.
+    """
+    dims, operands = abi.CONSTANTS.most_dims, abi.CONSTANTS.most_operands
+    return {
+        "operator": abi.OPERATOR.number(operation),
+        "dims": len(sizes),
+        "sizes": abi.padded(sizes, dims),
+        "dtypes": abi.padded(dtypes, operands),
+        "strides": abi.padded([abi.padded(steps, dims) for steps in strides], operands, [0] * dims),
+    }
 
 
 def as_fp32(recorder: Recorder, node: fx.Node, x: PlanTensor) -> PlanTensor:

@@ -25,10 +25,11 @@ from nc.backends.native.plans.entries import (
     references,
 )
 from nc.errors import BackendError
+from nc.kernels.c_code.calls import function_error
 from nc.kernels.onednn.api import Handle
 from nc.kernels.onednn.descriptions import SCRATCHPAD, Desc
 from nc.kernels.onednn.primitives import Maker
-from nc.kernels.onednn.runner import CallList, Runner, failed_call, function_error
+from nc.kernels.onednn.runner import CallList, Runner, failed_call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class Context:
         calls = CallList()
         for entry in entries:
             if isinstance(entry, FunctionCall):
-                calls.add_function(entry.function, entry.numbers, [self._address(ref) for ref in entry.tensors])
+                tensors = [self._address(ref) for ref in entry.tensors]
+                calls.add_function(entry.function, entry.packed, tensors)
                 continue
             memories: dict[int, Handle] = {}
             for key, (layout, ref) in entry.tensors.items():

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nc.backends.profiling.profile import Step
+from nc.kernels.c_code.calls import Function
 from nc.kernels.onednn.descriptions import Desc
 from nc.kernels.onednn.primitives import Layout, Primitive
-from nc.kernels.onednn.runner import Function
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -90,13 +90,13 @@ class FunctionCall:
 
     Attributes:
         function: what is called.
-        numbers: its first argument.
+        packed: its first argument.
         tensors: those that it reads and writes.
         step: what a profile says of it.
     """
 
     function: Function
-    numbers: Sequence[int]
+    packed: bytes
     tensors: Sequence[Ref]
     step: Step
 

@@ -56,12 +56,13 @@ from nc.graph.catalogue import climb, first_input, may_be_view, works_in_place
 from nc.graph.fx_utils import GIVES
 from nc.graph.schemas import writes_into
 from nc.graph.views import called_with, returned
+from nc.kernels.c_code.abi import Value
+from nc.kernels.c_code.calls import Function, call_packed
 from nc.kernels.onednn import trials
 from nc.kernels.onednn.api import Unimplemented
 from nc.kernels.onednn.descriptions import DST, MULTIPLE_SRC, SCRATCHPAD, SRC, SRC_1, WEIGHTS, Desc
 from nc.kernels.onednn.execute import Scratch, packed, run_once
 from nc.kernels.onednn.primitives import Layout, Maker, Primitive
-from nc.kernels.onednn.runner import Function, call_once
 
 #: A tensor's data decides about a size or a number: another call of the same sizes may need another plan.
 _UNPLANNABLE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -306,7 +307,7 @@ class Recorder:
     def call_function(
         self,
         function: Function,
-        numbers: Sequence[int],
+        fields: Mapping[str, Value],
         tensors: Sequence[PlanTensor | torch.Tensor],
         node: fx.Node,
         factors: int = 1,
@@ -316,7 +317,7 @@ class Recorder:
 
         Args:
             function: what is called.
-            numbers: its first argument.
+            fields: those of its row in `abi.FUNCTIONS`.
             tensors: what it writes, then what it reads.
             node: what it is for.
             factors: how many of the tensors that it reads a profile names.
@@ -324,12 +325,13 @@ class Recorder:
         """
         now = [value.tensor if isinstance(value, PlanTensor) else value for value in tensors]
         references = [self._ref(value) if isinstance(value, PlanTensor) else Constant(value) for value in tensors]
-        self._wait(lambda: call_once(function, numbers, now))
+        packed = function.packed(fields)
+        self._wait(lambda: call_packed(function, packed, now))
         written, *reads = (_SHORT.get(tensor.dtype, "") for tensor in now)
         kernel = Kernel("function", f"c:{function.name}", tuple(reads[:factors]), written, 0.0)
         operators = dict.fromkeys(name for n in (node, *also) for name in describe(n, CONVERTERS).operators)
         step = dataclasses.replace(describe(node, CONVERTERS), operators=tuple(operators), kernels=(kernel,))
-        self._entries.append(FunctionCall(function, tuple(numbers), references, step))
+        self._entries.append(FunctionCall(function, packed, references, step))
 
     def convolution(self, wanted: trials.Convolution, weights: Desc | Layout, node: fx.Node) -> Primitive:
         """Return a primitive whose sums are right; the plan names the kernels whose sums are not."""

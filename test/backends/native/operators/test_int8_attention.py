@@ -13,7 +13,7 @@ import nc
 from nc.backends import available_backends, cpu
 from nc.backends.native.operators import int8_attention
 from nc.graph.fx_utils import call_function
-from nc.kernels.c_code import openmp
+from nc.kernels.c_code import abi, openmp
 from nc.numerics.metrics import worst_sqnr_db
 from nc.process.unavailable import Unavailable
 
@@ -82,6 +82,14 @@ def test_what_follows_the_result(dtype):
     seen = (torch.rand(2, 1, 9, 1) > 0.3).float()
     case(behind=[("mul", seen)], dtype=dtype).check()
     case(behind=[("mul", seen), ("add", torch.randn(3, 1, 8))], before=masks(2, 3, 9, 11)["several"], dtype=dtype).check()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_tensors_than_a_call_holds_are_left_to_onednn(more):
+    half = abi.CONSTANTS.most_followers // 2
+    before = [("add", torch.randn(2, 1, 1, 11) / half) for _ in range(half)]
+    behind = [("mul", torch.rand(2, 1, 9, 1) + 0.5) for _ in range(half + more)]
+    case(before=before, behind=behind, dtype=torch.float32).check(whole=not more)
 
 
 def test_rows_that_see_nothing():
