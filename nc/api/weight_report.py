@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,33 +123,46 @@ class WeightReport:
 
     def summary(self) -> str:
         """Return the figures, without the table of layers."""
-        count = sum(layer.shape[0] * layer.shape[1] for layer in self.quantized)
-        stored = sum(layer.size for layer in self.quantized)
-        hopeless = hopeless_text(self.sqnr_db, self.hopeless)
-        lines = [hopeless] if hopeless else []
-        lines += [] if self.verdict is None else [str(self.verdict)]
-        if self.sqnr_db is not None:
-            lines.append(f"outputs in the first call of the prepared model: {self.sqnr_db:.1f} dB against the float model")
-        elif self.verdict is not None:  # of `convert`, and not of `load`
-            lines.append("outputs were not compared with the float model's: the prepared model was not called, or keeps a state")
-        lines += [
-            f"{len(self.quantized)} of {len(self.layers)} layers have low-bit weights: {count / 1e6:.1f} M weights in {stored / 1e6:.1f} MB"
-            + (f", {stored * 8 / count:.2f} bits each" if count else ""),
+        quantized = self.quantized
+        count = sum(layer.shape[0] * layer.shape[1] for layer in quantized)
+        stored = sum(layer.size for layer in quantized)
+        bits = f", {stored * 8 / count:.2f} bits each" if count else ""
+        sizes = f"{count / 1e6:.1f} M weights in {stored / 1e6:.1f} MB{bits}"
+        lines = [
+            *self._accuracy(),
+            f"{len(quantized)} of {len(self.layers)} layers have low-bit weights: {sizes}",
             f"parameters and buffers {self.weight_bytes / 1e6:.1f} MB, in fp32 {self.float_bytes / 1e6:.1f} MB",
+            *self.shares.lines(),
         ]
-        lines += self.shares.lines()
         lines += [others_text(self.others)] if self.others else []
         lines += [str(applied) for applied in self.applied]
         lines += [f"tokens after the first: {self.tokens}"] if self.tokens else []
-        lines += [f"note: {layer.operator}: {layer.note}" for layer in self.quantized if layer.note]
+        lines += [f"note: {layer.operator}: {layer.note}" for layer in quantized if layer.note]
         lines += refused_lines(reason for layer in self.layers for reason in layer.refused)
-        if self.bandwidth is not None:
-            timed = [x for x in self.layers if x.speed is not None]
-            total = sum(x.speed.us * x.speed.calls for x in timed if x.speed is not None)
-            lines.append(
-                f"{len(timed)} low-bit layers take {total / 1e3:.2f} ms of a call; this machine reads {self.bandwidth:.1f} GB/s (measured)"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._times()])
+
+    def _accuracy(self) -> Iterator[str]:
+        """Yield lines about what the outputs are worth, and the speed."""
+        hopeless = hopeless_text(self.sqnr_db, self.hopeless)
+        if hopeless:
+            yield hopeless
+        if self.verdict is not None:
+            yield str(self.verdict)
+        if self.sqnr_db is not None:
+            agreement = f"{self.sqnr_db:.1f} dB against the float model"
+            yield f"outputs in the first call of the prepared model: {agreement}"
+        elif self.verdict is not None:  # of `convert`, and not of `load`
+            why = "the prepared model was not called, or keeps a state"
+            yield f"outputs were not compared with the float model's: {why}"
+
+    def _times(self) -> Iterator[str]:
+        """Yield a line about the times of layers, if they were measured."""
+        if self.bandwidth is None:
+            return
+        speeds = [layer.speed for layer in self.layers if layer.speed is not None]
+        total = sum(speed.us * speed.calls for speed in speeds) / 1e3
+        limit = f"this machine reads {self.bandwidth:.1f} GB/s (measured)"
+        yield f"{len(speeds)} low-bit layers take {total:.2f} ms of a call; {limit}"
 
     def __str__(self) -> str:
         """Return the layers as a table in which equal blocks stand once, then the figures."""
