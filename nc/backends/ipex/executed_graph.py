@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,6 +26,27 @@ def executed_graph(run: Callable[[Sequence[torch.Tensor]], object], inputs: Sequ
     run(inputs)
     graph: torch._C.Graph = torch.jit.last_executed_optimized_graph()  # type: ignore[attr-defined] # not in its __all__
     return graph
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What was found in an executed graph.
+
+    Attributes:
+        seen: operators that have a node of their own.
+        int8: those of them that compute on codes.
+        by_kernel: those with low-bit weights that a kernel computes.
+        groups: fusion groups that read codes.
+        quantize_outside: quantize nodes outside of groups.
+        dequantize_outside: likewise, without those of constants.
+    """
+
+    seen: frozenset[str]
+    int8: frozenset[str]
+    by_kernel: frozenset[str]
+    groups: int
+    quantize_outside: int
+    dequantize_outside: int
 
 
 def build_report(
@@ -50,52 +71,76 @@ def build_report(
         weight_bytes: bytes of the engine's constants.
         low_bit: operator name → kernels, of the linears with low-bit weights.
     """
-    int8: set[str] = set()
-    by_kernel: set[str] = set()
-    seen: set[str] = set()
-    groups = outside_q = outside_dq = 0
-    for node, inside in _walk(executed, False):
-        kind = node.kind()
-        if kind == GROUP:
-            # its text would do too, but JIT can't print a weight of one element
-            groups += any(inner.kind() == "aten::dequantize" for inner, _ in _walk(node.g("Subgraph"), True))
-        elif kind == "aten::quantize_per_tensor":
-            outside_q += not inside
-        elif kind == "aten::dequantize":
-            outside_dq += not inside and not _is_constant(node)
-        elif _COMPUTE.search(kind.split("::")[-1]):
-            operator = operator_at.get(line_of(node), "")
-            seen.add(operator)
-            if kind == LOW_BIT:
-                by_kernel.add(operator)
-            if (inside and _reads_codes(node)) or _is_quantized_kernel(node):
-                int8.add(operator)
+    found = _find(executed, operator_at)
     linted = {rewrite.operator: rewrite.name for rewrite in rewrites}
-
-    def op_run(decision: Decision) -> OpRun:
-        name = decision.operator
-        if name in int8:
-            return OpRun(operator=name, ran="int8", reason=f"lint {linted[name]}" if name in linted else "")
-        if decision.spec.quantized:
-            return OpRun(operator=name, ran="fp32", reason=_why_float(name, seen, linted))
-        choice = low_bit.get(name)
-        if choice is not None and name not in by_kernel:
-            choice = dataclasses.replace(choice, kernels=())
-        return OpRun(operator=name, ran="fp32", reason=decision.reason, kernels=choice)
-
     return EngineReport(
         backend=backend,
-        ops=tuple(map(op_run, graph.plan.decisions)),
-        groups=groups,
-        quantize_outside=outside_q,
-        dequantize_outside=outside_dq,
+        ops=tuple(_op_run(decision, found, linted, low_bit) for decision in graph.plan.decisions),
+        groups=found.groups,
+        quantize_outside=found.quantize_outside,
+        dequantize_outside=found.dequantize_outside,
         weight_bytes=weight_bytes,
         rewrites=rewrites,
         sqnr_db=sqnr,
     )
 
 
-def _why_float(name: str, seen: set[str], linted: Mapping[str, str]) -> str:
+def _find(executed: torch._C.Graph, operator_at: Mapping[int, str]) -> _Found:
+    """Return what is in an executed graph; for the arguments see `build_report`."""
+    nodes = list(_walk(executed, False))
+    outside = [node for node, inside in nodes if not inside]
+    computing = [(node, inside) for node, inside in nodes if _COMPUTE.search(node.kind().split("::")[-1])]
+    owners = [(operator_at.get(line_of(node), ""), node, inside) for node, inside in computing]
+    codes_read = [n for n in outside if n.kind() == "aten::dequantize" and not _is_constant(n)]
+    return _Found(
+        seen=frozenset(name for name, _, _ in owners),
+        int8=frozenset(name for name, node, inside in owners if _is_on_codes(node, inside)),
+        by_kernel=frozenset(name for name, node, _ in owners if node.kind() == LOW_BIT),
+        groups=sum(_is_int8_group(node) for node, _ in nodes),
+        quantize_outside=sum(node.kind() == "aten::quantize_per_tensor" for node in outside),
+        dequantize_outside=len(codes_read),
+    )
+
+
+def _is_on_codes(node: torch._C.Node, inside: bool) -> bool:
+    """Whether a node computes on codes, `inside` a fusion group or by a kernel of its own."""
+    return (inside and _reads_codes(node)) or _is_quantized_kernel(node)
+
+
+def _is_int8_group(node: torch._C.Node) -> bool:
+    """Whether a node is a fusion group that reads codes."""
+    if node.kind() != GROUP:
+        return False
+    # its text would do too, but JIT can't print a weight of one element
+    return any(inner.kind() == "aten::dequantize" for inner, _ in _walk(node.g("Subgraph"), True))
+
+
+def _op_run(
+    decision: Decision,
+    found: _Found,
+    linted: Mapping[str, str],
+    low_bit: Mapping[str, KernelChoice],
+) -> OpRun:
+    """How an operator ran.
+
+    Args:
+        decision: of the plan.
+        found: in the executed graph.
+        linted: operator name → the rewrite that changed it.
+        low_bit: see `build_report`.
+    """
+    name = decision.operator
+    if name in found.int8:
+        return OpRun(operator=name, ran="int8", reason=f"lint {linted[name]}" if name in linted else "")
+    if decision.spec.quantized:
+        return OpRun(operator=name, ran="fp32", reason=_why_float(name, found.seen, linted))
+    choice = low_bit.get(name)
+    if choice is not None and name not in found.by_kernel:
+        choice = dataclasses.replace(choice, kernels=())
+    return OpRun(operator=name, ran="fp32", reason=decision.reason, kernels=choice)
+
+
+def _why_float(name: str, seen: Collection[str], linted: Mapping[str, str]) -> str:
     if name in linted:
         return f"lint {linted[name]}: see docs/concepts/engines.md"
     if name in seen:
