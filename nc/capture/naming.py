@@ -61,23 +61,53 @@ def name_operators(module: fx.GraphModule, model: torch.nn.Module) -> tuple[Oper
     listed = [node for node in module.graph.nodes if _is_listed(node, reasons)]
     others = [node for node in weights if node not in set(listed)]
     for node in (*listed, *others):
-        op, kind = catalogue.op_name(node), catalogue.kind_of_node(node)
-        shown = kind or op
-        why = reasons[node] if node in reasons else catalogue.FLOAT_OPS.get(op) or (why_float(node) if node in weights else None)
-        if kind == "add" and why is not None:
-            why = Cause.CONSTANT_SIDE()
+        kind = catalogue.kind_of_node(node)
+        shown = kind or catalogue.op_name(node)
+        why = _why_not_quantized(node, kind, reasons, reads_weight=node in weights)
         path, owned, module_type = _owner(node, shown, modules)
         base = path if owned else ".".join(filter(None, (path, shown)))
-        count = seen[base]
+        name = _numbered(base, seen[base], owned=owned)
         seen[base] += 1
-        name = base if count == 0 else f"{base}@{count}" if owned else f"{base}_{count}"
         node.meta["operator"] = name
-        module_name = base if owned else name
-        quantizable = kind is not None and why is None
-        followed_by = tuple(_chain(node))
-        operators.append(Operator(name, module_name, shown, module_type, node.name, quantizable, why, followed_by, weights.get(node, ())))
+        operators.append(
+            Operator(
+                name=name,
+                module_name=base if owned else name,
+                kind=shown,
+                module_type=module_type,
+                node=node.name,
+                quantizable=kind is not None and why is None,
+                why=why,
+                followed_by=tuple(_chain(node)),
+                weights=weights.get(node, ()),
+            )
+        )
     order = {node.name: i for i, node in enumerate(module.graph.nodes)}
     return tuple(sorted(operators, key=lambda operator: order[operator.node]))
+
+
+def _numbered(base: str, count: int, *, owned: bool) -> str:
+    """Return a name of its own for an operator, of which `count` with the same base stand in front of it.
+
+    A module that is called again (`owned`) has the number of the call.
+    """
+    if count == 0:
+        return base
+    return f"{base}@{count}" if owned else f"{base}_{count}"
+
+
+def _why_not_quantized(
+    node: fx.Node,
+    kind: str | None,
+    reasons: Mapping[fx.Node, Reason | None],
+    *,
+    reads_weight: bool,
+) -> Reason | None:
+    """Why an operator can't be quantized; None when it can, and for one that nobody would ask about."""
+    if node not in reasons:
+        return catalogue.FLOAT_OPS.get(catalogue.op_name(node)) or (why_float(node) if reads_weight else None)
+    why = reasons[node]
+    return Cause.CONSTANT_SIDE() if kind == "add" and why is not None else why
 
 
 def _reasons(module: fx.GraphModule) -> dict[fx.Node, Reason | None]:
