@@ -114,16 +114,26 @@ def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[st
     for name in [*names, *integers]:
         scheme = _scheme_of(name, config)
         weights, inputs = scheme["weights"], scheme.get("input_activations")
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in BITS or weights.get("strategy") == "block":
-            msg = f"Layer {name!r}: weights {weights} are not read; nc reads integers of {BITS} bits in groups, channels or tensors."
-            raise UnsupportedError(msg)
-        if inputs is not None and not (inputs.get("dynamic") is True and inputs.get("type") == "int" and inputs.get("num_bits") == 8):
-            msg = f"Layer {name!r}: activations {inputs} are not read; nc reads float ones and dynamic int8."
-            raise UnsupportedError(msg)
+        _check_known(name, weights, inputs)
         read_one = _read_packed if name in names else _read_integers
         codes, storage = read_one(tensors, name, int(weights["num_bits"]))
         found[name] = layer_of(codes, storage, f"Layer {name!r}", "fp32" if inputs is None else "int8")
     return found
+
+
+def _check_known(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> None:
+    """Raise UnsupportedError for formats of a layer's weights and activations that are not read."""
+    is_integer = weights.get("type", "int") == "int" and weights.get("num_bits") in BITS
+    if not is_integer or weights.get("strategy") == "block":
+        what = f"integers of {BITS} bits in groups, channels or tensors"
+        msg = f"Layer {name!r}: weights {weights} are not read; nc reads {what}."
+        raise UnsupportedError(msg)
+    if inputs is None:
+        return
+    is_int8 = inputs.get("type") == "int" and inputs.get("num_bits") == 8
+    if inputs.get("dynamic") is not True or not is_int8:
+        msg = f"Layer {name!r}: activations {inputs} are not read; nc reads float ones and dynamic int8."
+        raise UnsupportedError(msg)
 
 
 def _scheme_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

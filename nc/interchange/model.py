@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,17 +34,27 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
         )
         raise UnsupportedError(msg)
     _refuse_new_biases(model)
-    layers: dict[str, Layer] = {}
-    own: set[str] = set()  # names of packed tensors
-    first: set[torch.nn.Module] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (QuantLinear, QuantEmbedding)):
-            own |= {f"{name}.{part}" for part in module.packed.tensors()}
-            if module not in first:
-                linear = isinstance(module, QuantLinear)
-                layers[name] = Layer(module.packed, str(module.act_dtype) if linear else "fp32", embedding=not linear)
-            first.add(module)
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {name: module for name, module in modules if isinstance(module, (QuantLinear, QuantEmbedding))}
+    own = {f"{name}.{part}" for name, module in packed.items() for part in module.packed.tensors()}
     floats = [layer.name for layer in layers_of(model) if layer.kind == "linear"]
+    return _layers(packed), floats, _other_tensors(model, own)
+
+
+def _layers(packed: Mapping[str, QuantLinear | QuantEmbedding]) -> dict[str, Layer]:
+    """Return low-bit layers, those with several names under the first."""
+    first: dict[QuantLinear | QuantEmbedding, str] = {}
+    for name, module in packed.items():
+        first.setdefault(module, name)
+    layers: dict[str, Layer] = {}
+    for module, name in first.items():
+        act_dtype = str(module.act_dtype) if isinstance(module, QuantLinear) else "fp32"
+        layers[name] = Layer(module.packed, act_dtype, embedding=isinstance(module, QuantEmbedding))
+    return layers
+
+
+def _other_tensors(model: torch.nn.Module, own: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model by name, of tied ones the first, but for its `own` packed ones."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
@@ -53,7 +63,7 @@ def contents_of(model: torch.nn.Module | Mapping[str, PackedWeight]) -> Contents
             continue
         seen.add(place)
         tensors[name] = tensor.detach()
-    return layers, floats, tensors
+    return tensors
 
 
 def _refuse_new_biases(model: torch.nn.Module) -> None:

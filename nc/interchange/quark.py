@@ -103,25 +103,32 @@ def _config(dtype: str, group: int, symmetric: bool, floats: Sequence[str]) -> d
 
 def read(tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, Layer]:
     """Return the low-bit linears of a file; errors as for `gptq.read`."""
-    weight, export = dict((config.get("global_quant_config") or {}).get("weight") or {}), dict(config.get("export") or {})
-    kind, order = str(weight.get("dtype")), ORDERS.get(str(export.get("pack_method", "reorder")))
-    known = kind in ("int4", "uint4", "int8", "uint8") and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
-    plain = (
-        export.get("weight_format") == "real_quantized"
-        and not config.get("layer_quant_config")
-        and not config.get("layer_type_quant_config")
-    )
-    if not (known and plain and order is not None):
+    schemes = config.get("global_quant_config") or {}
+    weight, export = dict(schemes.get("weight") or {}), dict(config.get("export") or {})
+    order = ORDERS.get(str(export.get("pack_method", "reorder")))
+    if order is None or not (_is_known(weight) and _is_uniform(config, export)):
         msg = (
             f"These Quark files are not read: {weight}, {export}. nc reads real quantized int4, uint4, int8 and uint8 weights per group "
             "along the input channels, one format for all layers."
         )
         raise UnsupportedError(msg)
-    if any((config.get("global_quant_config") or {}).get(part) for part in ("input_tensors", "output_tensors", "bias")):
+    if any(schemes.get(part) for part in ("input_tensors", "output_tensors", "bias")):
         msg = "These Quark files are not read: they quantize activations or biases; nc reads weights."
         raise UnsupportedError(msg)
     names = [key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")]
     return {name: _layer(tensors, name, weight, order) for name in names}
+
+
+def _is_known(weight: Mapping[str, Any]) -> bool:
+    """Whether weights have a format that is read."""
+    is_integer = str(weight.get("dtype")) in ("int4", "uint4", "int8", "uint8")
+    return is_integer and weight.get("qscheme") == "per_group" and weight.get("ch_axis", -1) in (1, -1)
+
+
+def _is_uniform(config: Mapping[str, Any], export: Mapping[str, Any]) -> bool:
+    """Whether the files hold codes, and have one format for all layers."""
+    is_real = export.get("weight_format") == "real_quantized"
+    return is_real and not config.get("layer_quant_config") and not config.get("layer_type_quant_config")
 
 
 def _layer(tensors: dict[str, torch.Tensor], name: str, spec: Mapping[str, Any], order: Sequence[int]) -> Layer:
