@@ -16,7 +16,7 @@ from nc.formats import DTYPES, dtype, granularity
 from nc.formats.fake_spec import ROUND_METHODS, SCALE_TYPES
 from nc.graph.catalogue import input_node, schema_arguments
 from nc.graph.fx_utils import constant_of
-from nc.graph.schemas import returns_of, schema_of
+from nc.graph.schemas import Argument, returns_of, schema_of
 from nc.graph.views import Dequantize, Quantize, Recurrent
 from nc.ops import (
     DEQUANTIZE,
@@ -62,6 +62,26 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if not isinstance(target, torch._ops.OpOverload):
         _check_python(target, args, kwargs)
         return
+    given = _by_name(target, args, kwargs)
+    for argument in schema_of(target):
+        if argument.name in given:
+            _check_value(target, argument, given[argument.name])
+        elif not argument.has_default:
+            msg = f"{target} lacks its argument {argument.name!r}"
+            raise ValueError(msg)
+    if target.namespace == "nc":
+        if kwargs:
+            msg = f"arguments of {target} have no names in a stored graph"
+            raise ValueError(msg)
+        _check_qparams(given)
+
+
+def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name.
+
+    Raises:
+        ValueError: one is unknown, given twice, or too many.
+    """
     arguments = schema_of(target)
     names = {a.name for a in arguments}
     if not set(kwargs) <= names:
@@ -75,23 +95,16 @@ def check(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if given.keys() & kwargs.keys():
         msg = f"{target} has an argument twice: {', '.join(given.keys() & kwargs.keys())}"
         raise ValueError(msg)
-    given.update(kwargs)
-    for argument in arguments:
-        if argument.name not in given:
-            if not argument.has_default:
-                msg = f"{target} lacks its argument {argument.name!r}"
-                raise ValueError(msg)
-            continue
-        expected, value = argument.type, given[argument.name]
-        a_number = not isinstance(value, fx.Node) or _yields(value) == "number"
-        if not _fits(expected, value, argument.length) or (target.namespace == "nc" and expected == "Tensor" and a_number):
-            msg = f"{target}: argument {argument.name!r} should be {expected}, not {value!r}"
-            raise ValueError(msg)
-    if target.namespace == "nc":
-        if kwargs:
-            msg = f"arguments of {target} have no names in a stored graph"
-            raise ValueError(msg)
-        _check_qparams(given)
+    return {**given, **kwargs}
+
+
+def _check_value(target: torch._ops.OpOverload, argument: Argument, value: Any) -> None:
+    """Raise ValueError for a value of another type than an argument has; `nc` takes no numbers as tensors."""
+    is_number = not isinstance(value, fx.Node) or _yields(value) == "number"
+    needs_tensor = target.namespace == "nc" and argument.type == "Tensor"
+    if not _fits(argument.type, value, argument.length) or (needs_tensor and is_number):
+        msg = f"{target}: argument {argument.name!r} should be {argument.type}, not {value!r}"
+        raise ValueError(msg)
 
 
 def check_codes(module: fx.GraphModule) -> None:
@@ -100,16 +113,9 @@ def check_codes(module: fx.GraphModule) -> None:
     Codes are constants, or made by a quantize node, and only dequantize nodes read those; scales of channels are constants.
     """
     for node in module.graph.nodes:
-        if node.target in QUANTIZE and not all(user.target in DEQUANTIZE for user in node.users):
-            msg = f"node {node.name!r}: only dequantize nodes read codes"
-            raise ValueError(msg)
-        if node.target is quantize_float and not all(
-            user.target is dequantize_float and schema_arguments(user)["dtype"] == schema_arguments(node)["dtype"] for user in node.users
-        ):
-            msg = f"node {node.name!r}: only dequantize nodes of the same dtype read codes"
-            raise ValueError(msg)
-        if node.target is to_bf16 and not all(user.target is from_bf16 for user in node.users):
-            msg = f"node {node.name!r}: only from_bf16 reads bf16"
+        what = _why_misread(node)
+        if what:
+            msg = f"node {node.name!r}: {what}"
             raise ValueError(msg)
         if node.target is from_bf16 and _dtype(module, input_node(node)) is not torch.bfloat16:
             msg = f"node {node.name!r} does not read bf16"
@@ -120,6 +126,24 @@ def check_codes(module: fx.GraphModule) -> None:
             _check_dequantize_float(module, node)
         if node.target in RECURRENT.values():
             _check_recurrent(module, node)
+
+
+def _why_misread(node: fx.Node) -> str:
+    """Return what is wrong with the readers of codes or bf16 that a node makes; "" if nothing is."""
+    if node.target in QUANTIZE and not all(user.target in DEQUANTIZE for user in node.users):
+        return "only dequantize nodes read codes"
+    if node.target is quantize_float and not all(_has_dtype_of(user, node) for user in node.users):
+        return "only dequantize nodes of the same dtype read codes"
+    if node.target is to_bf16 and not all(user.target is from_bf16 for user in node.users):
+        return "only from_bf16 reads bf16"
+    return ""
+
+
+def _has_dtype_of(reader: fx.Node, codes: fx.Node) -> bool:
+    """Whether a node dequantizes codes of the dtype that another one makes."""
+    if reader.target is not dequantize_float:
+        return False
+    return bool(schema_arguments(reader)["dtype"] == schema_arguments(codes)["dtype"])
 
 
 def _dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype | None:
@@ -145,10 +169,15 @@ def _check_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
             raise ValueError(msg)
     for i, value in enumerate(layer.params):
         is_matrix = i % each < 2 or not layer.has_biases or i % each == _PROJECTION
-        fits = value.target is dequantize_per_tensor if is_matrix else _dtype(module, value) is torch.float32
-        if not fits and not (is_matrix and value.target is dequantize_per_channel and Dequantize.of(value).axis == 0):
+        if not (_is_matrix(value) if is_matrix else _dtype(module, value) is torch.float32):
             msg = f"node {node.name!r}: {value.name!r} is no {'int8 matrix' if is_matrix else 'fp32 bias'}"
             raise ValueError(msg)
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    """Whether a node gives the values of an int8 matrix, with one scale or one for each of its rows."""
+    is_per_row = node.target is dequantize_per_channel and Dequantize.of(node).axis == 0
+    return node.target is dequantize_per_tensor or is_per_row
 
 
 def _check_dequantize(module: fx.GraphModule, node: fx.Node) -> None:
@@ -237,28 +266,24 @@ def _check_python(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         msg = f"{target} takes {expected} arguments, not {len(args)}"
         raise ValueError(msg)
     if target is operator.getitem:
-        source, index = args
-        several = isinstance(source, fx.Node) and _yields(source) in ("list", "any")
-        if not several or not isinstance(index, int) or isinstance(index, bool):
-            msg = f"getitem takes an operator with several results and an index, not {source!r} and {index!r}"
-            raise ValueError(msg)
-        returns = returns_of(source.target) if isinstance(source.target, torch._ops.OpOverload) else ()
-        if len(returns) > 1 and not 0 <= index < len(returns):
-            msg = f"{source.target} gives {len(returns)} results, and none with index {index}"
-            raise ValueError(msg)
+        _check_getitem(*args)
         return
     for value in args:
-        if isinstance(value, fx.Node) and _yields(value) != "list":
-            continue
-        if not isinstance(value, (bool, int, float)):
+        is_computed = isinstance(value, fx.Node) and _yields(value) != "list"
+        if not is_computed and not isinstance(value, (bool, int, float)):
             msg = f"{target} takes sizes, not {value!r}"
             raise ValueError(msg)
 
 
-def _check_format(name: str, *, low_bit: bool) -> None:
-    """Raise ValueError for a name that is no floating-point format; operators with low-bit weights take integers too."""
-    if name not in DTYPES or not (low_bit or DTYPES[name].kind == "float"):
-        msg = f"{name!r} is no {'number' if low_bit else 'floating-point'} format"
+def _check_getitem(source: Any, index: Any) -> None:
+    """Raise ValueError where an operator does not give several results, or none with this index."""
+    several = isinstance(source, fx.Node) and _yields(source) in ("list", "any")
+    if not several or not isinstance(index, int) or isinstance(index, bool):
+        msg = f"getitem takes an operator with several results and an index, not {source!r} and {index!r}"
+        raise ValueError(msg)
+    returns = returns_of(source.target) if isinstance(source.target, torch._ops.OpOverload) else ()
+    if len(returns) > 1 and not 0 <= index < len(returns):
+        msg = f"{source.target} gives {len(returns)} results, and none with index {index}"
         raise ValueError(msg)
 
 
@@ -266,24 +291,46 @@ def _check_qparams(given: Mapping[str, Any]) -> None:
     """Raise ValueError for scales, zero points and codes that no quantization has."""
     if "format" in given:
         _check_simulated(given)
-        return
-    if isinstance(given.get("dtype"), str):
-        _check_format(given["dtype"], low_bit="codes" in given and "outer_scale" in given)
-        return
-    limits = _CODES.get(given["dtype"]) if "dtype" in given else None
-    if "dtype" in given and limits is None:
+    elif isinstance(given.get("dtype"), str):
+        _check_format(given["dtype"], is_low_bit="codes" in given and "outer_scale" in given)
+    else:
+        limits = _limits_of_codes(given)
+        _check_scale(given.get("scale"), given.get("zero_point"), given.get("dtype"), limits)
+
+
+def _check_format(name: str, *, is_low_bit: bool) -> None:
+    """Raise ValueError for a number format that does not exist, or has integers and no low-bit weight."""
+    if name not in DTYPES or not (is_low_bit or DTYPES[name].kind == "float"):
+        msg = f"{name!r} is no {'number' if is_low_bit else 'floating-point'} format"
+        raise ValueError(msg)
+
+
+def _limits_of_codes(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the codes that a dtype has; None where none is given.
+
+    Raises:
+        ValueError: it has no codes, or those that are used are not among them.
+    """
+    if "dtype" not in given:
+        return None
+    limits = _CODES.get(given["dtype"])
+    if limits is None:
         msg = f"codes are uint8 or int8, not {given['dtype']}"
         raise ValueError(msg)
     low, high = given.get("quant_min"), given.get("quant_max")
-    if low is not None and high is not None and limits is not None and not limits[0] <= low < high <= limits[1]:
+    if low is not None and high is not None and not limits[0] <= low < high <= limits[1]:
         msg = f"codes from {low} to {high} are none of {given['dtype']}"
         raise ValueError(msg)
-    scale, zero_point = given.get("scale"), given.get("zero_point")
+    return limits
+
+
+def _check_scale(scale: Any, zero_point: Any, dtype: Any, limits: tuple[int, int] | None) -> None:
+    """Raise ValueError for numbers that are no scale, or no zero point among the codes of a dtype."""
     if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale > 0):
         msg = f"{scale!r} is no scale"
         raise ValueError(msg)
     if isinstance(zero_point, int) and limits is not None and not limits[0] <= zero_point <= limits[1]:
-        msg = f"{zero_point} is no zero point of {given['dtype']}"
+        msg = f"{zero_point} is no zero point of {dtype}"
         raise ValueError(msg)
 
 
