@@ -147,7 +147,14 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
         if got != expected:
             msg = f"{got} {what}, expected {expected}"
             raise ValueError(msg)
+    _check_parameters(signature)
+    sizes: dict[str, int] = {}
+    for leaf, tensor in zip((leaf for leaf in signature.leaves if leaf.used), example, strict=True):
+        check_leaf(leaf, tensor, sizes)
 
+
+def _check_parameters(signature: Signature) -> None:
+    """Raise ValueError for parameters that have not the names, types or structures of the inputs."""
     names = [p.name for p in signature.parameters]
     captured = [p.name for p in signature.parameters if p.captured]
     if len(set(names)) != len(names) or captured != list(signature.in_spec.context):
@@ -155,13 +162,10 @@ def _check_contract(module: fx.GraphModule, signature: Signature, example: tuple
         raise ValueError(msg)
     structures = dict(zip(captured, children(signature.in_spec), strict=True))
     for p in signature.parameters:
-        flags = (p.positional, p.captured, p.variadic, p.keyword)
-        if not all(isinstance(flag, bool) for flag in flags) or (p.variadic and p.captured and structures[p.name].type is not tuple):
+        are_flags = all(isinstance(flag, bool) for flag in (p.positional, p.captured, p.variadic, p.keyword))
+        if not are_flags or (p.variadic and p.captured and structures[p.name].type is not tuple):
             msg = f"parameter {p.name!r} is malformed"
             raise ValueError(msg)
-    sizes: dict[str, int] = {}
-    for leaf, tensor in zip((leaf for leaf in signature.leaves if leaf.used), example, strict=True):
-        check_leaf(leaf, tensor, sizes)
 
 
 def _check_facts(document: Mapping[str, Any], module: fx.GraphModule, plan: Plan) -> None:
