@@ -155,7 +155,8 @@ class TestOneNamePerNode:
     def test_prepare_asks_once_for_each_node(self, named):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
         prepared = nc.prepare(model, StaticQuantConfig(), example_inputs=torch.randn(4, 8), backend="reference")
-        assert named == [aten.linear.default, aten.relu.default, aten.linear.default]
+        computed = aten.linear.default, aten.relu.default  # older versions of torch also export what checks sizes
+        assert [target for target in named if target in computed] == [aten.linear.default, aten.relu.default, aten.linear.default]
         assert [op_name(node) for node in prepared.graph.module.graph.nodes if op_name(node)] == ["linear", "relu", "linear"]
 
     def test_a_node_that_a_pass_makes_is_named_where_it_is_made(self, named, graph):
