@@ -18,7 +18,7 @@ from nc.backends.low_bit.large_pages import LargePages
 from nc.errors import BackendUnavailableError
 from nc.kernels.c_code import abi, openmp
 from nc.kernels.c_code.build import load
-from nc.kernels.c_code.calls import Function, call_once, function_of
+from nc.kernels.c_code.calls import Function, call_packed, function_of
 from nc.kernels.c_code.isas import ISAS, NUMBERS
 from nc.kernels.c_code.limit import used
 from nc.numerics.groups import about_middle
@@ -158,6 +158,10 @@ def panels_of(factors: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
+#: What a call reads in place of a tensor that it has not.
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
 def linear(x: torch.Tensor, layout: PackedLayout, weight: PackedWeight, bias: torch.Tensor | None = None, block: int = 0) -> torch.Tensor:
     """`x @ W.T + bias`, fp32.
 
@@ -197,13 +201,18 @@ def call(
     assert scale is not None
     assert values is not None
     assert sizes is not None
-    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     result = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device="cpu")
-    fields = {"rows": x.shape[0], "stride": x.shape[1], "block": block, "threads": openmp.threads()}
-    offset = nothing if offset is None else offset
-    added = nothing if bias is None else bias.float().contiguous()
-    call_once(function, fields, [result, x, sizes, codes, scale, offset, values, added])
+    packed = _packed(function, x.shape[0], x.shape[1], block, openmp.threads())
+    offset = _NOTHING if offset is None else offset
+    added = _NOTHING if bias is None else bias.float().contiguous()
+    call_packed(function, packed, [result, x, sizes, codes, scale, offset, values, added])
     return result
+
+
+@functools.lru_cache(maxsize=256)
+def _packed(function: Function, rows: int, stride: int, block: int, threads: int) -> bytes:
+    """Return the first argument of a call; packing it takes longer than the product of a small layer."""
+    return function.packed({"rows": rows, "stride": stride, "block": block, "threads": threads})
 
 
 # `max_rows` of those for bf16: above, it is faster to dequantize blocks for a GEMM in bf16, on a CPU that has instructions for that. In

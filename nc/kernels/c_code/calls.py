@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,7 +16,7 @@ from nc.kernels.c_code import abi, failures
 EXECUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Function:
     """A function in C.
 
@@ -71,10 +72,16 @@ def call_once(function: Function, fields: Mapping[str, abi.Value], tensors: Sequ
 
 def call_packed(function: Function, packed: bytes, tensors: Sequence[torch.Tensor]) -> None:
     """Call a function once with its first argument as `Function.packed` returns it; raises as `call_once`."""
-    how, addresses = in_memory(packed), (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    status = EXECUTE(function.address)(ctypes.addressof(how), None, len(tensors), ctypes.addressof(addresses))
+    addresses = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+    status = _callable(function.address)(packed, None, len(tensors), addresses)
     if status:
         raise function_error(function, status)
+
+
+@functools.cache
+def _callable(address: int) -> Callable[..., int]:
+    """Return a function at an address; making it takes longer than a small call."""
+    return EXECUTE(address)
 
 
 def in_memory(packed: bytes) -> ctypes.Array[ctypes.c_int64]:
