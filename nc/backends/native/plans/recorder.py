@@ -404,7 +404,8 @@ class Recorder:
             why = str(refused)
         if _is_of_onednn(node.target):
             return self._with_reference_kernels(node, ways)
-        count = len(self._entries)
+        args, kwargs = self._computed(args), {key: self._computed(value) for key, value in kwargs.items()}
+        count = len(self._entries)  # behind those of arguments that waited
         result = self._aten(node, args, kwargs)
         if any(isinstance(entry, AtenCall) for entry in self._entries[count:]):  # a view costs nothing
             self._refusals.append(Refusal(operator_name(node), why))

@@ -56,6 +56,14 @@ def test_the_report_prints_who_refused_and_why():
     assert f"computed by torch: {details}" in q.report().summary()
 
 
+def test_a_view_of_what_torch_computes_is_no_refusal():
+    """A pad waits for a convolution that could pad by itself. Here a view reads it, so torch computes it first."""
+    model = Function(lambda self, x: self.b(nn.functional.pad(self.a(x), (0, 2)).reshape(2, -1)), a=nn.Linear(8, 8), b=nn.Linear(40, 4))
+    q = quantized(model, torch.randn(2, 4, 8), None, "native")
+    assert any("pad" in step.name for step in q.engine.steps([torch.randn(2, 4, 8)]))
+    assert "computed by torch" not in q.report().details
+
+
 def test_a_model_whose_operators_all_have_ways_has_nothing_to_say():
     q = quantized(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8), None, "native")
     assert "computed by torch" not in q.report().details
