@@ -142,7 +142,14 @@ def missing(needed: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in needed if name not in (*features(), *WIDE_ACCUMULATION))
 
 
-def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[str] = frozenset(), bf16: bool = False) -> Capabilities:
+def capabilities(
+    backend: str,
+    ops: tuple[OpSupport, ...],
+    *,
+    halved: frozenset[str] = frozenset(),
+    exact: frozenset[tuple[str, str]] = frozenset(),
+    bf16: bool = False,
+) -> Capabilities:
     """Return what a backend on oneDNN, with dynamic kernels of FBGEMM, can run here.
 
     Args:
@@ -150,13 +157,14 @@ def capabilities(backend: str, ops: tuple[OpSupport, ...], *, halved: frozenset[
         ops: its table.
         bf16: it computes in bf16 where this CPU does.
         halved: kinds for whose int8 activations oneDNN halves the weights itself, so that they can't saturate.
+        exact: (kind, granularity) of ranges found in each call for which the backend has kernels of its own, whose sums are exact.
     """
     narrow: set[tuple[str, str]] = set()
     if not accumulates_wide():
         narrow |= {(row.kind, dtype) for row in ops for dtype in row.activations if row.kind != "add"}
         narrow -= {(kind, "int8") for kind in halved}
     if not fbgemm_accumulates_wide():
-        narrow |= {(row.kind, "dynamic") for row in ops if row.dynamic}
+        narrow |= {(row.kind, granularity) for row in ops for granularity in row.dynamic} - exact
     fused_add = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
     found = Capabilities(
         backend=backend, ops=ops, narrow_sums=frozenset(narrow), isa=relied_on(), fused_add=fused_add, dynamic_cost=DYNAMIC_COST

@@ -13,6 +13,8 @@ from nc.formats.dtypes import DType, dtype
 from nc.formats.fake_spec import FakeSpec
 from nc.formats.granularities import PER_TENSOR, Granularity, granularity
 
+#: How ranges that are found in each call are shared.
+DYNAMIC_GRANULARITIES = ("per_tensor", "per_token")
 #: How an operator is quantized: with ranges from calibration, with ranges found in each call, its weight only, as a simulation of any
 #: formats, or not at all.
 Mode = Literal["static", "dynamic", "weight_only", "fake_quant", "float"]
@@ -306,9 +308,9 @@ class Capabilities:
     Attributes:
         backend: its name.
         ops: one row per operator kind with an integer kernel.
-        narrow_sums: (kind, activation dtype, or "dynamic") of operators whose kernels add pairs of products in 16 bits, with saturation,
-            on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are `paired` there, a matmul's second input
-            takes 7 bits.
+        narrow_sums: (kind, activation dtype, or granularity of ranges found in each call) of operators whose kernels add pairs of
+            products in 16 bits, with saturation, on this CPU (without VNNI): 2 x 255 x 64 fits, 2 x 255 x 127 does not. Weights are
+            `paired` there, a matmul's second input takes 7 bits.
         isa: CPU features that the resulting numbers rely on.
         why_no_bf16: why what is not int8 can't compute in bf16, on this CPU or at all; "" where it can.
         bf16_isa: CPU features that bf16 relies on.
@@ -330,7 +332,7 @@ class Capabilities:
     def __post_init__(self) -> None:
         """Check all names; raises ConfigError for dtypes that do not exist."""
         for _, name in self.narrow_sums:
-            if name != "dynamic":
+            if name not in DYNAMIC_GRANULARITIES:
                 dtype(name)
 
     def row(self, kind: str) -> OpSupport | None:
@@ -341,4 +343,5 @@ class Capabilities:
         """Whether the kernel that runs an operator is one of `narrow_sums`."""
         if spec.activation is None:
             return False
-        return (kind, "dynamic" if spec.mode == "dynamic" else spec.activation.dtype.name) in self.narrow_sums
+        given = spec.activation.granularity if spec.mode == "dynamic" else spec.activation.dtype.name
+        return (kind, str(given)) in self.narrow_sums

@@ -324,9 +324,12 @@ def test_narrow_sums_without_vnni(monkeypatch, features, wide):
     assert ("conv2d", "int8") not in capabilities.narrow_sums
     assert capabilities.isa == ((features[-1],) if wide else ("avx2",))
     # dynamic kernels are FBGEMM's, which does not use the VNNI of AVX2
-    assert (("linear", "dynamic") in capabilities.narrow_sums) is ("avx512_vnni" not in features)
+    assert (("linear", "per_token") in capabilities.narrow_sums) is ("avx512_vnni" not in features)
     monkeypatch.setenv("FBGEMM_ENABLE_INSTRUCTIONS", "avx512")
-    assert ("lstm", "dynamic") in get_backend("ipex").capabilities().narrow_sums
+    assert ("lstm", "per_tensor") in get_backend("ipex").capabilities().narrow_sums
+    native = get_backend("native").capabilities().narrow_sums
+    assert {("linear", "per_token"), ("lstm", "per_tensor"), ("gru_cell", "per_tensor")} <= native
+    assert not native & {(kind, "per_token") for kind in ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")}  # nc's own C code
 
 
 @pytest.mark.ipex

@@ -19,6 +19,7 @@ from nc.backends.low_bit.compiled_blocks import KERNELS as IN_C_BY_BLOCKS
 from nc.backends.low_bit.kernel import LowBitKernel
 from nc.backends.native import decode, lower, package
 from nc.formats import Capabilities, OpSupport
+from nc.graph.catalogue import RECURRENT
 from nc.graph.qdq import QDQGraph
 from nc.nn import QuantLinear
 from nc.process.lock import LOCK
@@ -70,8 +71,11 @@ class NativeBackend(Backend):
         return ""
 
     def capabilities(self) -> Capabilities:
-        """Return what the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike."""
-        return cpu.capabilities(NAME, OPS, bf16=True)
+        """Return what the kernels take; codes of int8 activations are shifted to uint8, so without VNNI they saturate alike.
+
+        Recurrent layers with ranges per row run in nc's C code, which sums exactly on every CPU.
+        """
+        return cpu.capabilities(NAME, OPS, exact=frozenset((kind, "per_token") for kind in RECURRENT), bf16=True)
 
     def low_bit_kernels(self) -> tuple[LowBitKernel, ...]:
         """Kernels for low-bit weights, the preferred ones first."""
