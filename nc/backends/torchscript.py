@@ -195,7 +195,7 @@ def _call(
     if not isinstance(node.target, torch._ops.OpOverload):
         msg = f"Operator {node.target} of node {node.name!r} has no TorchScript form."
         raise BackendError(msg)
-    arguments = _annotated(node.target, arguments)
+    arguments = annotated(node.target, arguments)
     arguments += [f"{k}={_text(v, names)}" for k, v in kwargs.items()]
     if node.target is torch.ops.aten.reshape.default:
         # fusers look through contiguous and view, not through reshape; the three mean the same
@@ -224,7 +224,7 @@ def _dequantized(
     return f"self.{attribute}.dequantize()"
 
 
-def _annotated(target: torch._ops.OpOverload, arguments: Sequence[str]) -> list[str]:
+def annotated(target: torch._ops.OpOverload, arguments: Sequence[str]) -> list[str]:
     """Return the texts of positional arguments, with the types of the lists that a script can't tell."""
     types = [argument.type.annotation_str for argument in target._schema.arguments[: len(arguments)]]
     typed = zip(types, arguments, strict=True)

@@ -11,6 +11,7 @@ from torch import fx
 from nc.backends.native.fuse import constant, operators_of
 from nc.backends.native.plans.products import PREPACKS
 from nc.backends.native.tried import guard, is_guarded, is_wrong, wrong_sizes
+from nc.backends.torchscript import annotated
 from nc.graph.catalogue import schema_arguments
 from nc.graph.fx_utils import constant_value, copy_module, drop_unused, retarget, run_with
 from nc.graph.views import set_argument
@@ -35,8 +36,8 @@ def _with_rows_of(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def _spelled(kernel: torch._ops.OpOverload) -> str:
-    places = ", ".join(f"{{{i}}}" for i in range(len(kernel._schema.arguments)))
-    return f"self._with_rows_of({{0}}, torch.ops.onednn.qlinear_pointwise({places}))"
+    places = annotated(kernel, [f"{{{i}}}" for i in range(len(kernel._schema.arguments))])
+    return f"self._with_rows_of({{0}}, torch.ops.onednn.qlinear_pointwise({', '.join(places)}))"
 
 
 #: How TorchScript writes the functions above, and the method that it needs for them.

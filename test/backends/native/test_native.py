@@ -212,6 +212,16 @@ def test_bits_of_a_size_are_bits_in_torchscript_too(without_plans):
         assert worst_db([q.reference(x)], [q(x)]) > 60
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU6(), nn.Hardtanh(-2.0, 1.5), nn.LeakyReLU(0.2)], ids=lambda m: type(m).__name__)
+def test_numbers_of_an_activation_behind_a_linear_reach_torchscript(without_plans, activation):
+    model = nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 4))
+    q = quantized(model, 3 * torch.randn(16, 8), None, "native")
+    assert q.report().details["run by"].startswith("TorchScript")
+    assert not q.report().not_int8
+    x = 3 * torch.randn(5, 8)
+    assert worst_db(q.reference(x), q(x)) > 40
+
+
 def test_without_torchscript_python_runs_the_graph(tmp_path):
     """Its switch is read when torch is imported."""
     x = torch.randn(2, 8)
