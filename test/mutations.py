@@ -252,6 +252,14 @@ MUTATIONS = (
         ("int16_pairs", "saturation"),
     ),
     Mutation(
+        "pairs-of-positions",
+        "two positions of a window are a pair where a group has one input channel",
+        "numerics/weights.py",
+        "times = 2 if",
+        "times = 1 if",
+        ("int16_pairs",),
+    ),
+    Mutation(
         "seven-bits",
         "the second input of a matmul takes 7 bits where sums have 16",
         "graph/saturation.py",

@@ -58,7 +58,7 @@ def _values(codes: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, block: S
 
 
 def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int = int16_pairs.PAIR_LIMIT) -> bool:
-    """Whether the codes of one sign in every pair of input channels add up to a limit at most.
+    """Whether the codes of one sign in every pair that kernels may add come to a limit at most.
 
     Args:
         codes: int8.
@@ -66,24 +66,36 @@ def pairs_fit(codes: torch.Tensor, axis: int | None, groups: int = 1, limit: int
         groups: as for `quantize_weight`.
         limit: what kernels that add two products in 16 bits take, whatever the activations; more if those have fewer codes.
     """
-    return int16_pairs.fit(_inputs_last(codes, axis, groups), limit)
+    return int16_pairs.fit(_inputs_last(codes, axis, groups), limit // 2 if _pairs_positions(codes, axis, groups) else limit)
 
 
 def _inputs_last(weight: torch.Tensor, axis: int | None, groups: int) -> torch.Tensor:
-    """Return the input channels of each group as the last dimension."""
+    """Return the input channels of each group as the last dimension, whose neighbours are pairs."""
     # transposed: [inputs, outputs, ...], the inputs of all groups behind each other
     split = weight.reshape(groups, -1, *weight.shape[1:]) if axis != 0 else weight
     return split.movedim(1, -1)
 
 
+def _pairs_positions(weight: torch.Tensor, axis: int | None, groups: int) -> bool:
+    """Whether kernels may add products of any two positions of the window, because a group has one input channel.
+
+    Those of oneDNN for AVX-512 without VNNI do (`brg_conv_fwd:avx512_core`, `gemm_s8u8s32`), each in an order of its own. Depthwise
+    convolutions of one or two dimensions have kernels that sum in 32 bits.
+    """
+    inputs = weight.shape[1] if axis == 0 else weight.shape[0] // groups
+    is_flat_depthwise = axis == 0 and weight.dim() < 5 and weight.shape[0] == groups > 1
+    return inputs == 1 and weight.dim() > 2 and weight[0, 0].numel() > 1 and not is_flat_depthwise
+
+
 def _paired(weight: torch.Tensor, spec: TensorSpec, axis: int | None, groups: int, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale with pairs along the input channels of each group."""
+    """Codes and scale whose pairs fit, as for `pairs_fit`."""
     last = _inputs_last(weight, axis, groups)
     flat = last.reshape(weight.shape[axis] if per_channel and axis is not None else 1, -1, last.shape[-1])
+    times = 2 if _pairs_positions(weight, axis, groups) else 1  # a weight beside itself: two of its size fit
     shrink = weight_mse.SHRINK if spec.algo == "mse" else ()
-    codes, scale = int16_pairs.quantize_pairs(flat, shrink, weight_mse.NORM if shrink else 2.0)
+    codes, scale = int16_pairs.quantize_pairs(flat.repeat_interleave(times, -1), shrink, weight_mse.NORM if shrink else 2.0)
     result = torch.empty(weight.shape, dtype=spec.dtype.storage)  # strides of its own: those of size 1 count for convolutions
-    result.copy_(codes.reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
+    result.copy_(codes[..., ::times].reshape(last.shape).movedim(-1, 1).reshape(weight.shape))
     return result, scale if per_channel else scale[0]
 
 

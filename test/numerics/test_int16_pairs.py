@@ -71,22 +71,33 @@ def test_all_zero_channels():
     assert scale[0] == 1.0
 
 
+def each_beside_itself(weight):
+    return weight.flatten().repeat_interleave(2)
+
+
 @pytest.mark.parametrize(
     ("shape", "axis", "groups", "inputs"),
     [
         ((6, 9), 0, 1, lambda w: w),
         ((6, 8, 3, 3), 0, 1, lambda w: w.movedim(1, -1)),
-        ((6, 1, 3, 3), 0, 1, lambda w: w.movedim(1, -1)),
+        ((6, 1, 3, 3), 0, 6, lambda w: w.movedim(1, -1)),
+        ((6, 1, 3, 3), 0, 1, each_beside_itself),
+        ((6, 1, 3), 0, 3, each_beside_itself),
+        ((6, 1, 3, 3, 3), 0, 6, each_beside_itself),
+        ((6, 3, 3), None, 6, each_beside_itself),
         ((6, 8, 1, 1), 0, 1, lambda w: w.movedim(1, -1)),
         ((8, 6, 3), 1, 1, lambda w: w.movedim(0, -1)),
         ((8, 3, 3), None, 2, lambda w: w.reshape(2, 4, 3, 3).movedim(1, -1)),
         ((6, 3, 3), None, 2, lambda w: w.reshape(2, 3, 3, 3).movedim(1, -1)),
     ],
-    ids=["linear", "convolution", "depthwise", "pointwise", "transposed", "transposed in groups", "odd groups"],
+    ids=[
+        *("linear", "convolution", "depthwise", "one channel", "one channel for two", "depthwise 3d", "transposed depthwise"),
+        *("pointwise", "transposed", "transposed in groups", "odd groups"),
+    ],
 )
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("algo", ["minmax", "mse"])
-def test_pairs_are_neighbouring_input_channels(shape, axis, groups, inputs, granularity, algo):
+def test_pairs_are_neighbouring_input_channels_or_any_two_positions(shape, axis, groups, inputs, granularity, algo):
     weight = torch.randn(shape).abs() + 1.0  # every pair is of one sign
     spec = TensorSpec(dtype="int8", symmetric=True, granularity=granularity, algo=algo, narrow=True, paired=True)
     codes, scale = quantize_weight(weight, spec, axis, groups)
@@ -107,6 +118,8 @@ def extreme_codes(shape, axis, groups):
     split = torch.empty(shape if inputs else (groups, shape[0] // groups, *shape[1:]))
     last = split.movedim(1, -1)
     n = last.shape[-1]
+    if n == 1 and last.dim() > 2 and not (axis == 0 and groups == shape[0] and len(shape) < 5):  # any two positions of a window are a pair
+        return torch.full(shape, PAIR_LIMIT // 2, dtype=torch.int8)
     first = torch.randint(64, 128, (*last.shape[:-1], -(-n // 2)))
     pair = torch.stack([first, PAIR_LIMIT - first], -1)
     pair = torch.where(torch.rand(first.shape)[..., None] < 0.5, pair, pair.flip(-1))
